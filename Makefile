@@ -1,0 +1,41 @@
+# `make demo` and `make test` need only Python, make and pip: each sets up its own environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One torch for everything: a range could resolve to a build with several GB of CUDA packages.
+TORCH := torch==2.13.0
+
+.PHONY: demo test check format clean
+
+demo: $(VENV)/demo
+	$(BIN)/shardtune models pull smollm2-135m-instruct
+	$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	touch $@
+
+$(VENV)/demo: $(VENV)/torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	touch $@
+
+$(VENV)/dev: $(VENV)/torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[demo,dev]'
+	touch $@ $(VENV)/demo
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,7 @@
+"""`python -m shardtune`."""
+
+import sys
+
+from shardtune.cli import main
+
+sys.exit(main())

@@ -1,0 +1,79 @@
+"""The result of a run: written as others read it, then read back and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.core.cache import atomic_folder
+from shardtune.errors import Problem, RunError
+
+if TYPE_CHECKING:
+    from shardtune.core.step import MicroBatch
+
+PROBE = 128  # tokens of one training row on which the two models are compared
+SAME_LOGITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far the reloaded model's logits may be off, as a share of the largest: rounding only."""
+
+
+def save_result(
+    model: Any, tokenizer: Any, stops: frozenset[int], target: Path, *, dtype: torch.dtype
+) -> None:
+    """A PEFT folder for an adapter, an ordinary model folder otherwise; always safetensors.
+
+    `dtype` is what whole models are written in; adapters are small and stay in fp32.
+    """
+    with atomic_folder(target) as partial:
+        if hasattr(model, "peft_config"):
+            model.save_pretrained(partial)
+        else:
+            weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+            model.save_pretrained(partial, state_dict=weights)
+        generation = model.generation_config
+        generation.eos_token_id = sorted(stops)  # where the answers learned to end
+        generation.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def check_result(
+    reloaded: nn.Module, trained: Mapping[str, Tensor], model: nn.Module, probe: MicroBatch
+) -> float:
+    """Raises unless every trained weight came back, bit for bit, and the logits with them.
+
+    Returns the largest difference of a logit.
+    """
+    back = dict(reloaded.named_parameters())
+    missing = sorted(trained.keys() - back.keys())
+    if missing:
+        raise _wrong(f"{len(missing)} of {len(trained)} weights are missing, first {missing[0]}")
+    for name, weight in trained.items():
+        again = back[name].detach().to(weight.device)
+        if again.shape != weight.shape or not torch.equal(again, weight.to(again.dtype)):
+            raise _wrong(f"{name} differs from what was trained")
+    ours, theirs = _logits(model, probe), _logits(reloaded, probe)
+    difference = (ours - theirs).abs().max().item()
+    dtype = next(iter(reloaded.parameters())).dtype
+    if not difference <= SAME_LOGITS[dtype] * ours.abs().max().item():
+        raise _wrong(f"its logits differ by {difference:.3g} from those of the trained model")
+    return difference
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, probe: MicroBatch) -> Tensor:
+    model.eval()
+    device = next(model.parameters()).device
+    logits: Tensor = model(
+        input_ids=probe.input_ids[:1, :PROBE].to(device),
+        position_ids=probe.position_ids[:1, :PROBE].to(device),
+        use_cache=False,
+    ).logits
+    return logits.float().cpu()
+
+
+def _wrong(fact: str) -> RunError:
+    fix = "the training itself is safe in checkpoints/; report this with the run's environment.json"
+    return RunError(Problem("result", f"read back from disk, {fact}", fix))

@@ -1,0 +1,159 @@
+"""The run directory.
+
+job.yaml           the job with every value resolved; training it again repeats the run
+environment.json   versions, machine, git revision
+metrics.jsonl      one line per step and per evaluation
+checkpoints/       step-000020/ ...: what training needs to go on
+result/            the adapter or the model, as peft and transformers read it
+answers.json       what the model said to the held-out prompts before training
+report.json        what the summary shows
+logs/              what the ranks printed
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardtune.core.document import dotted
+from shardtune.errors import Problem, RunError
+from shardtune.job import Job
+from shardtune.jobfile import leaves, load_job
+
+_FILES = ("job.yaml", "environment.json", "metrics.jsonl", "answers.json", "report.json")
+# What a resumed run may change: none of these alters what is computed.
+_FREE = {("train", "micro_batch"), ("train", "gradient_checkpointing"), ("data", "workers")}
+_FOLDERS = ("checkpoints", "result")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names the files of a run, and writes the small ones."""
+
+    path: Path
+    writes: bool = True
+    """False on the ranks that leave the writing to another."""
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def refuse_if_occupied(self, place: str) -> None:
+        """A run is never overwritten by accident."""
+        if self.path.exists() and not self.path.is_dir():
+            fact = f"{self.path} is a file"
+            raise RunError(Problem(place, fact, "name a folder, or one that doesn't exist yet"))
+        if self.job.exists():
+            raise RunError(
+                Problem(
+                    place,
+                    f"{self.path} holds a run already",
+                    "go on with it (--resume), replace it (--overwrite), or set save.directory",
+                )
+            )
+
+    def refuse_other_job(self, job: Job) -> None:
+        """A run is resumed as it was begun: what changes the mathematics may not differ."""
+        self.require_run()
+        before = dict(leaves(load_job(self.job).job.model_dump(mode="json")))
+        now = dict(leaves(job.model_dump(mode="json")))
+        problems = [
+            Problem(
+                dotted(key),
+                f"is {now.get(key)!r}, but the run was begun with {before.get(key)!r}",
+                "set it back, or begin another run in a directory of its own",
+            )
+            for key in sorted(before.keys() | now.keys(), key=dotted)
+            if before.get(key) != now.get(key)
+            and key[0] in ("model", "adapter", "data", "train")
+            and key not in _FREE
+        ]
+        if problems:
+            raise RunError(problems)
+
+    def require_run(self) -> None:
+        """Refuses a folder that no run was written to."""
+        if not self.job.is_file():
+            fix = "name the `save.directory` of a run"
+            raise RunError(Problem(str(self.path), "is no run directory: no job.yaml in it", fix))
+
+    def clear(self) -> None:
+        """Removes what a run wrote here, and nothing else that may lie in the folder."""
+        for name in _FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for name in _FOLDERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def begin(self, job: Job, environment: Mapping[str, Any]) -> None:
+        """Writes down what is about to run."""
+        if self.writes:
+            self.path.mkdir(parents=True, exist_ok=True)
+            text = yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            self.job.write_text(text, encoding="utf-8")
+            _write_json(self.path / "environment.json", environment)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Adds a line to the metrics; a crash loses at most the line being written."""
+        if self.writes:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drops the metrics of steps that a resumed run will take again."""
+        if self.writes and self.metrics.exists():
+            kept = [record for record in self._records() if record["step"] <= step]
+            text = "".join(json.dumps(record) + "\n" for record in kept)
+            self.metrics.write_text(text, encoding="utf-8")
+
+    def evaluations(self, step: int) -> dict[str, Any]:
+        """The figures of each held-out set after `step` steps."""
+        return {
+            record["set"]: {key: record[key] for key in ("loss", "perplexity", "accuracy")}
+            for record in self._records()
+            if record["kind"] == "evaluation" and record["step"] == step
+        }
+
+    def write_answers(self, answers: Sequence[str]) -> None:
+        """Keeps what the model said before training, for the report at the end."""
+        _write_json(self.path / "answers.json", list(answers))
+
+    def read_answers(self) -> list[str]:
+        path = self.path / "answers.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def write_report(self, report: Mapping[str, Any]) -> None:
+        _write_json(self.path / "report.json", report)
+
+    def read_report(self) -> dict[str, Any] | None:
+        path = self.path / "report.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def _records(self) -> list[dict[str, Any]]:
+        lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

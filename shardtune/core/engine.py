@@ -1,0 +1,54 @@
+"""The seam between the training loop and every way to run it.
+
+The seam is the whole step, not forward and backward: a pipeline needs all micro-batches at once,
+engines clip differently, and only who sees all micro-batches of a step can normalise its loss by
+the step's label tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from shardtune.core.step import EvalResult, MicroBatch, StepResult
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Engine(Protocol):
+    """One rank's part in training a model."""
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        """Forward, backward, clip, update, schedule: one optimizer step over all ranks."""
+        ...
+
+    def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
+        """Loss and token accuracy over all ranks' micro-batches. Changes nothing."""
+        ...
+
+    def module(self) -> nn.Module:
+        """The model itself, for generation and for saving the result."""
+        ...
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """Every weight that is trained, whole, by its name in the model."""
+        ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """What training needs to go on: tensors by name, and a few numbers."""
+        ...
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        """The inverse of `state`."""
+        ...
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

@@ -1,0 +1,61 @@
+"""The declaration of a strategy: what each mesh axis divides, what it sends, where states live.
+
+The trainer derives its settings from it and the planner computes from it, so that a prediction
+can't drift away from what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardtune.core.mesh import Mesh
+
+State = Literal["params", "grads", "optim", "activations"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
+When = Literal["step", "micro_batch"]
+Home = Literal["gpu", "cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One collective: what it carries, how often, and the share of the state's bytes it carries."""
+
+    op: Op
+    what: State
+    when: When
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AxisRule:
+    """What one axis of the mesh does to the states of training."""
+
+    axis: str
+    divides: frozenset[State] = frozenset()
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rules compose: a rank holds the total divided by every axis that divides it."""
+
+    rules: tuple[AxisRule, ...]
+    home: dict[State, Home] = field(default_factory=dict)
+
+    def divisor(self, state: State, mesh: Mesh) -> int:
+        """Over how many ranks `state` is spread."""
+        product = 1
+        for rule in self.rules:
+            if state in rule.divides:
+                product *= mesh.size_of(rule.axis)
+        return product
+
+    def moves(self, mesh: Mesh) -> tuple[tuple[str, Move], ...]:
+        """The collectives that are really sent: an axis of one rank sends nothing."""
+        return tuple(
+            (rule.axis, move)
+            for rule in self.rules
+            for move in rule.moves
+            if mesh.size_of(rule.axis) > 1
+        )

@@ -1,0 +1,90 @@
+"""What goes into an optimizer step and what comes out of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100  # the target of a position that isn't trained
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one forward pass, ready for a causal language model.
+
+    `position_ids` restart at 0 with every document: that alone keeps packed documents apart (a
+    model given restarting positions and no attention mask builds a block-diagonal one).
+    `targets[r, t]` is the token that position `t` has to predict, or IGNORED; they are shifted
+    here once, so that no document ever predicts the first token of the next.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    samples: tuple[str, ...]
+    """The ids of the documents in it, in order."""
+    tokens: int
+    """Tokens of real documents, padding not counted."""
+    labels: int
+    """Positions that are trained."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step as the whole group of ranks saw it."""
+
+    loss: float
+    """Mean loss of the step's label tokens over all ranks and micro-batches."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    learning_rate: float
+    tokens: int
+    labels: int
+    applied: bool = True
+    """False when the gradient wasn't finite and the update was left out on every rank."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One step, measured: speed is over all ranks, memory is this rank's peak so far."""
+
+    seconds: float
+    tokens_per_second: float
+    seconds_left: float
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Loss and accuracy of one evaluation set."""
+
+    name: str
+    loss_sum: float
+    correct: int
+    labels: int
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.labels
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the trained tokens that the model would have chosen itself."""
+        return self.correct / self.labels
+
+    def summary(self) -> dict[str, float]:
+        """The figures that reports show."""
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "accuracy": self.accuracy,
+            "labels": self.labels,
+        }

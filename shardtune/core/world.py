@@ -1,0 +1,27 @@
+"""Where this process stands among the others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """Facts about one rank. `device` is what torch calls it: `cpu`, `cuda:0`."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: str = "cpu"
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes files and speaks to the person."""
+        return self.rank == 0
+
+
+def outside_ranks() -> int | None:
+    """How many ranks run already if this process is one of them, else None."""
+    size = os.environ.get("WORLD_SIZE")
+    return int(size) if size and "RANK" in os.environ else None

@@ -1,0 +1,92 @@
+"""Collation: rows of documents become the tensors of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+
+from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.data.order import Document, Row
+from shardtune.data.prepared import Prepared
+
+MULTIPLE = 8  # row widths that matrix units like
+
+
+class Collator:
+    """Fetches the documents of rows from their data sets and lays them out as tensors."""
+
+    def __init__(self, sets: Sequence[Prepared], *, capacity: int, pad_id: int) -> None:
+        """`Document.dataset` is an index into `sets`; a row is never wider than `capacity`."""
+        self._names = [each.name for each in sets]
+        # As Arrow tables: a slice of the memory-mapped file, never a Python object per token.
+        self._tables = [each.rows.with_format("arrow") for each in sets]
+        self._capacity = capacity
+        self._pad_id = pad_id
+
+    def __call__(self, rows: Sequence[Row]) -> MicroBatch:
+        """Rows are padded on the right to the longest.
+
+        No rows at all (a rank that has nothing to do in its turn still takes part) become one row
+        of padding.
+        """
+        documents = [document for row in rows for document in row]
+        longest = max((sum(document.length for document in row) for row in rows), default=1)
+        width = min(-(-longest // MULTIPLE) * MULTIPLE, self._capacity)
+        shape = (max(len(rows), 1), width)
+
+        # Where each document begins, in its row and in the flat tensors.
+        offsets = [list(accumulate((each.length for each in row[:-1]), initial=0)) for row in rows]
+        places = [n * width + offset for n, row in enumerate(offsets) for offset in row]
+        lengths = np.array([document.length for document in documents], dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+        flat = positions + np.repeat(np.array(places, dtype=np.int64), lengths)
+
+        tokens, trained = self._fetch(documents, starts, len(flat))
+        assert not trained[starts].any(), "nothing stands before a first token to predict it from"
+
+        input_ids = np.full(shape, self._pad_id, dtype=np.int64)
+        input_ids.flat[flat] = tokens
+        targets = np.full(shape, IGNORED, dtype=np.int64)
+        targets.flat[flat[trained] - 1] = tokens[trained]
+        # Padding goes on counting where the last document stops. It looks like a part of it, which
+        # is harmless (nothing looks ahead), and a row of one document needs no mask at all.
+        last = np.array([row[-1] for row in offsets] or [0], dtype=np.int64)
+        position_ids = np.arange(width) - last[:, None]
+        position_ids.flat[flat] = positions
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids),
+            position_ids=torch.from_numpy(position_ids),
+            targets=torch.from_numpy(targets),
+            samples=self.ids(documents),
+            tokens=len(tokens),
+            labels=int(trained.sum()),
+        )
+
+    def ids(self, documents: Sequence[Document]) -> tuple[str, ...]:
+        """The documents' sample ids."""
+        return tuple(f"{self._names[each.dataset]}:{each.index}" for each in documents)
+
+    def _fetch(
+        self, documents: Sequence[Document], starts: NDArray[np.int64], total: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The tokens of all documents one after the other, and which of them are trained."""
+        tokens = np.empty(total, dtype=np.int64)
+        trained = np.empty(total, dtype=np.bool_)
+        for dataset in {document.dataset for document in documents}:
+            mine = [n for n, each in enumerate(documents) if each.dataset == dataset]
+            table = self._tables[dataset][[documents[n].index for n in mine]]
+            values = pc.list_flatten(table["input_ids"]).to_numpy()
+            flags = pc.list_flatten(table["trained"]).to_numpy()
+            read = 0
+            for n in mine:
+                place = slice(starts[n], starts[n] + documents[n].length)
+                tokens[place] = values[read : read + documents[n].length]
+                trained[place] = flags[read : read + documents[n].length]
+                read += documents[n].length
+        return tokens, trained

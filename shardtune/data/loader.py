@@ -1,0 +1,116 @@
+"""The loader: the micro-batches of this rank, step by step.
+
+It has no state. Any step can be asked for at any time, so a resumed run needs nothing but the
+number of its next step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from shardtune.core.step import MicroBatch
+from shardtune.data.collate import Collator
+from shardtune.data.order import Document, Order, Row
+from shardtune.data.packing import pack
+from shardtune.data.prepared import PreparedData
+from shardtune.data.share import share
+from shardtune.job import DataSection
+
+AHEAD = 2  # steps that lie ready before they are asked for
+
+
+class Loader:
+    """This rank's part of each step and of each evaluation set."""
+
+    def __init__(
+        self,
+        prepared: PreparedData,
+        section: DataSection,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        ranks: int,
+        pad_id: int,
+        epochs: float | None = None,
+    ) -> None:
+        """With `epochs` the rows end there and the last step may be short; else they never end."""
+        train = prepared.train
+        self._sets = train + prepared.eval
+        self._eval = {each.name: len(train) + n for n, each in enumerate(prepared.eval)}
+        self._capacity = section.sequence_length
+        self._packing = section.packing
+        self._micro_batch = micro_batch
+        self._rank = rank
+        self._ranks = ranks
+        self._collate = Collator(self._sets, capacity=self._capacity, pad_id=pad_id)
+        self._order = Order(
+            [each.lengths for each in train],
+            [each.name for each in train],
+            [each.weight for each in train],
+            capacity=self._capacity,
+            packing=section.packing,
+            shuffle=section.shuffle,
+            seed=seed,
+            global_batch=global_batch,
+        )
+        self._last = None if epochs is None else self._order.count(epochs)
+
+    def total_steps(self, epochs: float) -> int:
+        """How many steps so many epochs take."""
+        return self._order.steps(epochs)
+
+    def epoch(self, step: int) -> float:
+        """How many epochs are behind when a step begins."""
+        return self._order.epoch(step)
+
+    def fill(self) -> float:
+        """The share of the training rows' space that holds tokens."""
+        return self._order.fill()
+
+    def samples(self, step: int) -> tuple[str, ...]:
+        """The ids of the documents that a step trains on, over all ranks, in the global order."""
+        rows = self._order.rows(step, self._last)
+        return self._collate.ids([document for row in rows for document in row])
+
+    def steps(self, start: int, stop: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of the steps from `start` to before `stop`.
+
+        A thread prepares the next steps while this one is computed. It ends with the iterator,
+        also when that is closed early, and what goes wrong in it is raised here.
+        """
+        ready: deque[Future[list[MicroBatch]]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+            try:
+                for step in range(start, stop):
+                    ready.append(thread.submit(self._step, step))
+                    if len(ready) > AHEAD:
+                        yield ready.popleft().result()
+                while ready:
+                    yield ready.popleft().result()
+            finally:
+                for step_to_come in ready:
+                    step_to_come.cancel()
+
+    def evaluation(self, name: str) -> Iterator[MicroBatch]:
+        """This rank's share of an evaluation set; all ranks get as many micro-batches."""
+        dataset = self._eval[name]
+        lengths = self._sets[dataset].lengths
+        groups = (
+            pack(lengths, self._capacity) if self._packing else [[n] for n in range(len(lengths))]
+        )
+        rows = [tuple(Document(dataset, n, int(lengths[n])) for n in group) for group in groups]
+        for batch in share(rows, self._ranks, self._micro_batch)[self._rank]:
+            yield self._collate(batch)
+
+    def collate(self, rows: Sequence[Row]) -> MicroBatch:
+        """Rows of training documents as one micro-batch, padded to the longest."""
+        return self._collate(rows)
+
+    def _step(self, step: int) -> list[MicroBatch]:
+        rows = self._order.rows(step, self._last)
+        mine = share(rows, self._ranks, self._micro_batch, turn=step)[self._rank]
+        return [self._collate(batch) for batch in mine]

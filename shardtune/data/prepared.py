@@ -1,0 +1,69 @@
+"""What preparation hands to the loader: tokenised documents and the numbers about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What became of the rows of one data set."""
+
+    name: str
+    path: str
+    format: str
+    rows_read: int
+    """Rows found in the source, good and bad."""
+    documents: int
+    """Documents that came out of them."""
+    tokens: int
+    labels: int
+    """Tokens that are trained."""
+    truncated: int
+    """Rows whose end was cut off."""
+    truncated_tokens: int
+    """Tokens that were cut off so."""
+    split: int
+    """Rows that were cut into several documents."""
+    dropped: int
+    """Rows left out because they are longer than the sequence."""
+    untrained: int
+    """Rows left out because no trained token is left in them."""
+    bad: int
+    """Rows that couldn't be read."""
+    stops_trained: int
+    """Documents whose last trained token is a stop token."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One data set, tokenised.
+
+    A document is one row of `rows`; its id is `name:index`. `rows` has two columns: `input_ids`
+    (list of int32) and `trained` (list of bool, whether the token at that place is learnt; the
+    first never is, because nothing stands before it to predict it from).
+    """
+
+    name: str
+    weight: float
+    """How often its documents are seen in an epoch; 1.0 for evaluation sets."""
+    rows: datasets.Dataset
+    lengths: NDArray[np.int32]
+    """Tokens per document."""
+    labels: NDArray[np.int32]
+    """Trained tokens per document."""
+    report: SourceReport
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """All data sets of a job."""
+
+    train: tuple[Prepared, ...]
+    eval: tuple[Prepared, ...]

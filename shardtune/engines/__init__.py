@@ -1,0 +1,1 @@
+"""What really runs. An engine does one whole optimizer step; nothing above it asks how."""

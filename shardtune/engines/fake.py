@@ -1,0 +1,55 @@
+"""An engine without a model, so that the training loop can be tested without processes.
+
+Its loss is a function of what it was given and of how often it stepped, so a test that loses, adds
+or reorders a micro-batch sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.core.step import EvalResult, MicroBatch, StepResult
+
+
+class FakeEngine:
+    """Counts instead of computing."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        self.seen: list[tuple[str, ...]] = []
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        self.seen.append(tuple(sample for batch in microbatches for sample in batch.samples))
+        tokens, labels = sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)
+        return StepResult(1.0 / len(self.seen), float(labels), 1e-3, tokens, labels)
+
+    def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
+        labels = sum(batch.labels for batch in microbatches)
+        return EvalResult(name, labels / (1 + len(self.seen)), labels // 2, labels)
+
+    def module(self) -> nn.Module:
+        return self.model
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return {"weight": self.model.weight.detach()}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        return {"weight.weight": torch.ones(1, 1)}, {"taken": float(len(self.seen))}
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        self.seen = [()] * int(numbers["taken"])
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass

@@ -1,0 +1,50 @@
+"""The loss of a causal language model, as a sum over label tokens."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardtune.core.step import IGNORED, MicroBatch
+
+
+def selects_logits(model: nn.Module) -> bool:
+    """Whether the model can be told at which positions to compute its logits."""
+    unwrap = getattr(model, "get_base_model", None)  # peft's wrapper hides the signature
+    inner: nn.Module = unwrap() if unwrap else model
+    return "logits_to_keep" in inspect.signature(inner.forward).parameters
+
+
+def forward(model: nn.Module, batch: MicroBatch, *, select: bool) -> tuple[Tensor, Tensor]:
+    """Logits and targets of the positions that are trained, as `[n, vocabulary]` and `[n]`.
+
+    No attention mask is passed: padding stands behind the tokens that count, and restarting
+    positions keep documents apart. A mask of ones would switch that separation off.
+
+    With `select` the output head runs only where some row has a label. On data with long prompts
+    that saves most of its work, and the memory of its logits.
+    """
+    targets = batch.targets
+    if not select:
+        logits = model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).logits
+        return logits.flatten(0, 1), targets.flatten()
+    kept = (targets != IGNORED).any(dim=0).nonzero().squeeze(1)
+    if len(kept) == 0:  # every rank must still run its backward pass: keep one untrained position
+        kept = torch.zeros(1, dtype=torch.long, device=targets.device)
+    logits = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=kept,
+    ).logits
+    return logits.flatten(0, 1), targets[:, kept].flatten()
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy summed over label tokens, in fp32 whatever the logits are in."""
+    return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")

@@ -1,0 +1,192 @@
+"""PyTorch's own tools: one process, or DDP over several."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardtune.core.setup import EngineSetup
+from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
+from shardtune.core.world import World
+from shardtune.engines.loss import forward, loss_sum, selects_logits
+from shardtune.engines.optimizer import make_optimizer
+
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class NativeEngine:
+    """Every rank holds the whole model; gradients meet once per step."""
+
+    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
+        self.setup = setup
+        self.world = world
+        self.device = torch.device(world.device)
+        self.model = model.to(self.device)
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(self.trained, setup.optimizer, setup.schedule.peak)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
+        self.taken = 0
+        self._select = selects_logits(model)
+        self._ddp = (
+            DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            if world.size > 1
+            else None
+        )
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens, labels = self._count(microbatches)
+        # DDP averages over ranks; the sum over label tokens wants no such division.
+        scale = self.world.size / max(1, labels)
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(microbatches):
+            self._seed(index)
+            last = index == len(microbatches) - 1
+            with self._synchronising(last):
+                with self._autocast():
+                    logits, targets = forward(
+                        self._module(), self._here(batch), select=self._select
+                    )
+                loss = loss_sum(logits, targets)
+                self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        rate = self.setup.schedule.at(self.taken)
+        norm, applied = self._update(rate)
+        self.taken += 1
+        return StepResult(
+            loss=total.item() / max(1, labels),
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=tokens,
+            labels=labels,
+            applied=applied,
+        )
+
+    def _update(self, rate: float) -> tuple[float, bool]:
+        """Clips and applies the gradient, unless it isn't finite. All ranks hold the same one."""
+        self.scaler.unscale_(self.optimizer)
+        limit = self.setup.max_grad_norm
+        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+        total = nn.utils.get_total_norm(gradients)
+        norm = total.item()
+        applied = math.isfinite(norm)
+        if limit is not None and applied:
+            nn.utils.clip_grads_with_norm_(self.trained.values(), limit, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif applied:
+            self.optimizer.step()
+        return norm, applied
+
+    @torch.no_grad()
+    def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for batch in microbatches:
+            with self._autocast():
+                logits, targets = forward(self.model, self._here(batch), select=self._select)
+            counted = targets != IGNORED
+            sums[0] += loss_sum(logits, targets)
+            sums[1] += ((logits.argmax(-1) == targets) & counted).sum()
+            sums[2] += counted.sum()
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        loss, correct, labels = sums.tolist()
+        return EvalResult(name, loss, int(correct), int(labels))
+
+    def module(self) -> nn.Module:
+        return self.model
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.trained.items()}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
+        for name, parameter in self.trained.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = torch.as_tensor(value)
+        numbers = {"taken": float(self.taken)}
+        if self.scaler.is_enabled():
+            numbers |= {f"scaler.{k}": float(v) for k, v in self.scaler.state_dict().items()}
+        return tensors, numbers
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(tensors[f"weight.{name}"])
+        for key, value in tensors.items():
+            kind, name = key.split(".", 1)
+            if kind != "weight":
+                self.optimizer.state[self.trained[name]][kind] = value.clone()
+        self.taken = int(numbers["taken"])
+        if self.scaler.is_enabled():
+            saved = {k.removeprefix("scaler."): v for k, v in numbers.items() if "scaler." in k}
+            saved["_growth_tracker"] = int(saved["_growth_tracker"])
+            self.scaler.load_state_dict(saved)
+
+    def __enter__(self) -> NativeEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ddp = None  # lets go of its buckets before the process group ends
+
+    # Small parts of a step --------------------------------------------------------------------
+
+    def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
+        """Tokens and label tokens of the step over all ranks: one small all-reduce."""
+        counts = torch.tensor(
+            [sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)],
+            device=self.device,
+        )
+        if self.world.size > 1:
+            dist.all_reduce(counts)
+        tokens, labels = counts.tolist()
+        return tokens, labels
+
+    def _seed(self, index: int) -> None:
+        """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
+        key = f"{self.setup.seed}/{self.taken}/{self.world.rank}/{index}"
+        torch.manual_seed(int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1)
+
+    def _here(self, batch: MicroBatch) -> MicroBatch:
+        if self.device.type == "cpu":
+            return batch
+        moved = {
+            key: getattr(batch, key).to(self.device, non_blocking=True)
+            for key in ("input_ids", "position_ids", "targets")
+        }
+        return replace(batch, **moved)
+
+    def _module(self) -> nn.Module:
+        return self._ddp if self._ddp is not None else self.model
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        dtype = _COMPUTE[self.setup.precision]
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def _synchronising(self, last: bool) -> contextlib.AbstractContextManager[object]:
+        """Gradients travel with the last micro-batch only."""
+        if self._ddp is None or last:
+            return contextlib.nullcontext()
+        return self._ddp.no_sync()

@@ -1,0 +1,26 @@
+"""The update rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shardtune.core.setup import OptimizerSetup
+
+
+def make_optimizer(
+    trained: Mapping[str, nn.Parameter], setup: OptimizerSetup, rate: float
+) -> torch.optim.Optimizer:
+    """Weight decay pulls matrices to zero, never norms and biases: those have no surplus."""
+    matrices = [p for p in trained.values() if p.ndim >= 2]
+    others = [p for p in trained.values() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": setup.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if setup.type == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=setup.momentum)
+    return torch.optim.AdamW(groups, lr=rate, betas=setup.betas, eps=setup.eps, fused=True)

@@ -1,0 +1,77 @@
+"""Everything that shardtune raises on purpose.
+
+    ShardtuneError              a person can act on it: printed without a traceback, exit code 2
+    ├── JobError                the job file or its overrides are wrong
+    ├── DataError               the data can't be trained on as it is
+    ├── ModelError              the model can't be found, fetched, read or adapted
+    ├── RunError                the run directory or the result is not what it should be
+    └── LaunchError             a process of the run died (carries that process's own report)
+
+An error is a list of problems, because a person who mends one wants to see the others too.
+Each problem names the place, states the fact with its numbers, and offers the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where, what, and what to do about it."""
+
+    place: str
+    fact: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.place}: {self.fact}" if self.place else self.fact
+        return f"{head}\n    fix: {self.fix}" if self.fix else head
+
+
+class ShardtuneError(Exception):
+    """Base of all errors that a person can act on."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Problem | Sequence[Problem], *, fix: str = "") -> None:
+        if isinstance(problems, str):
+            problems = Problem("", problems, fix)
+        if isinstance(problems, Problem):
+            problems = [problems]
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ShardtuneError], tuple[tuple[Problem, ...]]]:
+        # Errors cross process boundaries; the default would lose the list of problems.
+        return (type(self), (self.problems,))
+
+
+class JobError(ShardtuneError):
+    """The job file or its overrides are wrong."""
+
+
+class DataError(ShardtuneError):
+    """The data can't be trained on as it is."""
+
+
+class ModelError(ShardtuneError):
+    """The model can't be found, fetched, read or adapted."""
+
+
+class RunError(ShardtuneError):
+    """The run directory or the result is not what it should be."""
+
+
+class LaunchError(ShardtuneError):
+    """A process of the run died; the problems carry that process's own report."""
+
+    exit_code = 1
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word nearest to `word`, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return near[0] if near else ""

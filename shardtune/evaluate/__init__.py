@@ -1,0 +1,1 @@
+"""What the model says, and how it is judged."""

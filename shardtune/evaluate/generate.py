@@ -1,0 +1,75 @@
+"""Answers to prompts, and the held-out prompts that a run shows before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SHORTEST_PROMPT = 4  # where nearly all is trained (plain text), the first quarter is the prompt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out question as token ids, and the answer that the data gives."""
+
+    ids: tuple[int, ...]
+    reference: tuple[int, ...]
+
+
+def held_out_prompt(input_ids: Sequence[int], trained: Sequence[bool]) -> Prompt:
+    """Everything before the first trained token is the question."""
+    first = next((index for index, flag in enumerate(trained) if flag), len(input_ids))
+    if first < SHORTEST_PROMPT:
+        first = max(1, len(input_ids) // 4)
+    answer = [t for t, flag in zip(input_ids[first:], trained[first:], strict=True) if flag]
+    return Prompt(tuple(map(int, input_ids[:first])), tuple(map(int, answer)))
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stops: frozenset[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> list[str]:
+    """One answer a prompt, all in one batch; greedy unless a temperature is given."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+        if temperature > 0
+        else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    )
+    written = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stops),
+        pad_token_id=pad,
+        use_cache=True,
+        **sampling,
+    )
+    model.train(was_training)
+    texts: list[str] = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
+    """A question as the model was trained to see it."""
+    if not chat:
+        return list(tokenizer(text)["input_ids"])
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,236 @@
+"""The job: everything that a run is told, typed, frozen and documented.
+
+Defaults live here and nowhere else. The text under a field is its description in the JSON Schema
+that `shardtune schema` prints. `auto` is a value: `shardtune.resolve` replaces each one once, in a
+new job, and says why.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardtune.core.schedule import ScheduleKind
+from shardtune.core.setup import Precision
+from shardtune.strategies import DDP, Strategy
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Frozen, strict about types, and closed: a key that isn't declared is an error."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class ModelSection(Section):
+    """Which model to start from."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """A built-in name (`shardtune models list`), a local folder, or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Which attention implementation of transformers computes the forward pass."""
+    stop_tokens: Auto | tuple[str, ...] = "auto"
+    """Tokens that end an answer. `auto` takes the tokenizer's and the generation config's."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository ships. Read it before you allow it."""
+
+
+class NoAdapter(Section):
+    """Train all weights."""
+
+    type: Literal["none"] = "none"
+
+
+class LoRA(Section):
+    """Train a low-rank correction of each chosen linear layer; the model itself stays as it is."""
+
+    type: Literal["lora"] = "lora"
+    rank: Positive = 16
+    """Columns of the correction. More of them learn more and cost more memory."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Strength: the correction is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that is dropped in training."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers to adapt, or every one but the output head."""
+
+
+Adapter = Annotated[LoRA | NoAdapter, Field(discriminator="type")]
+
+Format = Literal["instruction", "chat", "completion", "pretokenized"]
+
+
+class Columns(Section):
+    """Which columns of the files hold what. What a format doesn't use is left alone."""
+
+    instruction: str = "instruction"
+    """What is asked (format `instruction`)."""
+    input: str = "input"
+    """Further material to the question; may be missing or empty (format `instruction`)."""
+    output: str = "output"
+    """The answer to learn (format `instruction`)."""
+    system: str = "system"
+    """A system prompt; may be missing (format `instruction`)."""
+    messages: Auto | str = "auto"
+    """The turns: `messages` or `conversations`, whichever is there (format `chat`)."""
+    text: str = "text"
+    """The text to learn (format `completion`)."""
+    input_ids: str = "input_ids"
+    """Token ids (format `pretokenized`)."""
+    labels: str = "labels"
+    """Target ids, -100 where not trained; may be missing (format `pretokenized`)."""
+
+
+class Source(Section):
+    """One data set: a file, a saved `datasets` folder, or a hub id."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """JSONL, JSON, CSV, Parquet or text file, a folder saved by `datasets`, or a hub id."""
+    format: Format
+    """How a row is read."""
+    name: Auto | Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "auto"
+    """What reports call it; `auto` takes the file's name."""
+    split: str = "train"
+    """Which split of a hub id or of a saved folder with several."""
+    columns: Columns = Columns()
+    """Which columns hold what, where they are called otherwise."""
+    template: Literal["auto", "chat", "plain"] = "auto"
+    """How an instruction becomes text: the tokenizer's chat template, or plain headings.
+    `auto` takes the chat template where the tokenizer has one."""
+    overflow: Literal["truncate", "split", "drop"] = "truncate"
+    """What becomes of a document longer than the sequence: its end is cut off, it is cut into
+    several documents, or it is left out. Reported either way."""
+
+
+class TrainSource(Source):
+    """A data set to train on."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often its rows are seen in an epoch: 0.5 takes half of them (the other half the next
+    time), 2 takes each twice."""
+
+
+class DataSection(Section):
+    """What the model is trained and judged on."""
+
+    train: Annotated[tuple[TrainSource, ...], Field(min_length=1)]
+    """The data sets to train on."""
+    eval: tuple[Source, ...] = ()
+    """Held-out data sets; each is reported by its own name."""
+    sequence_length: Annotated[int, Field(ge=8)] = 1024
+    """The longest row, in tokens."""
+    packing: bool = True
+    """Fill each row with several documents, kept apart in attention and positions."""
+    shuffle: bool = True
+    """Draw the documents in a random order, another each epoch; false keeps the files' order."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do when rows can't be read: list them all and stop, or list them and go on."""
+    workers: Auto | Positive = "auto"
+    """Processes that tokenise."""
+
+
+class AdamW(Section):
+    """AdamW, with weight decay on matrices only."""
+
+    type: Literal["adamw"] = "adamw"
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class SGD(Section):
+    """Plain gradient descent. It shows errors of gradient scale that AdamW hides."""
+
+    type: Literal["sgd"] = "sgd"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class TrainSection(Section):
+    """How to train."""
+
+    steps: Positive | None = None
+    """Optimizer steps. Give this or `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data. Give this or `steps`; with neither, one."""
+    global_batch: Positive = 16
+    """Rows in one optimizer step over all ranks (packed rows where `packing` is on)."""
+    micro_batch: Auto | Positive = "auto"
+    """Rows in one forward pass on one rank. It changes memory and speed, never the result."""
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    """The highest rate of the schedule."""
+    schedule: ScheduleKind = "cosine"
+    """How the rate falls after the warmup."""
+    warmup_steps: NotNegative = 0
+    """Steps in which the rate rises from zero."""
+    precision: Precision = "bf16"
+    """Of the computation. Weights that are trained are kept in fp32 in any case."""
+    gradient_checkpointing: Literal["none", "full"] = "none"
+    """`full` recomputes each layer's inside in the backward pass: less memory, about a third more
+    time."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Longer gradients are scaled down to this length; null never clips."""
+    seed: NotNegative = 0
+    """Decides order, initial adapters and dropout."""
+    optimizer: Annotated[AdamW | SGD, Field(discriminator="type")] = AdamW()
+    """The update rule."""
+
+
+class EvaluateSection(Section):
+    """When the held-out sets are looked at, and how."""
+
+    every: Auto | NotNegative = "auto"
+    """Steps between evaluations; 0 looks only before and after. `auto` follows `save.every`."""
+    samples: NotNegative = 3
+    """Held-out prompts whose answers are shown before and after the run."""
+    max_new_tokens: Positive = 96
+    """Longest answer to those."""
+
+
+class LocalLaunch(Section):
+    """Start the processes on this machine."""
+
+    type: Literal["local"] = "local"
+    processes: Auto | Positive = "auto"
+    """One per GPU; `auto` counts them, and starts one process where there is none."""
+    threads: Auto | Positive = "auto"
+    """Threads a process may use; `auto` divides the cores among the processes."""
+
+
+class SaveSection(Section):
+    """What a run leaves behind."""
+
+    directory: Annotated[str, Field(min_length=1)] = "runs/shardtune"
+    """The run directory. One that holds a run is never overwritten without being told."""
+    every: NotNegative = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: Positive = 2
+    """Checkpoints that are kept; older ones are removed once a newer one is complete."""
+
+
+class Job(Section):
+    """A fine-tuning run, described."""
+
+    model: ModelSection
+    adapter: Adapter = NoAdapter()
+    data: DataSection
+    train: TrainSection = TrainSection()
+    strategy: Strategy = DDP()
+    evaluate: EvaluateSection = EvaluateSection()
+    launch: LocalLaunch = LocalLaunch()
+    save: SaveSection = SaveSection()

@@ -1,0 +1,65 @@
+"""How a rank that fails tells its launcher why: a small file, in the place that torch gave it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardtune.errors import Problem, ShardtuneError
+from shardtune.launch.join import STARTED_BY_US
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Why a rank ended. `problems` is empty unless a person can act on it."""
+
+    time: float
+    traceback: str
+    problems: tuple[Problem, ...]
+
+
+@contextmanager
+def leaving_last_words() -> Iterator[None]:
+    """Writes down what ends the block early, and leaves the talking to our launcher."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        path = os.environ.get(ERROR_FILE)
+        if path:
+            _write(Path(path), error)
+        if STARTED_BY_US not in os.environ:
+            raise
+        sys.exit(getattr(error, "exit_code", 1))
+
+
+def read_last_words(path: Path) -> LastWords | None:
+    """None where a rank died without any."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        problems = tuple(Problem(**problem) for problem in found["problems"])
+        text = found["message"]["extraInfo"]["py_callstack"]
+        return LastWords(float(found["time"]), str(text).strip(), problems)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, error: BaseException) -> None:
+    # torchrun reads `message`; `time` and `problems` are ours.
+    problems = error.problems if isinstance(error, ShardtuneError) else ()
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    found = {
+        "message": message,
+        "time": time.time(),
+        "problems": [asdict(problem) for problem in problems],
+    }
+    path.write_text(json.dumps(found), encoding="utf-8")

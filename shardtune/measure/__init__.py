@@ -1,0 +1,1 @@
+"""What a run really does: time, throughput, memory."""

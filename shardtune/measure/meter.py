@@ -1,0 +1,72 @@
+"""Reads time, throughput and memory off a run."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardtune.core.step import Reading, StepResult
+
+GIB = 1 << 30
+WINDOW = 20  # steps over which throughput is averaged for the display
+
+
+class Meter:
+    """A clock that stands still while the run does something other than training."""
+
+    def __init__(self, steps_left: int, device: str) -> None:
+        self.steps_left = steps_left
+        self.device = device
+        self.seconds = 0.0
+        self.tokens = 0
+        self._steps = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._since = time.perf_counter()
+
+    def tick(self, result: StepResult) -> Reading:
+        """Call after each step, waiting for data included."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self.steps_left -= 1
+        self._steps += 1
+        if self._steps == 1:  # the first step also warms caches up; it would spoil the averages
+            return self._reading(seconds, [(seconds, result.tokens)])
+        self.seconds += seconds
+        self.tokens += result.tokens
+        self._recent.append((seconds, result.tokens))
+        return self._reading(seconds, list(self._recent))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Evaluating and saving are not training time."""
+        begun = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begun
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole run but its first step."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def _reading(self, seconds: float, recent: list[tuple[float, int]]) -> Reading:
+        spent = sum(duration for duration, _ in recent)
+        return Reading(
+            seconds=seconds,
+            tokens_per_second=sum(tokens for _, tokens in recent) / spent,
+            seconds_left=self.steps_left * spent / len(recent),
+            memory_gib=peak_memory(self.device) / GIB,
+        )
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes that this process held: on its GPU, or in main memory where it has none."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

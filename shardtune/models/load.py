@@ -1,0 +1,178 @@
+"""Loads a model and its tokenizer, from a folder or the hub, without running anybody's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtune.core.setup import Precision
+from shardtune.errors import ModelError, Problem
+from shardtune.job import Adapter, ModelSection, NoAdapter, TrainSection
+from shardtune.models.adapters import add_adapter
+from shardtune.models.catalogue import resolve
+
+PLACE = "model.name"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_config(section: ModelSection) -> Any:
+    """The model's configuration; refuses what needs code of its own, unless that is allowed."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    with _explaining(section):
+        found, _ = PretrainedConfig.get_config_dict(resolve(section.name), **_where(section))
+        if found.get("auto_map") and not section.trust_remote_code:
+            fact = f"{section.name!r} runs Python code of its own: {sorted(found['auto_map'])}"
+            fix = "read that code; if you trust it, set model.trust_remote_code: true"
+            raise ModelError(Problem(PLACE, fact, fix))
+        return AutoConfig.from_pretrained(
+            resolve(section.name), trust_remote_code=section.trust_remote_code, **_where(section)
+        )
+
+
+def load_tokenizer(section: ModelSection) -> Any:
+    """The tokenizer that the model was trained with."""
+    from transformers import AutoTokenizer
+
+    with _explaining(section):
+        return AutoTokenizer.from_pretrained(
+            resolve(section.name), trust_remote_code=section.trust_remote_code, **_where(section)
+        )
+
+
+def check_fits_data(config: Any, tokenizer: Any, sequence_length: int) -> None:
+    """Refuses rows and tokens that the model has no place for."""
+    problems = []
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and sequence_length > longest:
+        problems.append(
+            Problem(
+                "data.sequence_length",
+                f"{sequence_length} tokens a row, but the model has positions for {longest}",
+                f"set data.sequence_length to at most {longest}",
+            )
+        )
+    if len(tokenizer) > config.vocab_size:
+        problems.append(
+            Problem(
+                PLACE,
+                f"the tokenizer has {len(tokenizer)} tokens, the model embeds {config.vocab_size}",
+                "use the tokenizer that belongs to the model",
+            )
+        )
+    if problems:
+        raise ModelError(problems)
+
+
+def stop_ids(section: ModelSection, tokenizer: Any) -> frozenset[int]:
+    """The tokens at which generation ends: what the job says, or what the model's files say."""
+    if section.stop_tokens != "auto":
+        return frozenset(_token_id(token, tokenizer) for token in section.stop_tokens)
+    found = {tokenizer.eos_token_id}
+    generation = load_generation_config(section)
+    if generation is not None and generation.eos_token_id is not None:
+        ids = generation.eos_token_id
+        found.update(ids if isinstance(ids, list) else [ids])
+    return frozenset(found - {None})
+
+
+def load_generation_config(section: ModelSection) -> Any | None:
+    """What the model's files say about generation; many have nothing to say."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(resolve(section.name), **_where(section))
+    except OSError:
+        return None
+
+
+def load_model(
+    section: ModelSection, adapter: Adapter, train: TrainSection, *, device: str
+) -> nn.Module:
+    """The model with its adapters, ready to be handed to an engine.
+
+    Frozen weights are held in the precision of the computation; weights that are trained are held
+    in fp32, because an update is often too small to change a 16-bit number.
+    """
+    model = load_base(section, train.precision if not isinstance(adapter, NoAdapter) else "fp32")
+    model.config.use_cache = False  # a cache is of no use in training, and switches packing off
+    if train.gradient_checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return add_adapter(model.to(device), adapter, seed=train.seed)
+
+
+def load_base(section: ModelSection, precision: Precision) -> Any:
+    """The pretrained model as it is, in eval mode, on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(section)
+    with _explaining(section):
+        return AutoModelForCausalLM.from_pretrained(
+            resolve(section.name),
+            config=config,
+            dtype=_DTYPES[precision],
+            attn_implementation=section.attention,
+            use_safetensors=True,
+            trust_remote_code=section.trust_remote_code,
+            **_where(section),
+        )
+
+
+def load_result(folder: str, section: ModelSection, precision: Precision) -> Any:
+    """A result as anybody would load it: an adapter on its model, or a whole model."""
+    if not (Path(folder) / "adapter_config.json").is_file():
+        whole = section.model_copy(update={"name": str(folder), "revision": None})
+        return load_base(whole, precision)
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_base(section, precision), folder)
+
+
+def own_dtype(section: ModelSection) -> torch.dtype:
+    """What the model's own files are written in; fp32 where they don't say."""
+    dtype = load_config(section).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _where(section: ModelSection) -> dict[str, Any]:
+    return {"revision": section.revision} if section.revision else {}
+
+
+def _token_id(token: str, tokenizer: Any) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    if found is None or found == tokenizer.unk_token_id:
+        raise ModelError(
+            Problem(
+                "model.stop_tokens",
+                f"{token!r} is not a single token of this tokenizer",
+                f"choose among its special tokens: {', '.join(tokenizer.all_special_tokens)}",
+            )
+        )
+    return int(found)
+
+
+class _explaining:
+    """Turns the many ways in which transformers fails to find a model into one that says what."""
+
+    def __init__(self, section: ModelSection) -> None:
+        self.section = section
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, (OSError, ValueError)) or isinstance(error, ModelError):
+            return
+        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        raise ModelError(
+            Problem(
+                PLACE,
+                f"{self.section.name!r} can't be loaded: {reason}",
+                "name a built-in model (`shardtune models list`), a folder in Hugging Face's "
+                "format with safetensors weights, or a hub id that this machine can reach",
+            )
+        ) from error

@@ -1,0 +1,37 @@
+"""From a job and the ranks at hand to everything that an engine needs to be built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardtune.core.layout import Layout
+from shardtune.core.mesh import Mesh
+from shardtune.core.schedule import Schedule
+from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.job import Job
+from shardtune.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The strategy, what it declares, and the settings that follow."""
+
+    strategy: Strategy
+    mesh: Mesh
+    layout: Layout
+    setup: EngineSetup
+
+
+def make_plan(job: Job, ranks: int, steps: int) -> Plan:
+    """The plan for `job` on `ranks` ranks over `steps` optimizer steps."""
+    mesh = job.strategy.mesh(ranks)
+    mesh.require(ranks)
+    train = job.train
+    setup = EngineSetup(
+        precision=train.precision,
+        optimizer=OptimizerSetup(**train.optimizer.model_dump()),
+        schedule=Schedule(train.schedule, train.learning_rate, train.warmup_steps, steps),
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+    )
+    return Plan(job.strategy, mesh, job.strategy.layout(), setup)

@@ -1,0 +1,1 @@
+"""What a person sees: the live view of a run, and its summary."""

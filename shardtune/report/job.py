@@ -1,0 +1,37 @@
+"""A job as a table: every value, and where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardtune.core.document import KeyPath, dotted
+from shardtune.job import Job
+from shardtune.jobfile import leaves
+
+
+def print_job(
+    job: Job,
+    reasons: Mapping[KeyPath, str],
+    origin: Callable[[KeyPath], str],
+    console: Console | None = None,
+) -> None:
+    """One line a value, the sections apart."""
+    table = Table("key", "value", "where it came from", box=None, padding=(0, 2, 0, 0))
+    section: Any = None
+    for path, value in leaves(job.model_dump(mode="json")):
+        if section not in (None, path[0]):
+            table.add_section()
+        section = path[0]
+        where = f"auto: {reasons[path]}" if path in reasons else origin(path)
+        table.add_row(dotted(path), _show(value), where, style="dim" if where == "default" else "")
+    (console or Console()).print(table)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(str(item) for item in value) + "]"
+    return "null" if value is None else str(value)

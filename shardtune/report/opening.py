@@ -1,0 +1,57 @@
+"""What a run is about to do, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from shardtune.core.document import KeyPath, dotted
+from shardtune.job import Job
+
+if TYPE_CHECKING:
+    from shardtune.core.source import SourceReport
+
+
+def print_opening(
+    job: Job,
+    reasons: Mapping[KeyPath, str],
+    sources: Sequence[SourceReport],
+    console: Console | None = None,
+) -> None:
+    """The job in a few lines, the data in a table, and every value that was chosen for it."""
+    console = console or Console()
+    train = job.train
+    length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epochs"
+    console.print(
+        f"[bold]{job.model.name}[/]  {job.adapter.type}  {train.precision}  {length} of "
+        f"{train.global_batch} rows x {job.data.sequence_length} tokens  "
+        f"{job.strategy.type} on {job.launch.processes} processes",
+        highlight=False,
+    )
+    table = Table("data set", box=None, padding=(0, 2, 0, 0))
+    for heading in ("documents", "tokens", "trained", "truncated", "left out", "unreadable"):
+        table.add_column(heading, justify="right")
+    for source in sources:
+        table.add_row(
+            source.name,
+            f"{source.documents:,}",
+            f"{source.tokens:,}",
+            f"{source.labels / max(1, source.tokens):.0%}",
+            f"{source.truncated:,}",
+            f"{source.dropped + source.untrained:,}",
+            f"{source.bad:,}",
+        )
+    console.print(table)
+    for path, reason in reasons.items():
+        value = _at(job, path)
+        console.print(f"[dim]{dotted(path)} = {value}  ({reason})[/]", highlight=False)
+
+
+def _at(job: Job, path: KeyPath) -> object:
+    value: object = job
+    for part in path:
+        value = value[part] if isinstance(part, int) else getattr(value, part)  # type: ignore[index]
+    return value

@@ -1,0 +1,80 @@
+"""The live view of a run, which becomes plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from shardtune.core.step import EvalResult, Reading, StepResult
+
+PLAIN_LINES = 50  # lines that a whole run writes into a log, about
+
+
+class RunView:
+    """Shows step, loss, rate, gradient norm, speed, memory and time left."""
+
+    def __init__(self, steps: int, *, shown: bool = True, console: Console | None = None) -> None:
+        self.steps = steps
+        self.console = console or Console(quiet=not shown)
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._every = max(1, steps // PLAIN_LINES)
+
+    def __enter__(self) -> RunView:
+        if self.console.is_terminal and not self.console.quiet:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[numbers]}"),
+                console=self.console,
+                expand=True,
+            )
+            self._task = self._progress.add_task("", total=self.steps, numbers="starting")
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, done: int, result: StepResult, reading: Reading) -> None:
+        """After each step; `done` counts it."""
+        numbers = (
+            f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3g}  "
+            f"{reading.tokens_per_second:,.0f} tok/s  {reading.memory_gib:.2f} GiB  "
+            f"{duration(reading.seconds_left)} left"
+        )
+        if not result.applied:
+            self.say(f"[yellow]step {done}: the gradient is not finite; the update was left out")
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, numbers=numbers)
+        elif done in (1, self.steps) or done % self._every == 0:
+            self.say(f"step {done}/{self.steps}  {numbers}")
+
+    def evaluation(self, done: int, results: Iterable[EvalResult]) -> None:
+        """One line a held-out set."""
+        for result in results:
+            self.say(
+                f"[cyan]after step {done}[/]  {result.name}: loss {result.loss:.4f}  "
+                f"perplexity {result.perplexity:.3g}  accuracy {result.accuracy:.1%}"
+            )
+
+    def say(self, text: str) -> None:
+        """A line above the live part."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`, `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,85 @@
+"""Replaces every `auto` once, in a new job, and keeps the reason for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from shardtune.core.document import KeyPath
+from shardtune.core.machine import Machine
+from shardtune.job import Job, Source
+
+MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond buys little speed
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """A job without `auto` (but for what only the model can tell), and why each value is so."""
+
+    job: Job
+    reasons: dict[KeyPath, str]
+
+
+def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob:
+    """`ranks` is the number of processes that run already (under torchrun), where they do."""
+    reasons: dict[KeyPath, str] = {}
+
+    launch = job.launch
+    if ranks is not None:
+        if launch.processes != ranks:
+            reasons["launch", "processes"] = f"{ranks} processes were started from outside"
+        launch = launch.model_copy(update={"processes": ranks})
+    elif launch.processes == "auto":
+        processes = max(1, machine.gpus)
+        reasons["launch", "processes"] = (
+            f"one per GPU, {machine.gpus} found" if machine.gpus else "no GPU found: one process"
+        )
+        launch = launch.model_copy(update={"processes": processes})
+    processes = int(launch.processes)
+    if launch.threads == "auto":
+        threads = max(1, machine.cores // processes)
+        reasons["launch", "threads"] = f"{machine.cores} cores / {processes} processes"
+        launch = launch.model_copy(update={"threads": threads})
+
+    train = job.train
+    if train.steps is None and train.epochs is None:
+        reasons["train", "epochs"] = "neither steps nor epochs is given: one pass"
+        train = train.model_copy(update={"epochs": 1.0})
+    if train.micro_batch == "auto":
+        rows = max(1, train.global_batch // processes)
+        fitting = max(1, MICRO_BATCH_TOKENS // job.data.sequence_length)
+        micro_batch = min(rows, fitting)
+        reasons["train", "micro_batch"] = (
+            f"a rank has {rows} rows a step; {fitting} x {job.data.sequence_length} tokens "
+            f"stay within {MICRO_BATCH_TOKENS}"
+        )
+        train = train.model_copy(update={"micro_batch": micro_batch})
+
+    evaluate = job.evaluate
+    if evaluate.every == "auto":
+        reasons["evaluate", "every"] = "as often as save.every"
+        evaluate = evaluate.model_copy(update={"every": job.save.every})
+
+    data = job.data.model_copy(
+        update={
+            side: tuple(
+                _named(source, ("data", side, index), reasons)
+                for index, source in enumerate(sources)
+            )
+            for side, sources in (("train", job.data.train), ("eval", job.data.eval))
+        }
+    )
+    resolved = job.model_copy(
+        update={"launch": launch, "train": train, "evaluate": evaluate, "data": data}
+    )
+    return ResolvedJob(resolved, reasons)
+
+
+def _named(source: Source, path: KeyPath, reasons: dict[KeyPath, str]) -> Source:
+    if source.name != "auto":
+        return source
+    stem = PurePath(source.path).stem or "data"
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in stem)[:64]
+    name = name.lstrip("_.-") or "data"
+    reasons[(*path, "name")] = "the file's name"
+    return source.model_copy(update={"name": name})

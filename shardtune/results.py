@@ -1,0 +1,63 @@
+"""What can be done with the result of a run: ask it, merge it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardtune.checkpoint.merge import merge_adapter
+from shardtune.checkpoint.rundir import RunDir
+from shardtune.errors import Problem, RunError
+from shardtune.evaluate.generate import answer, prompt_ids
+from shardtune.job import Job, ModelSection, NoAdapter
+from shardtune.jobfile import load_job
+from shardtune.models import load
+
+
+def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float, raw: bool) -> str:
+    """One answer of the trained model."""
+    import torch
+
+    run, job = _open(directory)
+    model = load.load_result(str(run.result), job.model, job.train.precision)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    tokenizer = load.load_tokenizer(_result_section(run, job))
+    ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
+    stops = load.stop_ids(_result_section(run, job), tokenizer)
+    return answer(
+        model,
+        tokenizer,
+        [ids],
+        stops=stops,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+    )[0]
+
+
+def merge(directory: Path, target: Path) -> float:
+    """Writes the run's model with its adapter folded in; returns the largest change it made."""
+    run, job = _open(directory)
+    if isinstance(job.adapter, NoAdapter):
+        fact = "this run trained all weights: there is no adapter to merge"
+        raise RunError(Problem(str(directory), fact, f"{run.result} is the whole model already"))
+    if target.exists():
+        fix = "name a folder that doesn't exist yet"
+        raise RunError(Problem(str(target), "exists already", fix))
+    model = load.load_result(str(run.result), job.model, "fp32")
+    tokenizer = load.load_tokenizer(_result_section(run, job))
+    model.generation_config = load.load_generation_config(_result_section(run, job))
+    return merge_adapter(model, tokenizer, target, load.own_dtype(job.model))
+
+
+def _open(directory: Path) -> tuple[RunDir, Job]:
+    run = RunDir(directory)
+    run.require_run()
+    if not run.result.is_dir():
+        fact = "the run has no result: it ended before it was saved"
+        fix = f"go on with it: shardtune train {run.job} --resume"
+        raise RunError(Problem(str(directory), fact, fix))
+    return run, load_job(run.job).job
+
+
+def _result_section(run: RunDir, job: Job) -> ModelSection:
+    return job.model.model_copy(update={"name": str(run.result), "revision": None})

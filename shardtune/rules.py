@@ -1,0 +1,119 @@
+"""What no single section can check: a table of rules over the whole job.
+
+A rule is a name, the key it speaks of, the test that must be false, and the fact and fix to print.
+Rules are checked after `auto` values are resolved, all of them, so that a person sees every problem
+at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardtune.core.document import KeyPath
+from shardtune.errors import JobError, Problem
+from shardtune.job import Job
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table. `broken` may name the numbers through `fact`, which sees the job."""
+
+    name: str
+    key: KeyPath
+    broken: Callable[[Job], bool]
+    fact: Callable[[Job], str]
+    fix: str
+
+
+def _shared_names(job: Job) -> list[str]:
+    """Names that two sets of one side bear. A training set may be called as an evaluation set."""
+    sides = (job.data.train, job.data.eval)
+    counts = (Counter(source.name for source in side) for side in sides)
+    return sorted({name for count in counts for name, times in count.items() if times > 1})
+
+
+def _processes(job: Job) -> int:
+    return job.launch.processes if isinstance(job.launch.processes, int) else 1
+
+
+def _at_once(job: Job) -> int:
+    micro_batch = job.train.micro_batch
+    return micro_batch * _processes(job) if isinstance(micro_batch, int) else 0
+
+
+def _leaks(job: Job) -> list[str]:
+    held_out = {source.path for source in job.data.eval}
+    return [source.path for source in job.data.train if source.path in held_out]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "steps-or-epochs",
+        ("train", "steps"),
+        lambda job: job.train.steps is not None and job.train.epochs is not None,
+        lambda job: f"both steps ({job.train.steps}) and epochs ({job.train.epochs}) are given",
+        "keep one of the two",
+    ),
+    Rule(
+        "warmup-within-steps",
+        ("train", "warmup_steps"),
+        lambda job: job.train.steps is not None and job.train.warmup_steps >= job.train.steps,
+        lambda job: (
+            f"{job.train.warmup_steps} steps of warmup in a run of {job.train.steps}: "
+            "the rate would never reach its peak"
+        ),
+        "warm up for fewer steps, or train for more",
+    ),
+    Rule(
+        "micro-batch-within-global",
+        ("train", "micro_batch"),
+        lambda job: _at_once(job) > job.train.global_batch,
+        lambda job: (
+            f"micro_batch({job.train.micro_batch}) x processes({_processes(job)}) = "
+            f"{_at_once(job)} > global_batch({job.train.global_batch})"
+        ),
+        "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
+    ),
+    Rule(
+        "every-rank-has-rows",
+        ("launch", "processes"),
+        lambda job: _processes(job) > job.train.global_batch,
+        lambda job: (
+            f"{_processes(job)} processes share {job.train.global_batch} rows a step: "
+            f"{_processes(job) - job.train.global_batch} would always be idle"
+        ),
+        "raise train.global_batch or start fewer processes",
+    ),
+    Rule(
+        "unique-names",
+        ("data",),
+        lambda job: bool(_shared_names(job)),
+        lambda job: f"two data sets are called {', '.join(_shared_names(job))}",
+        "give one of them a `name:` of its own",
+    ),
+    Rule(
+        "train-is-not-eval",
+        ("data", "eval"),
+        lambda job: bool(_leaks(job)),
+        lambda job: f"{', '.join(_leaks(job))} is both trained on and held out",
+        "hold out rows that are not trained on, in a file of their own",
+    ),
+    Rule(
+        "checkpoint-interval",
+        ("save", "every"),
+        lambda job: job.train.steps is not None and job.save.every > job.train.steps,
+        lambda job: f"a checkpoint every {job.save.every} steps of a run of {job.train.steps}",
+        "save more often, or 0 to save at the end only",
+    ),
+)
+
+
+def check(job: Job, place: Callable[[KeyPath], str]) -> None:
+    """Raises JobError with every rule that the job breaks."""
+    problems = [
+        Problem(place(rule.key), rule.fact(job), rule.fix) for rule in RULES if rule.broken(job)
+    ]
+    if problems:
+        raise JobError(problems)

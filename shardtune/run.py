@@ -1,0 +1,142 @@
+"""What a run does besides training: begin, resume, evaluate, save, finish.
+
+Every rank calls the same methods in the same order. All of them compute; rank 0 also writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardtune.checkpoint.result import check_result, save_result
+from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.state import load_state, newest, save_state
+from shardtune.core.engine import Engine
+from shardtune.core.progress import Progress
+from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
+from shardtune.errors import Problem, RunError
+from shardtune.evaluate.judge import Judge
+from shardtune.job import Job
+from shardtune.launch.join import JoinedWorld
+from shardtune.measure.environment import describe_environment
+from shardtune.measure.meter import GIB, peak_memory
+from shardtune.models.load import load_result, own_dtype
+from shardtune.report.terminal import RunView
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank's run."""
+
+    job: Job
+    world: JoinedWorld
+    engine: Engine
+    judge: Judge
+    files: RunDir
+    view: RunView
+
+    def begin(self) -> Progress:
+        """Writes down what is about to run, and looks at the model as it is."""
+        self.files.begin(self.job, describe_environment(self.world))
+        self.evaluate(Progress())
+        if self.world.is_main:
+            self.files.write_answers(self.judge.answers())
+        return Progress()
+
+    def resume(self) -> Progress:
+        """Goes on after the newest checkpoint; from the start if there is none yet."""
+        checkpoint = newest(self.files.checkpoints)
+        if checkpoint is None:
+            self.view.say("no checkpoint yet: starting from the first step")
+            return self.begin()
+        step, tensors, numbers = load_state(checkpoint)
+        self.engine.load_state(tensors, numbers)
+        self.files.forget_after(step)
+        self.view.say(f"resuming after step {step}, from {checkpoint}")
+        return Progress(step, int(numbers["tokens"]), numbers["seconds"], numbers["first_loss"])
+
+    def log(
+        self,
+        progress: Progress,
+        result: StepResult,
+        reading: Reading,
+        *,
+        epoch: float,
+        samples: Sequence[str],
+    ) -> None:
+        """Shows the step and adds it to the metrics, with a digest of the samples it saw."""
+        self.view.step(progress.step, result, reading)
+        digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
+        facts = asdict(result) | asdict(reading) | {"epoch": epoch, "samples_sha256": digest}
+        self.files.log({"kind": "step", "step": progress.step, **facts})
+
+    def evaluate(self, progress: Progress) -> list[EvalResult]:
+        """Loss, perplexity and accuracy of each held-out set, now."""
+        results = self.judge.losses()
+        self.view.evaluation(progress.step, results)
+        for result in results:
+            facts = {"set": result.name, **result.summary()}
+            self.files.log({"kind": "evaluation", "step": progress.step, **facts})
+        return results
+
+    def save(self, progress: Progress) -> None:
+        """Writes a checkpoint that `resume` goes on from."""
+        tensors, numbers = self.engine.state()
+        if self.world.is_main:
+            numbers |= {"tokens": progress.tokens, "seconds": progress.seconds}
+            numbers |= {"first_loss": progress.first_loss or 0.0}
+            keep = self.job.save.keep
+            save_state(self.files.checkpoints, progress.step, tensors, numbers, keep=keep)
+        self.world.wait()
+
+    def finish(self, progress: Progress, probe: MicroBatch) -> dict[str, Any]:
+        """Evaluates, saves, reads back and compares; only then is a run done."""
+        evaluation = self._before_and_after(self.evaluate(progress))
+        peak = self.world.most(peak_memory(self.world.device)) / GIB
+        report: dict[str, Any] = {}
+        if self.world.is_main:
+            self.view.say("saving the result, and reading it back")
+            difference = self._save_result(probe)
+            report = {
+                "finished": not progress.stopped,
+                "directory": str(self.files.path),
+                "ranks": self.world.size,
+                "training": {**asdict(progress), "peak_memory_gib": peak},
+                "evaluation": evaluation,
+                "samples": self._samples(),
+                "result": {
+                    "path": str(self.files.result),
+                    "kind": self.job.adapter.type,
+                    "largest_difference": difference,
+                },
+            }
+            self.files.write_report(report)
+        self.world.wait()
+        return report
+
+    def _before_and_after(self, results: list[EvalResult]) -> dict[str, Any]:
+        before = self.files.evaluations(step=0)
+        return {
+            result.name: {"before": before.get(result.name), "after": result.summary()}
+            for result in results
+        }
+
+    def _samples(self) -> list[dict[str, str]]:
+        after = self.judge.answers()
+        before = self.files.read_answers() or [""] * len(after)
+        return [
+            {**question, "before": old, "after": new}
+            for question, old, new in zip(self.judge.questions(), before, after, strict=True)
+        ]
+
+    def _save_result(self, probe: MicroBatch) -> float:
+        section, target = self.job.model, self.files.result
+        dtype = own_dtype(section)
+        model, trained = self.engine.module(), self.engine.trained_weights()
+        save_result(model, self.judge.tokenizer, self.judge.stops, target, dtype=dtype)
+        if not list(target.glob("*.safetensors")):
+            raise RunError(Problem(str(target), "no weights were written", "is the disk full?"))
+        reloaded = load_result(str(target), section, self.job.train.precision)
+        return check_result(reloaded, trained, model, probe)

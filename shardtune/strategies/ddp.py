@@ -1,0 +1,38 @@
+"""Data parallelism: every rank holds the whole model and a share of the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from shardtune.core.layout import AxisRule, Layout, Move
+from shardtune.core.mesh import Mesh
+from shardtune.core.setup import EngineSetup
+from shardtune.core.world import World
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardtune.core.engine import Engine
+
+
+class DDP(BaseModel):
+    """Whole model on every rank; gradients are averaged once per step."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+    type: Literal["ddp"] = "ddp"
+
+    def mesh(self, ranks: int) -> Mesh:
+        return Mesh((("data", ranks),))
+
+    def layout(self) -> Layout:
+        return Layout((AxisRule("data", moves=(Move("all_reduce", "grads", "step"),)),))
+
+    def build(self, model: nn.Module, setup: EngineSetup, world: World) -> Engine:
+        from shardtune.engines.native import NativeEngine
+
+        return NativeEngine(model, setup, world)

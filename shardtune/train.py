@@ -1,0 +1,110 @@
+"""The story of a run, from top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtune.checkpoint.rundir import RunDir
+from shardtune.core.cache import cache_dir
+from shardtune.core.progress import Progress
+from shardtune.data.loader import Loader
+from shardtune.data.prepare import prepare
+from shardtune.data.prepared import PreparedData
+from shardtune.evaluate.judge import Judge
+from shardtune.job import Job
+from shardtune.launch.join import JoinedWorld, join
+from shardtune.measure.meter import Meter
+from shardtune.models import load
+from shardtune.plan import make_plan
+from shardtune.report.terminal import RunView
+from shardtune.run import Run
+
+
+def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
+    """Trains `job` on the ranks of which this process is one; returns the report."""
+    inputs = open_inputs(job, quiet=True)
+    with join(int(job.launch.threads)) as world:
+        data = open_loader(job, inputs, world)
+        steps = job.train.steps or data.total_steps(job.train.epochs or 1.0)
+        plan = make_plan(job, world.size, steps)
+        model = load.load_model(job.model, job.adapter, job.train, device=world.device)
+        engine = plan.strategy.build(model, plan.setup, world)  # the only strategy-aware line
+        with engine, RunView(steps, shown=world.is_main) as view:
+            judge = Judge(
+                engine,
+                inputs.data.eval,
+                data.evaluation,
+                inputs.tokenizer,
+                inputs.stops,
+                job.evaluate,
+            )
+            files = RunDir(Path(job.save.directory), writes=world.is_main)
+            run = Run(job, world, engine, judge, files, view)
+            progress = run.resume() if resume else run.begin()
+            progress = fit(run, data, progress, steps)
+            return run.finish(progress, probe=next(data.steps(0, 1))[0])
+
+
+def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
+    """The training loop. It never asks which strategy it is running."""
+    job, world = run.job, run.world
+    meter = Meter(steps - progress.step, world.device)
+    for microbatches in data.steps(progress.step, steps):
+        result = run.engine.step(microbatches)  # forward, backward, clip, update, schedule
+        reading = meter.tick(result)
+        samples = data.samples(progress.step)
+        progress = progress.after(result, reading, wished=world.stop_wished())
+        run.log(progress, result, reading, epoch=data.epoch(progress.step), samples=samples)
+        with meter.paused():
+            if progress.stopped or due(progress.step, job.save.every):
+                run.save(progress)
+            if progress.stopped:
+                break
+            if due(progress.step, int(job.evaluate.every)) and progress.step < steps:
+                run.evaluate(progress)
+    return progress
+
+
+def due(step: int, every: int) -> bool:
+    """True in every `every`-th step; never where `every` is 0."""
+    return every > 0 and step % every == 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: everything that can be wrong before the first process is started."""
+
+    tokenizer: Any
+    stops: frozenset[int]
+    data: PreparedData
+
+
+def open_inputs(job: Job, *, quiet: bool) -> Inputs:
+    """Finds the model, reads and tokenises the data; both are cached, so a second call is quick.
+
+    This happens before the ranks join: whoever comes first does the work, the others wait at a
+    file lock, and no collective can time out meanwhile.
+    """
+    config = load.load_config(job.model)
+    tokenizer = load.load_tokenizer(job.model)
+    load.check_fits_data(config, tokenizer, job.data.sequence_length)
+    stops = load.stop_ids(job.model, tokenizer)
+    data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
+    return Inputs(tokenizer, stops, data)
+
+
+def open_loader(job: Job, inputs: Inputs, world: JoinedWorld) -> Loader:
+    """This rank's share of every step."""
+    return Loader(
+        inputs.data,
+        job.data,
+        seed=job.train.seed,
+        global_batch=job.train.global_batch,
+        micro_batch=int(job.train.micro_batch),
+        rank=world.rank,
+        ranks=world.size,
+        pad_id=inputs.tokenizer.pad_token_id or 0,
+        epochs=job.train.epochs,
+    )
