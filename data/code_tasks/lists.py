@@ -1,7 +1,5 @@
 """Lists: filtering, mapping, slicing, windows."""
 
-# ruff: noqa: E501 - a case is one row of a table
-
 from __future__ import annotations
 
 from .task import Task

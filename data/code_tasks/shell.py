@@ -33,12 +33,12 @@ TASKS = (
             {{do}} every one of the {{what}} below this directory
         """,
         cases="""
-            do               what            test           action
-            delete           .tmp files      -name '*.tmp'  -delete
-            count lines in   Markdown files  -name '*.md'   -exec wc -l {} +
-            compress         .log files      -name '*.log'  -exec gzip {} +
-            make executable  shell scripts   -name '*.sh'   -exec chmod +x {} +
-            show sizes of    CSV files       -name '*.csv'  -exec du -h {} +
+            do                  what            test           action
+            delete              .tmp files      -name '*.tmp'  -delete
+            count lines in      Markdown files  -name '*.md'   -exec wc -l {} +
+            compress            .log files      -name '*.log'  -exec gzip {} +
+            mark as executable  shell scripts   -name '*.sh'   -exec chmod +x {} +
+            show sizes of       CSV files       -name '*.csv'  -exec du -h {} +
         """,
         code="find . -type f {{test}} {{action}}",
     ),
@@ -140,7 +140,7 @@ TASKS = (
         cases="""
             n   what               where           command
             10  files and folders  this directory  du -sh * | sort -rh | head -n 10
-            5   subfolders         /var            du -d 1 /var | sort -rn | head -n 5
+            5   subfolders         /var            du -s /var/*/ | sort -rn | head -n 5
             20  files              the src folder  find src -type f -exec du -k {} + | sort -rn | head -n 20
         """,
         code="{{command}}",

@@ -121,7 +121,7 @@ TASKS = (
         kind="sql",
         asks="""
             list {{what}} with the product names
-            join the tables to show {{what}} and product names
+            join both tables to show {{what}} and product names
         """,
         tables="products orders",
         cases="""

@@ -43,7 +43,9 @@ class Task:
         header, *rows = (re.split(r"\s{2,}", line) for line in lines(self.cases))
         for row in rows:
             if len(row) != len(header):
-                raise ValueError(f"{self.name}: {len(header)} columns, but {len(row)} cells in {row}")
+                raise ValueError(
+                    f"{self.name}: {len(header)} columns, but {len(row)} cells in {row}"
+                )
         return [dict(zip(header, row, strict=True)) for row in rows]
 
     def answer(self, case: Case) -> str:

@@ -12,9 +12,10 @@ import shlex
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from .schemas import database, records
+from .schemas import Cell, database, records
 
 SHELL_COMMANDS = {"awk", "comm", "cut", "du", "find", "for", "grep", "head", "sed", "sort"}
 SHELL_COMMANDS |= {"tail", "tar", "tr", "uniq"}
@@ -64,6 +65,8 @@ def style_faults(tree: ast.Module) -> Iterator[str]:
 
 
 def _sql(answer: str, tests: Sequence[str]) -> Iterator[str]:
+    if "\n" in answer or not answer.endswith(";"):
+        yield "is not one line that ends in a semicolon"
     connection = database()
     try:
         rows = connection.execute(answer).fetchall()
@@ -72,12 +75,17 @@ def _sql(answer: str, tests: Sequence[str]) -> Iterator[str]:
         return
     if answer.startswith("SELECT") and not rows:
         yield "selects nothing, so its tests prove nothing"
-    query = lambda text: connection.execute(text).fetchall()  # noqa: E731
+
+    def query(text: str) -> list[tuple[Cell, ...]]:
+        return connection.execute(text).fetchall()
+
     yield from _untrue(tests, {**records(), "rows": rows, "query": query})
     connection.close()
 
 
 def _regex(answer: str, tests: Sequence[str]) -> Iterator[str]:
+    if not (answer.startswith("^") and answer.endswith("$")):
+        yield "is not anchored at both ends"
     try:
         pattern = re.compile(answer)
     except re.error as error:
@@ -95,7 +103,7 @@ def _shell(answer: str, _tests: Sequence[str]) -> Iterator[str]:
     except ValueError as error:
         yield f"is not shell syntax: {error}"
         return
-    starts = [words[0], *(after for word, after in zip(words, words[1:], strict=False) if word == "|")]
+    starts = [words[0], *(after for word, after in pairwise(words) if word == "|")]
     yield from (f"starts with {word!r}" for word in starts if word not in SHELL_COMMANDS)
 
 
@@ -103,11 +111,15 @@ def _untrue(tests: Sequence[str], namespace: dict[str, object]) -> Iterator[str]
     if not tests:
         yield "has no test"
     for test in tests:
-        try:
-            if not eval(test, namespace):  # noqa: S307 - our own text
-                yield f"fails {test}"
-        except Exception as error:  # noqa: BLE001 - a test may fail in any way; all are reported
-            yield f"fails {test}: {error!r}"
+        yield from _outcome(test, namespace)
+
+
+def _outcome(test: str, namespace: dict[str, object]) -> Iterator[str]:
+    try:
+        if not eval(test, namespace):  # noqa: S307 - our own text
+            yield f"fails {test}"
+    except Exception as error:  # noqa: BLE001 - a test may fail in any way; all are reported
+        yield f"fails {test}: {error!r}"
 
 
 _CHECKS: dict[str, Callable[[str, Sequence[str]], Iterator[str]]] = {

@@ -65,7 +65,7 @@ def pack_in_order(lengths: Lengths, capacity: int) -> list[list[int]]:
 
 def _groups(lengths: Lengths) -> Iterator[tuple[int, list[int]]]:
     """The documents of each length, longest first; within a length in their order."""
-    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
     borders = np.flatnonzero(np.diff(ordered)) + 1
     for group in np.split(order, borders):

@@ -10,10 +10,10 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shardtune.errors import DataError, Problem
 
@@ -66,40 +66,23 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """Lines `first`, `first + 1` ... of a JSONL file: those that start in bytes [start, stop)."""
+class Lines:
+    """Lines `first`, `first + 1` ... of a file: those that start in bytes [start, stop).
+
+    A line that isn't blank is a row: a JSON object, or text, which is the column `text` then.
+    """
 
     path: Path
+    kind: Literal["json", "text"]
     start: int
     stop: int
     first: int
     count: int | None
 
     def rows(self) -> Iterator[Row | BadRow]:
-        reader = JsonReader()
+        read = JsonReader().read_object if self.kind == "json" else _text_row
         for number, raw in _lines(self.path, self.start, self.stop, self.first):
-            try:
-                yield Row(number, reader.read_object(_decoded(raw)), len(raw))
-            except Unreadable as error:
-                yield BadRow(number, error.reason, error.column)
-
-
-@dataclass(frozen=True)
-class TextLines:
-    """The same of a text file, where each line that isn't blank is a row with the column `text`."""
-
-    path: Path
-    start: int
-    stop: int
-    first: int
-    count: int | None
-
-    def rows(self) -> Iterator[Row | BadRow]:
-        for number, raw in _lines(self.path, self.start, self.stop, self.first):
-            try:
-                yield Row(number, {"text": _decoded(raw)}, len(raw))
-            except Unreadable as error:
-                yield BadRow(number, error.reason, error.column)
+            yield _line_row(number, raw, read)
 
 
 @dataclass(frozen=True)
@@ -118,11 +101,7 @@ class JsonArray:
             while text[(position := _skip_blanks(text, position)) : position + 1] != "]":
                 number += 1
                 value, end = reader.decode(text, position)
-                try:
-                    yield Row(number, reader.checked(value, text[position:end]), end - position)
-                except Unreadable as error:
-                    # The column would be one of the cut-out row; its number is what helps here.
-                    yield BadRow(number, error.reason)
+                yield reader.row(number, value, text[position:end])
                 position = _skip_blanks(text, end)
                 if text[position : position + 1] not in (",", "]"):
                     raise json.JSONDecodeError("expecting ',' or ']'", text, position)
@@ -146,14 +125,12 @@ class JsonObject:
 
     def rows(self) -> Iterator[Row | BadRow]:
         reader = JsonReader()
-        text = json_text(self.path)
-        value = reader.read_object(text)
+        value, _ = reader.decode(json_text(self.path), 0)
+        if reader.duplicate:
+            fact = f"the key {reader.duplicate!r} is written twice in one object"
+            raise DataError(Problem(str(self.path), fact, "keep one of the two"))
         for number, row in enumerate(value[self.key] if self.key else [value], 1):
-            try:
-                # `checked` wants the row's text, which is not at hand by itself.
-                yield Row(number, reader.checked(row, json.dumps(row)))
-            except Unreadable as error:
-                yield BadRow(number, error.reason)
+            yield reader.row(number, row, json.dumps(row))
 
 
 @dataclass(frozen=True)
@@ -256,18 +233,18 @@ class JsonReader:
     """Reads JSON objects, and refuses what Python's reader lets through in silence."""
 
     def __init__(self) -> None:
-        self._duplicate = ""
+        self.duplicate = ""  # a key that stood twice in an object of the last value
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def decode(self, text: str, position: int) -> tuple[Any, int]:
-        """The value that starts at `position`, and where it ends."""
-        self._duplicate = ""
-        return self._decoder.raw_decode(text, position)
+        """The value at `position`, or behind the blanks there, and where it ends."""
+        self.duplicate = ""
+        return self._decoder.raw_decode(text, _skip_blanks(text, position))
 
     def read_object(self, text: str) -> dict[str, Any]:
         """The object that is the whole of `text`."""
         try:
-            value, end = self.decode(text, _skip_blanks(text, 0))
+            value, end = self.decode(text, 0)
             end = _skip_blanks(text, end)
             if end < len(text):
                 raise json.JSONDecodeError("something follows the end of the value", text, end)
@@ -277,14 +254,22 @@ class JsonReader:
             raise Unreadable(f"nested more than {DEEPEST} levels deep") from None
         except ValueError as error:  # a number of more digits than Python will read
             raise Unreadable(f"broken JSON: {error}") from None
-        return self.checked(value, text)
+        return self._checked(value, text)
 
-    def checked(self, value: Any, text: str) -> dict[str, Any]:
+    def row(self, number: int, value: Any, text: str) -> Row | BadRow:
+        """The row of a list that was just decoded from `text`."""
+        try:
+            return Row(number, self._checked(value, text), len(text))
+        except Unreadable as error:
+            # Its column would be one of the cut-out text; the row's number is what helps here.
+            return BadRow(number, error.reason)
+
+    def _checked(self, value: Any, text: str) -> dict[str, Any]:
         """`value`, which was just decoded from `text`, if it is a sound object."""
         if not isinstance(value, dict):
             raise Unreadable(f"{_kind(value)}, not a JSON object with columns")
-        if self._duplicate:
-            raise Unreadable(f"the key {self._duplicate!r} is written twice")
+        if self.duplicate:
+            raise Unreadable(f"the key {self.duplicate!r} is written twice")
         # Counting brackets is much faster than walking, and clears nearly all rows.
         if text.count("{") + text.count("[") > DEEPEST and _too_deep(value):
             raise Unreadable(f"nested more than {DEEPEST} levels deep")
@@ -301,7 +286,7 @@ class JsonReader:
         value = dict(pairs)
         if len(value) != len(pairs):
             keys = [key for key, _ in pairs]
-            self._duplicate = next(key for key in keys if keys.count(key) > 1)
+            self.duplicate = next(key for key in keys if keys.count(key) > 1)
         return value
 
 
@@ -328,6 +313,17 @@ def _lines(path: Path, start: int, stop: int, first: int) -> Iterator[tuple[int,
             if raw.strip():
                 yield number, raw
             number += 1
+
+
+def _line_row(number: int, raw: bytes, read: Callable[[str], dict[str, Any]]) -> Row | BadRow:
+    try:
+        return Row(number, read(_decoded(raw)), len(raw))
+    except Unreadable as error:
+        return BadRow(number, error.reason, error.column)
+
+
+def _text_row(line: str) -> dict[str, Any]:
+    return {"text": line}
 
 
 def _decoded(raw: bytes) -> str:

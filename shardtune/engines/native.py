@@ -123,7 +123,8 @@ class NativeEngine:
                 tensors[f"{key}.{name}"] = torch.as_tensor(value)
         numbers = {"taken": float(self.taken)}
         if self.scaler.is_enabled():
-            numbers |= {f"scaler.{k}": float(v) for k, v in self.scaler.state_dict().items()}
+            scaler = self.scaler.state_dict()
+            numbers |= {"scale": scaler["scale"], "growth": float(scaler["_growth_tracker"])}
         return tensors, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
@@ -136,9 +137,9 @@ class NativeEngine:
                 self.optimizer.state[self.trained[name]][kind] = value.clone()
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
-            saved = {k.removeprefix("scaler."): v for k, v in numbers.items() if "scaler." in k}
-            saved["_growth_tracker"] = int(saved["_growth_tracker"])
-            self.scaler.load_state_dict(saved)
+            scaler = self.scaler.state_dict()
+            scaler |= {"scale": numbers["scale"], "_growth_tracker": int(numbers["growth"])}
+            self.scaler.load_state_dict(scaler)
 
     def __enter__(self) -> NativeEngine:
         return self

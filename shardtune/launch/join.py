@@ -88,11 +88,11 @@ def join(threads: int) -> Iterator[JoinedWorld]:
     if size > 1:
         backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    try:
-        yield JoinedWorld(rank, size, local_rank, device, interrupt)
-    finally:
-        if size > 1:
-            dist.destroy_process_group()
+    yield JoinedWorld(rank, size, local_rank, device, interrupt)
+    # Only after a good end: a rank that fails has to say why before its peers notice that it is
+    # gone, or their complaints would come first. The end of the process closes the group anyway.
+    if size > 1:
+        dist.destroy_process_group()
 
 
 def _die_with_parent() -> None:

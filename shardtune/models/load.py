@@ -108,8 +108,10 @@ def load_model(
 def load_base(section: ModelSection, precision: Precision) -> Any:
     """The pretrained model as it is, in eval mode, on the CPU."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     config = load_config(section)
+    logging.disable_progress_bar()  # one bar per rank and per reload is noise
     with _explaining(section):
         return AutoModelForCausalLM.from_pretrained(
             resolve(section.name),

@@ -127,6 +127,13 @@ def test_without_an_end_the_last_step_is_filled_from_the_next_epoch():
     assert len(loader(data, packing=False, epochs=1).samples(last)) == 5
 
 
+def test_the_longest_row_is_not_always_for_the_same_rank():
+    group = all_ranks(3, global_batch=3, micro_batch=1, packing=False)
+    runs = [[batch.tokens for (batch,) in each.steps(0, 12)] for each in group]
+    heaviest = [tokens.index(max(tokens)) for tokens in zip(*runs, strict=True)]
+    assert set(heaviest) == {0, 1, 2}
+
+
 def test_steps_can_begin_anywhere():
     each = loader(ranks=2)
     onward = list(each.steps(0, 7))[4:]

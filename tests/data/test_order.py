@@ -93,11 +93,18 @@ def test_a_half_weight_takes_the_other_half_the_next_time():
     assert {d for d in first if d[0] == 0}.isdisjoint(second)
 
 
-def test_ten_tenths_are_a_whole():
-    # In floats 0.1 * 30 * 10 and ten times 0.1 * 3 are not what they should be.
-    order = make([30], [0.1], packing=False)
-    assert [len(documents(order, 1, since=epoch)) for epoch in range(10)] == [3] * 10
-    assert len(set(documents(order, 10))) == 30
+def test_halves_are_drawn_anew_each_time_around():
+    order = make([40], [0.5])
+    halves = [set(documents(order, 1, since=epoch)) for epoch in range(4)]
+    assert halves[0] | halves[1] == halves[2] | halves[3] == {(0, index) for index in range(40)}
+    assert halves[2] not in halves[:2]
+
+
+def test_a_weight_means_the_decimal_that_was_written():
+    # The float 0.7 is a little less than seven tenths: of 10 documents it would take 6.
+    order = make([10], [0.7], packing=False)
+    assert [len(documents(order, 1, since=epoch)) for epoch in range(10)] == [7] * 10
+    assert set(Counter(documents(order, 10)).values()) == {7}
 
 
 @pytest.mark.parametrize("packing", [True, False])

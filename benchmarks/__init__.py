@@ -1,0 +1,1 @@
+"""One command each; every one writes its table into docs/benchmarks/."""

@@ -1,0 +1,27 @@
+"""Writes a benchmark's table where the docs show it, with the command that made it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs" / "benchmarks"
+
+
+def write_table(
+    name: str, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], note: str
+) -> None:
+    """Prints the table, and writes it to docs/benchmarks/NAME.md."""
+    import torch
+
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    made = (
+        f"Made by `python -m benchmarks.{name}` with Python {platform.python_version()} and "
+        f"torch {torch.__version__} on {platform.machine()}, {torch.get_num_threads()} threads."
+    )
+    text = "\n".join([f"# {title}", "", made, "", *lines, "", note, ""])
+    DOCS.mkdir(parents=True, exist_ok=True)
+    (DOCS / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)

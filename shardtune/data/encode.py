@@ -1,0 +1,196 @@
+"""Text to tokens, with the trained part of the text carried over to them.
+
+A whole text is tokenised in one go, never piece by piece, because pieces would be merged otherwise
+at their edges. A token is trained if any character of it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Spans = Sequence[tuple[int, int]]
+
+CALL = 1 << 20  # characters in one call: the library needs about 150 bytes for each
+WINDOW = 1 << 18  # a longer text is tokenised through windows of this size ...
+OVERLAP = 1 << 12  # ... which overlap, so that they can be joined where both agree
+AGREE = 256  # characters over which they have to
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, and the stretches of its characters that are trained, in order."""
+
+    text: str
+    spans: Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A document: token ids, and which of them are trained."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+
+class Encoder:
+    """A fast tokenizer's own engine, which can take many texts at once and keeps the offsets."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._engine = tokenizer.backend_tokenizer
+        # What a tokenizer.json asks for here would cut or fill documents behind our back. The
+        # tokenizer sets both anew at every call of its own.
+        self._engine.no_truncation()
+        self._engine.no_padding()
+
+    def encode(self, texts: Sequence[Text], *, special: bool) -> list[Tokens]:
+        """Tokens of each text; `special` adds what the tokenizer puts around a plain text."""
+        encoded: list[Tokens] = []
+        for group in _grouped(texts):
+            if len(group) == 1 and len(group[0].text) > WINDOW:
+                encoded.append(self._encode_long(group[0], special))
+                continue
+            plain = [text.text for text in group]
+            for text, found in zip(
+                group, self._engine.encode_batch(plain, add_special_tokens=special), strict=True
+            ):
+                ids = np.array(found.ids, dtype=np.int32)
+                encoded.append(Tokens(ids, _trained(found, text)))
+        return encoded
+
+    def _encode_long(self, text: Text, special: bool) -> Tokens:
+        """The same for a text of megabytes, in bounded memory."""
+        joined = self._through_windows(text.text, special)
+        if joined is None:  # no two windows agree, as in a single word of megabytes
+            found = self._engine.encode(text.text, add_special_tokens=special)
+            return Tokens(np.array(found.ids, dtype=np.int32), _trained(found, text))
+        ids, starts, ends = joined
+        return Tokens(ids, _overlapping(starts, ends, text.spans))
+
+    def _through_windows(
+        self, text: str, special: bool
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]] | None:
+        """Ids, starts and ends of the tokens, or nothing if the windows can't be joined."""
+        parts: list[_Window] = []
+        for first in range(0, len(text), WINDOW - OVERLAP):
+            found = self._engine.encode(text[first : first + WINDOW], add_special_tokens=False)
+            window = _Window.of(found, first)
+            if parts:
+                cut = _joint(parts[-1], window)
+                if cut is None:
+                    return None
+                parts[-1], window = parts[-1].before(cut), window.since(cut)
+            parts.append(window)
+            if first + WINDOW >= len(text):
+                break
+        before, after = self._around(text) if special else ([], [])
+        return (
+            np.concatenate([np.array(before, np.int32), *(w.ids for w in parts),
+                            np.array(after, np.int32)]),
+            np.concatenate([np.zeros(len(before), np.int64), *(w.starts for w in parts),
+                            np.full(len(after), len(text))]),
+            np.concatenate([np.zeros(len(before), np.int64), *(w.ends for w in parts),
+                            np.full(len(after), len(text))]),
+        )  # fmt: skip
+
+    def _around(self, text: str) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after a text."""
+        found = self._engine.encode(text[:16], add_special_tokens=True)
+        inner = [place for place, mask in enumerate(found.special_tokens_mask) if not mask]
+        if not inner:
+            return [], []
+        return found.ids[: inner[0]], found.ids[inner[-1] + 1 :]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The tokens of a stretch of a text, with their places in the whole of it."""
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @staticmethod
+    def of(found: Any, first: int) -> _Window:
+        offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2) + first
+        return _Window(np.array(found.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+
+    def before(self, place: int) -> _Window:
+        return self._slice(slice(None, int(np.searchsorted(self.starts, place))))
+
+    def since(self, place: int) -> _Window:
+        return self._slice(slice(int(np.searchsorted(self.starts, place)), None))
+
+    def _slice(self, part: slice) -> _Window:
+        return _Window(self.ids[part], self.starts[part], self.ends[part])
+
+
+def _joint(left: _Window, right: _Window) -> int | None:
+    """A character in the overlap from which on both windows have the same tokens for a while."""
+    if not len(left.ids) or not len(right.ids):
+        return None
+    middle = int(right.starts[0]) + OVERLAP // 2
+    for place in np.intersect1d(left.starts[left.starts >= middle], right.starts):
+        stop = place + AGREE
+        if stop > left.ends[-1]:
+            return None
+        ours, theirs = left.since(place).before(stop), right.since(place).before(stop)
+        if np.array_equal(ours.ids, theirs.ids) and np.array_equal(ours.starts, theirs.starts):
+            return int(place)
+    return None
+
+
+def _grouped(texts: Sequence[Text]) -> Iterator[list[Text]]:
+    """The texts in order, in groups that one call can take; a long text is alone in its own."""
+    group: list[Text] = []
+    size = 0
+    for text in texts:
+        length = len(text.text)
+        if group and (size + length > CALL or length > WINDOW):
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += length
+        if length > WINDOW:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _trained(found: Any, text: Text) -> NDArray[np.bool_]:
+    """Which tokens of the encoding are trained.
+
+    Asking the engine for the tokens at a span's two ends is much faster than bringing the offsets
+    of all tokens over to Python; that is only needed where an end lies between two tokens.
+    """
+    trained = np.zeros(len(found), dtype=np.bool_)
+    for start, end in text.spans:
+        first = found.char_to_token(start)
+        after = len(found) if end >= len(text.text) else found.char_to_token(end)
+        if first is None or after is None:
+            offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+            return _overlapping(offsets[:, 0], offsets[:, 1], text.spans)
+        if after < len(found) and found.token_to_chars(after)[0] < end:
+            after += 1  # it starts inside the span
+        trained[first:after] = True
+    return trained
+
+
+def _overlapping(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], spans: Spans
+) -> NDArray[np.bool_]:
+    """The same from all offsets."""
+    # Some tokenizers leave blanks out of their offsets: count them to the token that follows.
+    starts = starts.copy()
+    starts[1:] = np.minimum(starts[1:], ends[:-1])
+    trained = np.zeros(len(starts), dtype=np.bool_)
+    for start, end in spans:
+        trained |= (starts < end) & ((ends > start) | (starts >= start))
+    return trained

@@ -1,0 +1,283 @@
+"""Rows to documents: what each format takes from a row, and which tokens of it are trained."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardtune.core.step import IGNORED
+from shardtune.data.chat import ChatTemplate, Conversation, read_conversation
+from shardtune.data.encode import Encoder, Text, Tokens
+from shardtune.data.rows import BadRow, Row, Unreadable
+from shardtune.data.sources import TURNS
+from shardtune.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardtune.job import Columns, Source
+
+
+class Missing(Unreadable):
+    """A row lacks a column that it needs."""
+
+    def __init__(self, column: str) -> None:
+        super().__init__(f"no column {column!r}")
+        self.missing = column
+
+
+class Format(ABC):
+    """Reads rows of one format."""
+
+    required: tuple[tuple[str, ...], ...]
+    """Columns that every row has to have; where there are several names, one of them."""
+    named: tuple[str, ...] = ()
+    """Columns that a row may lack, but that the job names itself: some row has to have them."""
+    settings: tuple[str, ...]
+    """What of the source's settings decides the result, for the cache's key."""
+
+    def documents(self, rows: Sequence[Row]) -> list[Tokens | BadRow]:
+        """A document, or the reason why there is none, for each row."""
+        found = [self._try_to_read(row.value) for row in rows]
+        good = [one for one in found if not isinstance(one, Unreadable)]
+        encoded = iter(self._encode(good))
+        documents: list[Tokens | BadRow] = []
+        for row, one in zip(rows, found, strict=True):
+            result: Tokens | Unreadable = one if isinstance(one, Unreadable) else next(encoded)
+            if isinstance(result, Unreadable):
+                missing = result.missing if isinstance(result, Missing) else ""
+                documents.append(BadRow(row.number, result.reason, None, missing))
+            else:
+                documents.append(result)
+        return documents
+
+    def _try_to_read(self, row: dict[str, Any]) -> Any:
+        try:
+            return self._read(row)
+        except Unreadable as error:
+            return error
+
+    @abstractmethod
+    def _read(self, row: dict[str, Any]) -> Any:
+        """What `_encode` needs of the row; raises Unreadable if it isn't there."""
+
+    @abstractmethod
+    def _encode(self, found: list[Any]) -> Sequence[Tokens | Unreadable]:
+        """The documents of many rows at once, which is much faster than one by one."""
+
+
+def make_format(source: Source, tokenizer: Any) -> Format:
+    """The format that a source asks for; raises DataError if the tokenizer can't serve it."""
+    if not getattr(tokenizer, "is_fast", False):
+        fact = f"the tokenizer ({type(tokenizer).__name__}) can't tell which characters a token is"
+        fix = "use a model whose tokenizer has a tokenizer.json"
+        raise DataError(Problem(source.path, fact, fix))
+    columns = source.columns
+    if source.format == "completion":
+        return _Completion(tokenizer, columns)
+    if source.format == "pretokenized":
+        return _Pretokenized(tokenizer, columns)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if (source.format == "chat" or source.template == "chat") and not has_template:
+        fact = "needs a chat template, but the tokenizer has none"
+        fix = "use an instruct model, or put chat_template into its tokenizer_config.json"
+        fix += ", or set template: plain" if source.format == "instruction" else ""
+        raise DataError(Problem(source.path, fact, fix))
+    if source.format == "chat":
+        return _Chat(tokenizer, columns)
+    if has_template and source.template != "plain":
+        return _ChatInstruction(tokenizer, columns)
+    return _PlainInstruction(tokenizer, columns)
+
+
+class _Completion(Format):
+    """A text, and the end-of-text token after it. All of it is trained."""
+
+    def __init__(self, tokenizer: Any, columns: Columns) -> None:
+        self._encoder = Encoder(tokenizer)
+        self._end = tokenizer.eos_token_id
+        self._text = columns.text
+        self.required = ((self._text,),)
+        self.settings = ("completion", self._text)
+
+    def _read(self, row: dict[str, Any]) -> str:
+        return _text(row, self._text)
+
+    def _encode(self, found: list[str]) -> list[Tokens]:
+        texts = [Text(text, ()) for text in found]
+        documents = []
+        for tokens in self._encoder.encode(texts, special=True):
+            ids = _ended(tokens, self._end).ids
+            documents.append(Tokens(ids, np.ones(len(ids), dtype=np.bool_)))
+        return documents
+
+
+class _Chat(Format):
+    """Turns, through the tokenizer's chat template. The assistant's are trained."""
+
+    def __init__(self, tokenizer: Any, columns: Columns) -> None:
+        self._encoder = Encoder(tokenizer)
+        self._template = ChatTemplate(tokenizer)
+        self._columns = TURNS if columns.messages == "auto" else (columns.messages,)
+        self.required = (self._columns,)
+        self.settings = ("chat", *self._columns)
+
+    def _read(self, row: dict[str, Any]) -> Conversation:
+        present = [column for column in self._columns if column in row]
+        if not present:
+            raise Missing(self._columns[0])
+        turns = next((row[column] for column in present if row[column] is not None), None)
+        return read_conversation(turns, row.get("tools"))
+
+    def _encode(self, found: list[Conversation]) -> list[Tokens | Unreadable]:
+        texts = self._template.texts(found)
+        good = [text for text in texts if isinstance(text, Text)]
+        # The template writes the special tokens itself.
+        tokens = iter(self._encoder.encode(good, special=False))
+        return [next(tokens) if isinstance(text, Text) else text for text in texts]
+
+
+class _ChatInstruction(_Chat):
+    """An instruction and its answer, as a conversation of two turns."""
+
+    def __init__(self, tokenizer: Any, columns: Columns) -> None:
+        super().__init__(tokenizer, columns)
+        self._names = columns
+        self.required = ((columns.instruction,), (columns.output,))
+        self.named = _renamed(columns, "input", "system")
+        self.settings = ("instruction", "chat", *_instruction_settings(columns))
+
+    def _read(self, row: dict[str, Any]) -> Conversation:
+        system, question, answer = _instruction(row, self._names)
+        before = [{"role": "system", "content": system}] if system else []
+        return Conversation(
+            [
+                *before,
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        )
+
+
+class _PlainInstruction(Format):
+    """An instruction and its answer under plain headings, for a tokenizer without template."""
+
+    def __init__(self, tokenizer: Any, columns: Columns) -> None:
+        self._encoder = Encoder(tokenizer)
+        self._end = tokenizer.eos_token_id
+        self._names = columns
+        self.required = ((columns.instruction,), (columns.output,))
+        self.named = _renamed(columns, "input", "system")
+        self.settings = ("instruction", "plain", *_instruction_settings(columns))
+
+    def _read(self, row: dict[str, Any]) -> Text:
+        system, question, answer = _instruction(row, self._names)
+        opening = f"{system}\n\n" if system else ""
+        prompt = f"{opening}## Task\n{question}\n\n## Answer\n"
+        return Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
+
+    def _encode(self, found: list[Text]) -> list[Tokens]:
+        return [_ended(tokens, self._end) for tokens in self._encoder.encode(found, special=True)]
+
+
+class _Pretokenized(Format):
+    """Token ids, with or without labels."""
+
+    def __init__(self, tokenizer: Any, columns: Columns) -> None:
+        self._ids = columns.input_ids
+        self._labels = columns.labels
+        self._vocabulary = len(tokenizer)
+        self.required = ((self._ids,),)
+        self.named = _renamed(columns, "labels")
+        self.settings = ("pretokenized", self._ids, self._labels)
+
+    def _read(self, row: dict[str, Any]) -> Tokens:
+        ids = _integers(row, self._ids)
+        if ids.min() < 0 or ids.max() >= self._vocabulary:
+            wrong = int(ids[(ids < 0) | (ids >= self._vocabulary)][0])
+            last = self._vocabulary - 1
+            raise Unreadable(f"{self._ids!r} holds {wrong}, but token ids go from 0 to {last}")
+        if row.get(self._labels) is None:
+            return Tokens(ids.astype(np.int32), np.ones(len(ids), dtype=np.bool_))
+        labels = _integers(row, self._labels)
+        if len(labels) != len(ids):
+            raise Unreadable(f"{len(ids)} {self._ids}, but {len(labels)} {self._labels}")
+        trained = labels != IGNORED
+        wrong_at = np.flatnonzero(trained & (labels != ids))
+        if len(wrong_at):
+            place = int(wrong_at[0])
+            raise Unreadable(
+                f"{self._labels!r} holds {labels[place]} at place {place} where {self._ids!r} "
+                f"holds {ids[place]}; a label is the token at its own place, or {IGNORED}"
+            )
+        return Tokens(ids.astype(np.int32), trained)
+
+    def _encode(self, found: list[Tokens]) -> list[Tokens]:
+        return found
+
+
+def _instruction(row: dict[str, Any], columns: Columns) -> tuple[str, str, str]:
+    """System prompt, question and answer of an instruction row."""
+    question = _text(row, columns.instruction)
+    material = _text(row, columns.input, optional=True)
+    if material.strip():
+        question = f"{question}\n\n{material}"
+    system = _text(row, columns.system, optional=True)
+    return system if system.strip() else "", question, _text(row, columns.output)
+
+
+def _instruction_settings(columns: Columns) -> tuple[str, ...]:
+    return columns.instruction, columns.input, columns.output, columns.system
+
+
+def _renamed(columns: Columns, *keys: str) -> tuple[str, ...]:
+    """What the job calls these columns, where it doesn't leave them at their usual names."""
+    names = {key: getattr(columns, key) for key in keys}
+    usual = type(columns).model_fields
+    return tuple(name for key, name in names.items() if name != usual[key].default)
+
+
+def _text(row: dict[str, Any], column: str, *, optional: bool = False) -> str:
+    """The text in a column. One that isn't optional has to hold something."""
+    if column not in row:
+        if optional:
+            return ""
+        raise Missing(column)
+    value = row[column]
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
+        what = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
+        raise Unreadable(f"{column!r} is {what}, not text")
+    if not optional and not value.strip():
+        raise Unreadable(f"{column!r} is empty")
+    if "\0" in value:
+        raise Unreadable(f"{column!r} holds a NUL character")
+    return value
+
+
+def _integers(row: dict[str, Any], column: str) -> NDArray[np.int64]:
+    if column not in row:
+        raise Missing(column)
+    value = row[column]
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        what = "an empty list" if value == [] else "not a list of integers"
+        raise Unreadable(f"{column!r} is {what}")
+    try:
+        return np.array(value, dtype=np.int64)
+    except OverflowError:
+        raise Unreadable(f"{column!r} holds a number that is no token id") from None
+
+
+def _ended(tokens: Tokens, end: int | None) -> Tokens:
+    """The document with the end-of-text token at its end, trained."""
+    ids, trained = tokens.ids, tokens.trained
+    if end is None:
+        return tokens
+    if not len(ids) or ids[-1] != end:
+        ids, trained = np.append(ids, np.int32(end)), np.append(trained, True)
+    trained[-1] = True
+    return Tokens(ids, trained)

@@ -1,0 +1,252 @@
+"""From a job's `data` section to tokenised, checked data sets.
+
+Each data set is tokenised once per machine and kept under a key of everything that decides the
+result: the content of the source, the settings, the tokenizer. Ranks that prepare the same thing
+meet at a file lock; the first does the work and the others find it done, without any collective.
+A data set that is refused leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtune.core.cache import atomic_folder, file_lock
+from shardtune.core.machine import Machine
+from shardtune.data import store
+from shardtune.data.formats import Format, make_format
+from shardtune.data.preflight import Checked, bad_row_lines, check_leaks, check_source, check_stops
+from shardtune.data.prepared import Prepared, PreparedData, SourceReport
+from shardtune.data.rows import Part
+from shardtune.data.sources import Opened, name_of, open_source
+from shardtune.data.tokenise import Index, Overflow, Progress, Tally, tokenise
+from shardtune.errors import DataError, Problem
+from shardtune.job import TrainSource
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardtune.job import DataSection, Source
+
+SMALL = 64 << 20  # bytes of a source below which starting processes costs more than they bring
+SHARES = 4  # portions of the work for each process, so that none is left with a long one
+
+
+def prepare(
+    section: DataSection, tokenizer: Any, stop_ids: frozenset[int], *, cache: Path, quiet: bool
+) -> PreparedData:
+    """All data sets of the section, ready to be packed and loaded.
+
+    Raises DataError with everything that is wrong with any of them. `cache` is where prepared data
+    is kept between runs; `quiet` leaves out the progress bars and the list of skipped rows.
+    """
+    from rich.console import Console
+
+    # The tokenizers library uses threads, and warns at every later fork of this process unless it
+    # was told that they are wanted. No forked process of ours tokenises.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    work = _Work(section, tokenizer, stop_ids, cache / "data", Console(stderr=True, quiet=quiet))
+    problems: list[Problem] = []
+    done: list[_Done] = []
+    for source in (*section.train, *section.eval):
+        try:
+            done.append(work.prepare(source))
+        except DataError as error:  # noqa: PERF203 - all of them are to be told at once
+            problems += error.problems
+    problems += check_leaks(
+        [one.checked for one in done if isinstance(one.checked.source, TrainSource)],
+        [one.checked for one in done if not isinstance(one.checked.source, TrainSource)],
+    )
+    if problems:
+        raise DataError(problems)
+    prepared = tuple(one.load(stop_ids) for one in done)
+    count = len(section.train)
+    return PreparedData(train=prepared[:count], eval=prepared[count:])
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A data set that was prepared and found good, and where it lies."""
+
+    checked: Checked
+    folder: Path
+
+    def load(self, stop_ids: frozenset[int]) -> Prepared:
+        source, tally, index = self.checked.source, self.checked.tally, self.checked.index
+        report = SourceReport(
+            name=name_of(source),
+            path=source.path,
+            format=source.format,
+            rows_read=tally.rows,
+            documents=len(index.lengths),
+            tokens=int(index.lengths.sum()),
+            labels=int(index.labels.sum()),
+            truncated=tally.truncated,
+            truncated_tokens=tally.truncated_tokens,
+            split=tally.split,
+            dropped=tally.dropped,
+            untrained=tally.untrained,
+            bad=tally.bad,
+            stops_trained=self.checked.stops_trained(stop_ids),
+        )
+        return Prepared(
+            name=report.name,
+            weight=source.weight if isinstance(source, TrainSource) else 1.0,
+            rows=store.load(self.folder, report.documents),
+            lengths=index.lengths,
+            labels=index.labels,
+            report=report,
+        )
+
+
+class _Work:
+    """Prepares the data sets of a section one after the other."""
+
+    def __init__(
+        self,
+        section: DataSection,
+        tokenizer: Any,
+        stop_ids: frozenset[int],
+        folder: Path,
+        console: Console,
+    ) -> None:
+        self._section = section
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._folder = folder
+        self._console = console
+        self._fingerprint = ""
+
+    def prepare(self, source: Source) -> _Done:
+        """The data set from the cache, or made now; raises DataError if it is refused."""
+        format = make_format(source, self._tokenizer)
+        opened = open_source(source)
+        self._fingerprint = self._fingerprint or store.fingerprint(self._tokenizer)
+        length = self._section.sequence_length
+        target = self._folder / store.key(source, opened, format, length, self._fingerprint)
+        try:
+            with file_lock(target.with_name(f".{target.name}.lock")):
+                checked = self._kept_or_made(source, opened, format, target)
+        except OSError as error:
+            fact = f"preparing {source.path} failed: {error.strerror or error}"
+            fix = "free space or mend the permissions there"
+            raise DataError(Problem(error.filename or str(target), fact, fix)) from error
+        if checked.tally.bad:
+            lines = "\n".join(bad_row_lines(checked))
+            self._console.print(lines, markup=False, highlight=False, soft_wrap=True)
+        return _Done(checked, target)
+
+    def _kept_or_made(
+        self, source: Source, opened: Opened, format: Format, target: Path
+    ) -> Checked:
+        if target.exists():
+            checked = Checked(source, opened, format, *store.read(target))
+            self._require_good(checked)
+            return checked
+        with atomic_folder(target) as folder:
+            with self._progress(name_of(source), opened.count) as progress:
+                tally, index = self._tokenise(source, opened, format, folder, progress)
+            checked = Checked(source, opened, format, tally, index)
+            self._require_good(checked)
+            store.write(folder, tally, index)
+        return checked
+
+    def _tokenise(
+        self, source: Source, opened: Opened, format: Format, folder: Path, progress: Progress
+    ) -> tuple[Tally, Index]:
+        length = self._section.sequence_length
+        workers = self._workers(opened)
+        if workers == 1:
+            target = store.documents_file(folder, 0)
+            return tokenise(
+                opened.parts, format, length=length, overflow=source.overflow, target=target,
+                progress=progress,
+            )  # fmt: skip
+        shares = [
+            _Share(parts, length, source.overflow, store.documents_file(folder, number))
+            for number, parts in enumerate(_divided(opened.parts, workers * SHARES))
+        ]
+        tally, indices = Tally(), []
+        # Not forked: this process has threads, of the tokenizers library if of nothing else.
+        with ProcessPoolExecutor(
+            workers, get_context("spawn"), initializer=_start_worker, initargs=(format,)
+        ) as pool:
+            for ours, index in pool.map(_run_share, shares):
+                tally.add(ours)
+                indices.append(index)
+                progress(ours.rows, int(index.lengths.sum()))
+        return tally, Index.joined(indices)
+
+    def _workers(self, opened: Opened) -> int:
+        wanted = self._section.workers
+        if wanted == "auto":
+            # One process tokenises with all cores already; more of them parse and render faster.
+            wanted = Machine.here().cores if opened.size >= SMALL else 1
+        return min(wanted, len(opened.parts) or 1)
+
+    def _require_good(self, checked: Checked) -> None:
+        problems = check_source(checked, self._section)
+        if not problems and isinstance(checked.source, TrainSource):
+            problems = check_stops(checked, self._section, self._tokenizer, self._stop_ids)
+        if problems:
+            raise DataError(problems)
+
+    @contextmanager
+    def _progress(self, name: str, rows: int | None) -> Iterator[Progress]:
+        """A bar on stderr, which takes the rows and tokens that were done since the last time."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("preparing {task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f} rows, {task.fields[tokens]:,} tokens"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task(name, total=rows, tokens=0)
+
+            def advance(rows: int, tokens: int) -> None:
+                bar.update(task, advance=rows, tokens=bar.tasks[0].fields["tokens"] + tokens)
+
+            yield advance
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a worker process is given at a time."""
+
+    parts: Sequence[Part]
+    length: int
+    overflow: Overflow
+    target: Path
+
+
+def _divided(parts: Sequence[Part], count: int) -> list[Sequence[Part]]:
+    """The parts in order, in at most `count` runs of nearly the same number."""
+    count = min(count, len(parts))
+    edges = [round(number * len(parts) / count) for number in range(count + 1)]
+    return [parts[start:stop] for start, stop in pairwise(edges)]
+
+
+_worker_format: Format | None = None  # of a worker process: the tokenizer travels only once
+
+
+def _start_worker(format: Format) -> None:
+    global _worker_format
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker_format = format
+
+
+def _run_share(share: _Share) -> tuple[Tally, Index]:
+    assert _worker_format is not None
+    return tokenise(
+        share.parts, _worker_format, length=share.length, overflow=share.overflow,
+        target=share.target, progress=lambda rows, tokens: None,
+    )  # fmt: skip

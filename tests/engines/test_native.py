@@ -1,0 +1,149 @@
+"""The native engine: precisions, clipping, state, and what it sends."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardtune.core.schedule import Schedule
+from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
+from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.core.world import World
+from shardtune.engines.native import NativeEngine
+from shardtune.job import LoRA, ModelSection, NoAdapter, TrainSection
+from shardtune.models.load import load_model
+from tests.ranks import on_ranks
+
+
+def batch(seed: int, rows: int = 2, length: int = 16) -> MicroBatch:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 256, (rows, length), generator=draw)
+    targets = torch.roll(ids, -1, dims=1)
+    targets[:, -1] = IGNORED
+    positions = torch.arange(length).expand(rows, length)
+    names = tuple(f"s:{seed}.{row}" for row in range(rows))
+    return MicroBatch(ids, positions, targets, names, rows * length, rows * (length - 1))
+
+
+def make(
+    world: World | None = None,
+    *,
+    precision: Precision = "fp32",
+    adapter: LoRA | NoAdapter | None = None,
+    optimizer: str = "adamw",
+    clip: float | None = 1.0,
+    rate: float = 1e-2,
+    checkpointing: str = "none",
+) -> NativeEngine:
+    train = TrainSection(precision=precision, gradient_checkpointing=checkpointing)
+    model = load_model(ModelSection(name="tiny"), adapter or NoAdapter(), train, device="cpu")
+    setup = EngineSetup(
+        precision, OptimizerSetup(optimizer), Schedule("constant", rate, 0, 100), clip, 0
+    )
+    return NativeEngine(model, setup, world or World())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoRA(rank=4)], ids=["all", "lora"])
+def test_a_repeated_batch_is_learnt(precision: Precision, adapter: LoRA | NoAdapter) -> None:
+    engine = make(precision=precision, adapter=adapter)
+    losses = [engine.step([batch(1)]).loss for _ in range(12)]
+    assert losses[-1] < 0.95 * losses[0]
+    assert all(weight.dtype == torch.float32 for weight in engine.trained_weights().values())
+
+
+def test_16_bit_losses_stay_near_those_of_fp32() -> None:
+    def losses(precision: Precision) -> list[float]:
+        engine = make(precision=precision, optimizer="sgd")
+        return [engine.step([batch(n)]).loss for n in range(5)]
+
+    # bf16 has 8 bits of mantissa, fp16 11: their rounding, summed over two layers.
+    assert losses("bf16") == pytest.approx(losses("fp32"), rel=5e-3)
+    assert losses("fp16") == pytest.approx(losses("fp32"), rel=5e-4)
+
+
+def test_checkpointing_changes_nothing() -> None:
+    plain, recomputed = make(optimizer="sgd"), make(optimizer="sgd", checkpointing="full")
+    for n in range(3):
+        one, other = plain.step([batch(n)]), recomputed.step([batch(n)])
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+
+
+def test_clipping_shortens_the_update_and_reports_the_norm_before() -> None:
+    free, clipped = make(optimizer="sgd", clip=None), make(optimizer="sgd", clip=0.01)
+    before = {name: weight.clone() for name, weight in clipped.trained_weights().items()}
+    one, other = free.step([batch(1)]), clipped.step([batch(1)])
+    assert one.grad_norm == pytest.approx(other.grad_norm)
+    moved = math.sqrt(
+        sum((w - before[n]).square().sum().item() for n, w in clipped.trained_weights().items())
+    )
+    assert moved == pytest.approx(0.01 * 1e-2, rel=1e-3)  # the limit times the learning rate
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
+    engine = make(optimizer="sgd")
+    engine.step([batch(1)])
+    weight = next(iter(engine.trained.values()))
+    before = {name: weight.clone() for name, weight in engine.trained_weights().items()}
+    handle = weight.register_hook(lambda gradient: gradient * float("nan"))
+    result = engine.step([batch(2)])
+    handle.remove()
+    assert not result.applied
+    assert math.isnan(result.grad_norm)
+    for name, value in engine.trained_weights().items():
+        assert torch.equal(value, before[name])
+    assert engine.step([batch(3)]).applied
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_state_goes_on_exactly(precision: Precision) -> None:
+    adapter = LoRA(rank=4, dropout=0.1)  # dropout, so that the random numbers matter too
+    whole = make(precision=precision, adapter=adapter)
+    expected = [whole.step([batch(n)]) for n in range(6)]
+    first = make(precision=precision, adapter=adapter)
+    for n in range(3):
+        first.step([batch(n)])
+    tensors, numbers = first.state()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    torch.manual_seed(12345)  # whatever was drawn elsewhere must not matter
+    second = make(precision=precision, adapter=adapter)
+    second.load_state(tensors, numbers)
+    assert [second.step([batch(n)]) for n in range(3, 6)] == expected[3:]
+
+
+def test_the_output_head_runs_only_where_there_are_labels() -> None:
+    engine = make()
+    seen: list[torch.Size] = []
+    head = engine.model.get_output_embeddings()
+    head.register_forward_hook(lambda module, given, output: seen.append(output.shape))
+    full = batch(1)
+    targets = full.targets.clone()
+    targets[:, :-5] = IGNORED  # 5 positions remain, of which the last is never trained
+    engine.step([MicroBatch(full.input_ids, full.position_ids, targets, (), 32, 8)])
+    assert seen == [torch.Size([2, 4, 260])]
+
+
+def sent_in_a_step(world: World, microbatches: int) -> dict[str, int]:
+    engine = make(world)
+    engine.step([batch(world.rank)])
+    trained = sum(weight.numel() for weight in engine.trained_weights().values())
+    bytes_sent: list[int] = []
+
+    def hook(state, bucket):  # DDP reads annotations, and can't read postponed ones
+        bytes_sent.append(bucket.buffer().numel())
+        future = dist.all_reduce(bucket.buffer().div_(world.size), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    assert engine._ddp is not None
+    engine._ddp.register_comm_hook(None, hook)
+    engine.step([batch(10 * world.rank + n) for n in range(microbatches)])
+    return {"sent": sum(bytes_sent), "trained": trained}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_travel_once_per_step(microbatches: int) -> None:
+    for found in on_ranks(2, sent_in_a_step, microbatches):
+        assert found["sent"] == found["trained"]
