@@ -23,7 +23,7 @@ _OVERRIDES = "change a value of the job, as train.learning_rate=1e-4"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return int(arguments.run(arguments))
     except ShardtuneError as error:
@@ -35,6 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (`| head`)
         sys.stderr.close()
         return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes a command's KEY=VALUE words only before its options; people mix them."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not (hasattr(arguments, "overrides") and all("=" in word for word in rest)):
+        parser.error(f"unknown argument: {' '.join(rest)}")
+    if rest and any(word.startswith("-") for word in rest):
+        parser.error(f"unknown option: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -217,7 +230,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from shardtune.train import open_inputs
 
     inputs = open_inputs(job, quiet=False)
-    print_opening(job, resolved.reasons, inputs.data.reports)
+    sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
+    print_opening(job, resolved.reasons, sources)
     if arguments.overwrite:
         run.clear()
     command = ["-m", "shardtune", "train", str(arguments.job), *arguments.overrides]

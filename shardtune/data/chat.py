@@ -136,12 +136,20 @@ class ChatTemplate:
         """The text of each conversation, or why the template can't write it."""
         # All renderings of a batch in three calls: the whole, and before and after each turn.
         turns = [(one, turn) for one in conversations for turn in one.trained]
+        inner = [(one, turn) for one, turn in turns if turn + 1 < len(one.messages)]
         wholes = self._render(conversations, prompt=False)
-        befores = self._render([one.until(turn) for one, turn in turns], prompt=True)
-        afters = self._render([one.until(turn + 1) for one, turn in turns], prompt=False)
-        around = iter(zip(befores, afters, strict=True))
+        befores = iter(self._render([one.until(turn) for one, turn in turns], prompt=True))
+        afters = iter(self._render([one.until(turn + 1) for one, turn in inner], prompt=False))
         return [
-            self._masked(one, whole, [next(around) for _ in one.trained])
+            self._masked(
+                one,
+                whole,
+                [
+                    # After the last message nothing is cut off: that is the whole again.
+                    (next(befores), next(afters) if turn + 1 < len(one.messages) else whole)
+                    for turn in one.trained
+                ],
+            )
             for one, whole in zip(conversations, wholes, strict=True)
         ]
 

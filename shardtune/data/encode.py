@@ -56,10 +56,11 @@ class Encoder:
             if len(group) == 1 and len(group[0].text) > WINDOW:
                 encoded.append(self._encode_long(group[0], special))
                 continue
+            masked = any(text.spans for text in group)
+            # The fast one keeps no offsets.
+            many = self._engine.encode_batch if masked else self._engine.encode_batch_fast
             plain = [text.text for text in group]
-            for text, found in zip(
-                group, self._engine.encode_batch(plain, add_special_tokens=special), strict=True
-            ):
+            for text, found in zip(group, many(plain, add_special_tokens=special), strict=True):
                 ids = np.array(found.ids, dtype=np.int32)
                 encoded.append(Tokens(ids, _trained(found, text)))
         return encoded

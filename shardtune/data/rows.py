@@ -275,12 +275,15 @@ class JsonReader:
             raise Unreadable(f"nested more than {DEEPEST} levels deep")
         if not text.isascii() and not _encodable(text):
             raise Unreadable("not UTF-8 text")
-        if (found := _LONE_SURROGATE.search(text)) and not _encodable(
-            json.dumps(value, ensure_ascii=False)
-        ):
+        if ("\\ud" in text or "\\uD" in text) and (found := _LONE_SURROGATE.search(text)):
+            self._require_text(value, found)
+        return value
+
+    def _require_text(self, value: Any, found: re.Match[str]) -> None:
+        """Raises if the value can't be written as UTF-8 (`found` may have been a false alarm)."""
+        if not _encodable(json.dumps(value, ensure_ascii=False)):
             reason = f"half a surrogate pair ({found.group()}), which no text can hold"
             raise Unreadable(reason, found.start() + 1)
-        return value
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)

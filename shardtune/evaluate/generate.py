@@ -28,6 +28,18 @@ def held_out_prompt(input_ids: Sequence[int], trained: Sequence[bool]) -> Prompt
     return Prompt(tuple(map(int, input_ids[:first])), tuple(map(int, answer)))
 
 
+def question_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """What a person asked, without the chat template's scaffolding around it."""
+    if tokenizer.chat_template is not None:
+        mark = "QUESTION"
+        prefix, suffix = _render(tokenizer, mark).split(mark)
+        text: str = tokenizer.decode(ids, skip_special_tokens=False)
+        if text.startswith(prefix) and text.endswith(suffix):
+            return text[len(prefix) : len(text) - len(suffix)].strip()
+    plain: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return plain.strip()
+
+
 @torch.no_grad()
 def answer(
     model: Any,
@@ -69,7 +81,12 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
     """A question as the model was trained to see it."""
     if not chat:
         return list(tokenizer(text)["input_ids"])
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    return list(tokenizer(_render(tokenizer, text), add_special_tokens=False)["input_ids"])
+
+
+def _render(tokenizer: Any, text: str) -> str:
+    return str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
     )
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardtune.core.step import EvalResult, MicroBatch
-from shardtune.evaluate.generate import Prompt, answer, held_out_prompt
+from shardtune.evaluate.generate import Prompt, answer, held_out_prompt, question_text
 from shardtune.job import EvaluateSection
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Judge:
         """Each prompt and the answer that the data gives, as text."""
         return [
             {
-                "prompt": self.tokenizer.decode(prompt.ids, skip_special_tokens=True).strip(),
+                "prompt": question_text(self.tokenizer, prompt.ids),
                 "reference": self.tokenizer.decode(prompt.reference, skip_special_tokens=True),
             }
             for prompt in self.prompts

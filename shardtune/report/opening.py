@@ -12,7 +12,7 @@ from shardtune.core.document import KeyPath, dotted
 from shardtune.job import Job
 
 if TYPE_CHECKING:
-    from shardtune.core.source import SourceReport
+    from shardtune.data.prepared import SourceReport
 
 
 def print_opening(

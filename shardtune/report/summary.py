@@ -64,7 +64,7 @@ def _facts(report: Mapping[str, Any]) -> Table:
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     state = "done" if report["finished"] else "stopped early, on request"
-    done = f"{state}: {training['steps']} steps, {training['tokens']:,} tokens"
+    done = f"{state}: {training['step']} steps, {training['tokens']:,} tokens"
     grid.add_row("run", f"{done} in {duration(training['seconds'])} of training")
     grid.add_row("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks")
     memory = f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks"
