@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import types
 import typing
@@ -13,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardtune.core.document import Document, KeyPath, dotted, parse_document, read_document
+from shardtune.core.document import KeyPath, dotted, parse_document, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.job import Job
 
@@ -22,23 +21,18 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job, and where each of its values was written."""
+    """A job, and where each of its values was written: `job.yaml:7` or `command line`."""
 
     job: Job
-    document: Document
-    overridden: frozenset[KeyPath] = frozenset()
+    origins: Mapping[KeyPath, str]
 
     def origin(self, path: KeyPath) -> str:
-        """`job.yaml:7`, `command line` or `default`."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.overridden:
-                return COMMAND_LINE
-        line = self.document.lines.get(path)
-        return f"{self.document.source}:{line}" if line else "default"
+        """Where a value was written; `default` if nowhere."""
+        return self.origins.get(path, "default")
 
     def place(self, path: KeyPath) -> str:
         """Where to look for a value in order to change it."""
-        return _place(path, self.document, self.overridden)
+        return _place(path, self.origins)
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -49,12 +43,13 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
         what = "is empty" if value is None else "is not a mapping of sections"
         fix = "a job has at least `model:` and `data:`; see `shardtune schema`"
         raise JobError(Problem(str(path), what, fix))
-    value, overridden = _override(value, overrides)
+    origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
+    _override(value, origins, overrides)
     try:
         job = Job.model_validate_json(json.dumps(value))
     except ValidationError as error:
-        raise JobError(_translate(error, value, document, overridden)) from None
-    return LoadedJob(job, document, overridden)
+        raise JobError(_translate(error, value, origins)) from None
+    return LoadedJob(job, origins)
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
@@ -69,73 +64,86 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
         yield path, value
 
 
-def _place(path: KeyPath, document: Document, overridden: frozenset[KeyPath]) -> str:
-    if any(path[:end] in overridden for end in range(1, len(path) + 1)):
-        return f"{COMMAND_LINE}: {dotted(path)}"
-    return document.place(path)
+def _place(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
+    """The place of the path, or of the nearest section around it that was written."""
+    nearest = next(path[:end] for end in range(len(path), -1, -1) if path[:end] in origins)
+    return f"{origins[nearest]}: {dotted(path)}".removesuffix(": ")
 
 
-def _override(value: Any, overrides: Sequence[str]) -> tuple[Any, frozenset[KeyPath]]:
-    """Sets each `dotted.key=value`; the value is read as YAML."""
-    value = copy.deepcopy(value)
-    overridden: set[KeyPath] = set()
+# Overrides --------------------------------------------------------------------------------------
+
+
+def _override(value: Any, origins: dict[KeyPath, str], overrides: Sequence[str]) -> None:
+    """Sets each `dotted.key=value` in `value`; what stands behind the sign is read as YAML."""
     problems: list[Problem] = []
     for text in overrides:
         key, equals, raw = text.partition("=")
-        if not equals or not key:
-            problems.append(
-                Problem(COMMAND_LINE, f"{text!r} is not key=value", "write train.steps=10")
-            )
+        if not equals or not all(key.split(".")):
+            fact = f"{text!r} is not key=value"
+            problems.append(Problem(COMMAND_LINE, fact, "write train.steps=10"))
             continue
-        path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-        problem = _set(value, path, parse_document(raw, f"{COMMAND_LINE}: {key}").value)
-        if problem:
-            problems.append(problem)
-        overridden.add(path)
+        try:
+            new = parse_document(raw, key)
+            path = _set(value, key, new.value)
+        except JobError as error:
+            place = f"{COMMAND_LINE}: {key}"
+            problems += [Problem(place, each.fact, each.fix) for each in error.problems]
+            continue
+        for old in [old for old in origins if old[: len(path)] == path]:
+            del origins[old]
+        for end in range(1, len(path)):
+            origins.setdefault(path[:end], COMMAND_LINE)
+        origins |= {(*path, *inner): COMMAND_LINE for inner in (*new.lines, ())}
     if problems:
         raise JobError(problems)
-    return value, frozenset(overridden)
 
 
-def _set(root: Any, path: KeyPath, new: Any) -> Problem | None:
+def _set(root: Any, key: str, new: Any) -> KeyPath:
+    """Puts `new` at the dotted key, into sections that are made on the way; returns its path."""
+    path: KeyPath = ()
     here = root
-    for depth, part in enumerate(path):
-        last = depth == len(path) - 1
-        if isinstance(here, list):
-            if not isinstance(part, int) or part >= len(here):
-                return Problem(
-                    f"{COMMAND_LINE}: {dotted(path)}",
-                    f"{dotted(path[:depth])} is a list of {len(here)}; {part!r} is not one of them",
-                    f"use a number from 0 to {len(here) - 1}",
-                )
-        elif isinstance(here, dict):
-            part = str(part)
-            if not last and not isinstance(here.get(part), (dict, list)):
-                here[part] = {}
-        if last:
-            here[part] = new
-        else:
-            here = here[part]
-    return None
+    *parents, last = key.split(".")
+    for name in parents:
+        part = _part(here, name, path)
+        if not isinstance(here, list) and not isinstance(here.get(part), (dict, list)):
+            here[part] = {}
+        here = here[part]
+        path = (*path, part)
+    part = _part(here, last, path)
+    here[part] = new
+    return (*path, part)
+
+
+def _part(here: Any, name: str, path: KeyPath) -> str | int:
+    """What `name` is called in a section or a list; raises JobError if it can't be there."""
+    if isinstance(here, dict):
+        return name
+    if not isinstance(here, list):
+        fact = f"{dotted(path)} is {_show(here)}, not a section"
+        raise JobError(Problem("", fact, f"set {dotted(path)} as a whole"))
+    if name.isdecimal() and int(name) < len(here):
+        return int(name)
+    fix = f"set {dotted(path)} as a whole"
+    if here:
+        fix = f"use a number from 0 to {len(here) - 1}, or {fix}"
+    fact = f"{dotted(path)} is a list of {len(here)}; {name!r} is not one of them"
+    raise JobError(Problem("", fact, fix))
 
 
 # From pydantic's errors to ours -----------------------------------------------------------------
 
 
-def _translate(
-    error: ValidationError, value: Any, document: Document, overridden: frozenset[KeyPath]
-) -> list[Problem]:
+def _translate(error: ValidationError, value: Any, origins: Mapping[KeyPath, str]) -> list[Problem]:
     """One problem per key. A key of several allowed types gives several errors; they are joined."""
     by_path: dict[KeyPath, list[Any]] = {}
     for item in error.errors(include_url=False):
         by_path.setdefault(_real_path(item, value), []).append(item)
     problems = []
     for path, items in by_path.items():
-        deeper = any(other[: len(path)] == path and other != path for other in by_path)
-        if deeper and items[0]["type"] == "too_short":
-            continue  # a list whose items are wrong is also called too short
+        if any(other[: len(path)] == path and other != path for other in by_path):
+            continue  # a list whose items are wrong is also called too short, or no word
         fact, fix = _describe(path, items, value)
-        problems.append(Problem(_place(path, document, overridden), fact, fix))
+        problems.append(Problem(_place(path, origins), fact, fix))
     return problems
 
 
@@ -149,7 +157,7 @@ def _real_path(item: Any, value: Any) -> KeyPath:
         ):
             path.append(part)
             here = here[part]
-    if item["type"] == "missing":
+    if item["type"] == "missing" and isinstance(item["loc"][-1], str):
         path.append(item["loc"][-1])
     if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path.append("type")
@@ -164,6 +172,8 @@ _WANTED = {
     "string_type": "text",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "dict_type": "a section of its own (`key: value` lines)",
+    "missing": "a longer list",  # elsewhere than in a list it is told in another way
     "model_type": "a section of its own (`key: value` lines)",
     "model_attributes_type": "a section of its own (`key: value` lines)",
     "string_too_short": "text that isn't empty",
@@ -194,7 +204,7 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     key = str(path[-1]) if path else ""
     if first == "extra_forbidden":
         return _unknown_key(path, value)
-    if first == "missing":
+    if first == "missing" and isinstance(items[0]["loc"][-1], str):
         return "is missing", f"add `{key}:`; `shardtune schema` says what it takes"
     if first in ("union_tag_invalid", "union_tag_not_found"):
         expected = items[0].get("ctx", {}).get("expected_tags")
@@ -224,7 +234,7 @@ def _show(given: Any) -> str:
     if isinstance(given, dict):
         return "a section"
     if isinstance(given, list):
-        return "a list" if given else "an empty list"
+        return f"a list of {len(given)}" if given else "an empty list"
     if given is None:
         return "empty"
     text = json.dumps(given, ensure_ascii=False)
@@ -243,6 +253,9 @@ def _unknown_key(path: KeyPath, value: Any) -> tuple[str, str]:
     near = did_you_mean(key, known)
     if near:
         return "unknown key", f"did you mean {near!r}?"
+    types = [_tag(model) for model in _sections_at(path[:-1]) if key in model.model_fields]
+    if types:
+        return "unknown key here", f"it belongs to `type: {types[0]}`; set that, or remove the key"
     elsewhere = [dotted(other) for other in _all_keys(Job) if other[-1] == key]
     if elsewhere:
         return "unknown key here", f"did you mean {' or '.join(elsewhere[:2])!r}?"

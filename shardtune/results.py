@@ -8,7 +8,7 @@ from shardtune.checkpoint.merge import merge_adapter
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.errors import Problem, RunError
 from shardtune.evaluate.generate import answer, prompt_ids
-from shardtune.job import Job, ModelSection, NoAdapter
+from shardtune.job import Job, NoAdapter
 from shardtune.jobfile import load_job
 from shardtune.models import load
 
@@ -21,14 +21,13 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     model = load.load_result(str(run.result), job.model, job.train.precision)
     if torch.cuda.is_available():
         model = model.to("cuda")
-    tokenizer = load.load_tokenizer(_result_section(run, job))
+    tokenizer = load.load_result_tokenizer(str(run.result), job.model)
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
-    stops = load.stop_ids(_result_section(run, job), tokenizer)
     return answer(
         model,
         tokenizer,
         [ids],
-        stops=stops,
+        stops=frozenset(model.generation_config.eos_token_id),  # as `save_result` wrote them
         max_new_tokens=max_new_tokens,
         temperature=temperature,
     )[0]
@@ -44,8 +43,7 @@ def merge(directory: Path, target: Path) -> float:
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
     model = load.load_result(str(run.result), job.model, "fp32")
-    tokenizer = load.load_tokenizer(_result_section(run, job))
-    model.generation_config = load.load_generation_config(_result_section(run, job))
+    tokenizer = load.load_result_tokenizer(str(run.result), job.model)
     return merge_adapter(model, tokenizer, target, load.own_dtype(job.model))
 
 
@@ -57,7 +55,3 @@ def _open(directory: Path) -> tuple[RunDir, Job]:
         fix = f"go on with it: shardtune train {run.job} --resume"
         raise RunError(Problem(str(directory), fact, fix))
     return run, load_job(run.job).job
-
-
-def _result_section(run: RunDir, job: Job) -> ModelSection:
-    return job.model.model_copy(update={"name": str(run.result), "revision": None})

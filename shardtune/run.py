@@ -16,13 +16,12 @@ from shardtune.checkpoint.state import load_state, newest, save_state
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
-from shardtune.errors import Problem, RunError
 from shardtune.evaluate.judge import Judge
 from shardtune.job import Job
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
 from shardtune.measure.meter import GIB, peak_memory
-from shardtune.models.load import load_result, own_dtype
+from shardtune.models.load import held_precision, load_result, own_dtype
 from shardtune.report.terminal import RunView
 
 
@@ -93,7 +92,7 @@ class Run:
 
     def finish(self, progress: Progress, probe: MicroBatch) -> dict[str, Any]:
         """Evaluates, saves, reads back and compares; only then is a run done."""
-        evaluation = self._before_and_after(self.evaluate(progress))
+        results = self.evaluate(progress)
         peak = self.world.most(peak_memory(self.world.device)) / GIB
         report: dict[str, Any] = {}
         if self.world.is_main:
@@ -104,7 +103,7 @@ class Run:
                 "directory": str(self.files.path),
                 "ranks": self.world.size,
                 "training": {**asdict(progress), "peak_memory_gib": peak},
-                "evaluation": evaluation,
+                "evaluation": self._before_and_after(results),
                 "samples": self._samples(),
                 "result": {
                     "path": str(self.files.result),
@@ -132,11 +131,9 @@ class Run:
         ]
 
     def _save_result(self, probe: MicroBatch) -> float:
-        section, target = self.job.model, self.files.result
-        dtype = own_dtype(section)
+        job, target = self.job, self.files.result
         model, trained = self.engine.module(), self.engine.trained_weights()
-        save_result(model, self.judge.tokenizer, self.judge.stops, target, dtype=dtype)
-        if not list(target.glob("*.safetensors")):
-            raise RunError(Problem(str(target), "no weights were written", "is the disk full?"))
-        reloaded = load_result(str(target), section, self.job.train.precision)
-        return check_result(reloaded, trained, model, probe)
+        tokenizer, stops = self.judge.tokenizer, self.judge.stops
+        written = save_result(model, tokenizer, stops, target, dtype=own_dtype(job.model))
+        reloaded = load_result(str(target), job.model, held_precision(job.adapter, job.train))
+        return check_result(reloaded, trained, model, probe, written=written)

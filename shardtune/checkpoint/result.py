@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,29 +24,42 @@ SAME_LOGITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 def save_result(
     model: Any, tokenizer: Any, stops: frozenset[int], target: Path, *, dtype: torch.dtype
-) -> None:
+) -> torch.dtype:
     """A PEFT folder for an adapter, an ordinary model folder otherwise; always safetensors.
 
-    `dtype` is what whole models are written in; adapters are small and stay in fp32.
+    `dtype` is what whole models are written in; adapters are small and stay in fp32. Returns what
+    it was. An older result in `target` is replaced once the new one is complete.
     """
+    adapted = hasattr(model, "peft_config")
     with atomic_folder(target) as partial:
-        if hasattr(model, "peft_config"):
+        if adapted:
             model.save_pretrained(partial)
         else:
             weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
             model.save_pretrained(partial, state_dict=weights)
-        generation = model.generation_config
+            config = copy.deepcopy(model.config)
+            config.dtype = dtype  # transformers wrote what the model is held in
+            config.save_pretrained(partial)
+        generation = copy.deepcopy(model.generation_config)
         generation.eos_token_id = sorted(stops)  # where the answers learned to end
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        shutil.rmtree(target, ignore_errors=True)
+    return torch.float32 if adapted else dtype
 
 
 def check_result(
-    reloaded: nn.Module, trained: Mapping[str, Tensor], model: nn.Module, probe: MicroBatch
+    reloaded: nn.Module,
+    trained: Mapping[str, Tensor],
+    model: nn.Module,
+    probe: MicroBatch,
+    *,
+    written: torch.dtype,
 ) -> float:
     """Raises unless every trained weight came back, bit for bit, and the logits with them.
 
-    Returns the largest difference of a logit.
+    Both up to the rounding to `written`, in which the weights lie on disk. Returns the largest
+    difference of a logit.
     """
     back = dict(reloaded.named_parameters())
     missing = sorted(trained.keys() - back.keys())
@@ -52,12 +67,15 @@ def check_result(
         raise _wrong(f"{len(missing)} of {len(trained)} weights are missing, first {missing[0]}")
     for name, weight in trained.items():
         again = back[name].detach().to(weight.device)
-        if again.shape != weight.shape or not torch.equal(again, weight.to(again.dtype)):
+        if again.shape != weight.shape or not torch.equal(
+            again, weight.to(written).to(again.dtype)
+        ):
             raise _wrong(f"{name} differs from what was trained")
     ours, theirs = _logits(model, probe), _logits(reloaded, probe)
     difference = (ours - theirs).abs().max().item()
-    dtype = next(iter(reloaded.parameters())).dtype
-    if not difference <= SAME_LOGITS[dtype] * ours.abs().max().item():
+    computed = next(iter(reloaded.parameters())).dtype
+    allowed = max(SAME_LOGITS[written], SAME_LOGITS[computed]) * ours.abs().max().item()
+    if not difference <= allowed:  # so that it is refused also when it isn't a number
         raise _wrong(f"its logits differ by {difference:.3g} from those of the trained model")
     return difference
 

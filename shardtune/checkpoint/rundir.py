@@ -29,7 +29,7 @@ from shardtune.jobfile import leaves, load_job
 _FILES = ("job.yaml", "environment.json", "metrics.jsonl", "answers.json", "report.json")
 # What a resumed run may change: none of these alters what is computed.
 _FREE = {("train", "micro_batch"), ("train", "gradient_checkpointing"), ("data", "workers")}
-_FOLDERS = ("checkpoints", "result")
+_FOLDERS = ("checkpoints", "result", "logs")
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,10 @@ class RunDir:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def begin(self, job: Job, environment: Mapping[str, Any]) -> None:
-        """Writes down what is about to run."""
+        """Writes down what is about to run, from its first step on."""
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.metrics.unlink(missing_ok=True)  # of an attempt that came to no checkpoint
             text = yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
             self.job.write_text(text, encoding="utf-8")
             _write_json(self.path / "environment.json", environment)
@@ -121,11 +122,14 @@ class RunDir:
                 file.write(json.dumps(record) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drops the metrics of steps that a resumed run will take again."""
-        if self.writes and self.metrics.exists():
+        """Drops the metrics of steps that a resumed run will take again, and the old report."""
+        if self.writes:
+            (self.path / "report.json").unlink(missing_ok=True)
             kept = [record for record in self._records() if record["step"] <= step]
             text = "".join(json.dumps(record) + "\n" for record in kept)
-            self.metrics.write_text(text, encoding="utf-8")
+            partial = self.path / ".metrics.jsonl.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.metrics)
 
     def evaluations(self, step: int) -> dict[str, Any]:
         """The figures of each held-out set after `step` steps."""
@@ -151,8 +155,9 @@ class RunDir:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def _records(self) -> list[dict[str, Any]]:
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        text = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
+        whole, _, _ = text.rpartition("\n")  # a crash may have left a line without an end
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shardtune.core.cache import atomic_folder
@@ -56,7 +57,7 @@ def load_state(checkpoint: Path) -> tuple[int, dict[str, Tensor], dict[str, floa
     try:
         found = json.loads((checkpoint / _NUMBERS).read_text(encoding="utf-8"))
         return int(found["step"]), load_file(checkpoint / _TENSORS), found["numbers"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         fix = "remove that folder and resume again: the checkpoint before it is used"
         raise RunError(Problem(str(checkpoint), f"can't be read: {error}", fix)) from error
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from shardtune.errors import JobError, Problem
+from shardtune.errors import JobError, Problem, did_you_mean
 
-LARGEST_FILE = 1 << 20
-LARGEST_DOCUMENT = 20_000  # nodes after aliases are expanded
+LARGEST_FILE = 1 << 18
+LARGEST_DOCUMENT = 20_000  # values, as written and once aliases are expanded
+LONGEST_INTEGER = 1000  # digits; no field takes more, and Python refuses to read many more
 DEEPEST = 40
 
 KeyPath = tuple[str | int, ...]
@@ -39,13 +40,6 @@ class Document:
     value: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
-    def place(self, path: KeyPath) -> str:
-        """`file:line: dotted.key` for the path, or for the nearest parent that has a line."""
-        for end in range(len(path), -1, -1):
-            if path[:end] in self.lines:
-                return f"{self.source}:{self.lines[path[:end]]}: {dotted(path)}".removesuffix(": ")
-        return f"{self.source}: {dotted(path)}".removesuffix(": ")
-
 
 def dotted(path: KeyPath) -> str:
     """`('data', 'train', 0)` as `data.train.0`."""
@@ -55,47 +49,57 @@ def dotted(path: KeyPath) -> str:
 def read_document(path: Path) -> Document:
     """Reads a YAML file; raises JobError with the line for anything that isn't plain data."""
     try:
-        size = path.stat().st_size
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)  # never more: it may be anything
     except FileNotFoundError:
-        raise JobError(Problem(str(path), "no such file", "check the path")) from None
-    if path.is_dir():
-        raise JobError(Problem(str(path), "is a folder, not a job file", "name the YAML file"))
-    if size > LARGEST_FILE:
-        raise JobError(
-            Problem(
-                str(path),
-                f"is {size:,} bytes; a job file has at most {LARGEST_FILE:,}",
-                "is this the data file? Name the job file instead",
-            )
-        )
+        raise JobError(_missing(path)) from None
+    except IsADirectoryError:
+        fact, fix = "is a folder, not a job file", "name the YAML file"
+        raise JobError(Problem(str(path), fact, fix)) from None
+    except OSError as error:
+        fact, fix = f"can't be read: {error.strerror}", "correct the path or its permissions"
+        raise JobError(Problem(str(path), fact, fix)) from None
+    if len(raw) > LARGEST_FILE:
+        fact = f"has more than {LARGEST_FILE:,} bytes, which no job file needs"
+        fix = "is this the data file? Name the job file instead"
+        raise JobError(Problem(str(path), fact, fix))
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise JobError(
-            Problem(str(path), f"is not UTF-8 text (byte {error.start})", "save it as UTF-8")
-        ) from None
+        line = raw.count(b"\n", 0, error.start) + 1
+        fact = f"is not UTF-8 text (byte 0x{raw[error.start]:02x})"
+        raise JobError(Problem(f"{path}:{line}", fact, "save it as UTF-8")) from None
     return parse_document(text, str(path))
+
+
+def _missing(path: Path) -> Problem:
+    beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = did_you_mean(path.name, beside)
+    fix = f"did you mean {path.with_name(near)}?" if near else "correct the path"
+    return Problem(str(path), "no such file", fix)
 
 
 def parse_document(text: str, source: str) -> Document:
     """Parses YAML text; `source` names it in errors."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader)
     except RecursionError:
-        raise JobError(
-            Problem(source, "is nested far too deeply", "is this really a job file?")
-        ) from None
+        fact = f"is nested far more than {DEEPEST} levels deep"
+        raise JobError(Problem(source, fact, "is this really a job file?")) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        fact = f"not valid YAML: it holds the character U+{ord(text[error.position]):04X}"
+        raise JobError(Problem(f"{source}:{line}", fact, "take it out")) from None
+    except _TooLarge as error:
+        raise JobError(_too_large(source, error.line)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}" if mark else source
-        raise JobError(
-            Problem(place, f"not valid YAML: {error.problem}", "mend the syntax on that line")
-        ) from None
-    except yaml.YAMLError as error:
-        raise JobError(Problem(source, f"not valid YAML: {error}", "mend the syntax")) from None
-    reader = _Reader(source)
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise JobError(Problem(place, f"not valid YAML: {reason}", "mend the syntax")) from None
     if node is None:
         return Document(source, None, {})
+    reader = _Reader(source)
     value = reader.read(node, ())
     if reader.problems:
         raise JobError(reader.problems)
@@ -108,13 +112,41 @@ def parse_scalar(text: str) -> Any:
         return None
     if _BOOL.match(text):
         return text.lower() == "true"
-    if _INT.match(text):
+    if _INT.match(text) and len(text) <= LONGEST_INTEGER:
         return int(text.replace("_", ""))
     if _FLOAT.match(text):
         return float(text)
     if _SPECIAL_FLOAT.match(text):
         return math.nan if "nan" in text.lower() else float(text.replace(".", "", 1))
     return text
+
+
+class _TooLarge(Exception):
+    """There are more values than any job has."""
+
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+
+def _too_large(source: str, line: int) -> Problem:
+    fact = f"more than {LARGEST_DOCUMENT:,} values, those that aliases repeat included"
+    return Problem(f"{source}:{line}", fact, "is this really a job file?")
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives each node the tag that is written, or None: PyYAML also infers one from the value."""
+
+    composed = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        self.composed += 1
+        if self.composed > LARGEST_DOCUMENT:  # what follows would take PyYAML half a minute
+            raise _TooLarge(event.start_mark.line + 1)
+        node = super().compose_node(parent, index)
+        if node is not None and not isinstance(event, yaml.AliasEvent):
+            node.tag = event.tag
+        return node
 
 
 class _Reader:
@@ -130,26 +162,20 @@ class _Reader:
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
         self.seen += 1
-        if self.seen > LARGEST_DOCUMENT or len(path) > DEEPEST:
-            what = (
-                f"more than {DEEPEST} levels deep"
-                if len(path) > DEEPEST
-                else f"more than {LARGEST_DOCUMENT:,} values once its aliases are expanded"
-            )
-            raise JobError(Problem(f"{self.source}:{line}", what, "write it out plainly"))
+        if self.seen > LARGEST_DOCUMENT:
+            raise JobError(_too_large(self.source, line))
+        if len(path) > DEEPEST:
+            fact = f"more than {DEEPEST} levels deep"
+            raise JobError(Problem(f"{self.source}:{line}", fact, "write it out plainly"))
         if isinstance(node, yaml.MappingNode):
-            self._refuse_tag(node, "tag:yaml.org,2002:map", path)
+            self._refuse_tag(node, path)
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            self._refuse_tag(node, "tag:yaml.org,2002:seq", path)
+            self._refuse_tag(node, path)
             return [self.read(child, (*path, i)) for i, child in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode)
-        if node.style is None:
-            implicit = _RESOLVER.resolve(yaml.ScalarNode, node.value, (True, True))
-            self._refuse_tag(node, implicit, path)
-            return parse_scalar(node.value)
-        self._refuse_tag(node, "tag:yaml.org,2002:str", path)
-        return node.value
+        text = self._text(node, path)
+        return parse_scalar(text) if node.style is None else text
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -158,7 +184,7 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(line, path, "a key must be a word", "write `name: value`")
                 continue
-            key = key_node.value
+            key = self._text(key_node, path)
             if key == "<<":
                 self._problem(line, path, "merge keys (<<) are not read", "write the values out")
                 continue
@@ -175,18 +201,22 @@ class _Reader:
             found[key] = self.read(value_node, here)
         return found
 
-    def _refuse_tag(self, node: yaml.Node, implicit: str, path: KeyPath) -> None:
-        if node.tag != implicit:
-            self._problem(
-                node.start_mark.line + 1,
-                path,
-                f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is refused: "
-                "a job file holds plain data",
-                "remove the tag",
-            )
+    def _text(self, node: yaml.ScalarNode, path: KeyPath) -> str:
+        self._refuse_tag(node, path)
+        try:
+            # JSON, which is YAML, writes a character beyond U+FFFF as two escaped halves.
+            return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            fact = "half a surrogate pair, which no text can hold"
+            self._problem(node.start_mark.line + 1, path, fact, "write the character itself")
+            return ""
+
+    def _refuse_tag(self, node: yaml.Node, path: KeyPath) -> None:
+        if node.tag is not None:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            fact = f"the tag {tag} is refused: a job file holds plain data"
+            self._problem(node.start_mark.line + 1, path, fact, "remove the tag")
 
     def _problem(self, line: int, path: KeyPath, fact: str, fix: str) -> None:
-        self.problems.append(Problem(f"{self.source}:{line}: {dotted(path)}", fact, fix))
-
-
-_RESOLVER: Any = yaml.SafeLoader("")  # untyped in PyYAML's stubs
+        place = f"{self.source}:{line}: {dotted(path)}".removesuffix(": ")
+        self.problems.append(Problem(place, fact, fix))

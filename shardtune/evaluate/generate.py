@@ -31,8 +31,8 @@ def held_out_prompt(input_ids: Sequence[int], trained: Sequence[bool]) -> Prompt
 def question_text(tokenizer: Any, ids: Sequence[int]) -> str:
     """What a person asked, without the chat template's scaffolding around it."""
     if tokenizer.chat_template is not None:
-        mark = "QUESTION"
-        prefix, suffix = _render(tokenizer, mark).split(mark)
+        mark = "<QUESTION>"  # no template says this by itself
+        prefix, _, suffix = _render(tokenizer, mark).partition(mark)
         text: str = tokenizer.decode(ids, skip_special_tokens=False)
         if text.startswith(prefix) and text.endswith(suffix):
             return text[len(prefix) : len(text) - len(suffix)].strip()

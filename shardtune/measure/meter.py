@@ -21,8 +21,6 @@ class Meter:
     def __init__(self, steps_left: int, device: str) -> None:
         self.steps_left = steps_left
         self.device = device
-        self.seconds = 0.0
-        self.tokens = 0
         self._steps = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._since = time.perf_counter()
@@ -35,8 +33,6 @@ class Meter:
         self._steps += 1
         if self._steps == 1:  # the first step also warms caches up; it would spoil the averages
             return self._reading(seconds, [(seconds, result.tokens)])
-        self.seconds += seconds
-        self.tokens += result.tokens
         self._recent.append((seconds, result.tokens))
         return self._reading(seconds, list(self._recent))
 
@@ -46,11 +42,6 @@ class Meter:
         begun = time.perf_counter()
         yield
         self._since += time.perf_counter() - begun
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over the whole run but its first step."""
-        return self.tokens / self.seconds if self.seconds else 0.0
 
     def _reading(self, seconds: float, recent: list[tuple[float, int]]) -> Reading:
         spent = sum(duration for duration, _ in recent)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardtune.core.document import KeyPath, dotted
 from shardtune.job import Job
@@ -27,7 +28,8 @@ def print_job(
             table.add_section()
         section = path[0]
         where = f"auto: {reasons[path]}" if path in reasons else origin(path)
-        table.add_row(dotted(path), _show(value), where, style="dim" if where == "default" else "")
+        cells = (Text(cell) for cell in (dotted(path), _show(value), where))
+        table.add_row(*cells, style="dim" if where == "default" else "")
     (console or Console()).print(table)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardtune.core.document import KeyPath, dotted
 from shardtune.job import Job
@@ -25,11 +26,14 @@ def print_opening(
     console = console or Console()
     train = job.train
     length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epochs"
+    processes = "process" if job.launch.processes == 1 else "processes"
     console.print(
-        f"[bold]{job.model.name}[/]  {job.adapter.type}  {train.precision}  {length} of "
-        f"{train.global_batch} rows x {job.data.sequence_length} tokens  "
-        f"{job.strategy.type} on {job.launch.processes} processes",
-        highlight=False,
+        Text.assemble(
+            (job.model.name, "bold"),
+            f"  {job.adapter.type}  {train.precision}  {length} of "
+            f"{train.global_batch} rows x {job.data.sequence_length} tokens  "
+            f"{job.strategy.type} on {job.launch.processes} {processes}",
+        )
     )
     table = Table("data set", box=None, padding=(0, 2, 0, 0))
     for heading in ("documents", "tokens", "trained", "truncated", "left out", "unreadable"):
@@ -47,7 +51,7 @@ def print_opening(
     console.print(table)
     for path, reason in reasons.items():
         value = _at(job, path)
-        console.print(f"[dim]{dotted(path)} = {value}  ({reason})[/]", highlight=False)
+        console.print(Text(f"{dotted(path)} = {value}  ({reason})", style="dim"))
 
 
 def _at(job: Job, path: KeyPath) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,17 +46,18 @@ def _losses(evaluation: Mapping[str, Any], training: Mapping[str, Any]) -> Table
         before, after = result["before"], result["after"]
         table.add_row(
             name,
-            f"{before['loss']:.4f}",
-            f"{after['loss']:.4f}",
-            f"{after['loss'] / before['loss'] - 1:+.1%}",
+            *_fall(before["loss"], after["loss"]),
             f"{before['perplexity']:.3g} -> {after['perplexity']:.3g}",
             f"{before['accuracy']:.1%} -> {after['accuracy']:.1%}",
         )
-    if training["last_loss"] is not None:
-        first, last = training["first_loss"], training["last_loss"]
-        change = f"{last / first - 1:+.1%}"
-        table.add_row("(training)", f"{first:.4f}", f"{last:.4f}", change, "", "", style="dim")
+    if training["last_loss"] is not None:  # a resumed run may have had no step left to do
+        fall = _fall(training["first_loss"], training["last_loss"])
+        table.add_row("(training)", *fall, "", "", style="dim")
     return table
+
+
+def _fall(before: float, after: float) -> tuple[str, str, str]:
+    return f"{before:.4f}", f"{after:.4f}", f"{after / before - 1:+.1%}" if before else ""
 
 
 def _facts(report: Mapping[str, Any]) -> Table:
@@ -63,17 +65,39 @@ def _facts(report: Mapping[str, Any]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
+    for name, fact in (
+        ("run", _state(report)),
+        ("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks"),
+        (
+            "peak memory",
+            f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks",
+        ),
+        (
+            "result",
+            f"{result['path']} ({result['kind']}; read back and compared: "
+            f"logits within {result['largest_difference']:.2g})",
+        ),
+        ("all files", report["directory"]),
+        *zip(chain(["next"], repeat("")), _next(report), strict=False),
+    ):
+        grid.add_row(name, Text(fact))
+    return grid
+
+
+def _state(report: Mapping[str, Any]) -> str:
+    training = report["training"]
     state = "done" if report["finished"] else "stopped early, on request"
     done = f"{state}: {training['step']} steps, {training['tokens']:,} tokens"
-    grid.add_row("run", f"{done} in {duration(training['seconds'])} of training")
-    grid.add_row("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks")
-    memory = f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks"
-    grid.add_row("peak memory", memory)
-    checked = f"read back and compared: logits within {result['largest_difference']:.2g}"
-    grid.add_row("result", f"{result['path']} ({result['kind']}; {checked})")
-    grid.add_row("all files", report["directory"])
+    return f"{done} in {duration(training['seconds'])} of training"
+
+
+def _next(report: Mapping[str, Any]) -> list[str]:
+    """Commands that make sense now, to be copied."""
     directory = report["directory"]
-    grid.add_row("next", f'shardtune generate {directory} --prompt "..."')
-    if result["kind"] != "none":
-        grid.add_row("", f"shardtune merge {directory} {directory}/merged")
-    return grid
+    quoted = shlex.quote(directory)
+    commands = [f'shardtune generate {quoted} --prompt "..."']
+    if report["result"]["kind"] != "none":
+        commands.append(f"shardtune merge {quoted} {shlex.quote(directory + '/merged')}")
+    if not report["finished"]:
+        commands.insert(0, f"shardtune train {shlex.quote(directory + '/job.yaml')} --resume")
+    return commands

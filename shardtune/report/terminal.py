@@ -54,7 +54,7 @@ class RunView:
             f"{duration(reading.seconds_left)} left"
         )
         if not result.applied:
-            self.say(f"[yellow]step {done}: the gradient is not finite; the update was left out")
+            self.say(f"step {done}: the gradient is not finite; the update was left out", "yellow")
         if self._progress is not None:
             self._progress.update(self._task, completed=done, numbers=numbers)
         elif done in (1, self.steps) or done % self._every == 0:
@@ -64,13 +64,14 @@ class RunView:
         """One line a held-out set."""
         for result in results:
             self.say(
-                f"[cyan]after step {done}[/]  {result.name}: loss {result.loss:.4f}  "
-                f"perplexity {result.perplexity:.3g}  accuracy {result.accuracy:.1%}"
+                f"after step {done}  {result.name}: loss {result.loss:.4f}  "
+                f"perplexity {result.perplexity:.3g}  accuracy {result.accuracy:.1%}",
+                "cyan",
             )
 
-    def say(self, text: str) -> None:
-        """A line above the live part."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+    def say(self, text: str, style: str = "") -> None:
+        """A line above the live part. It may hold names of files, so it is no markup."""
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
