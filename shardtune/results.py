@@ -10,7 +10,8 @@ from shardtune.errors import Problem, RunError
 from shardtune.evaluate.generate import answer, prompt_ids
 from shardtune.job import Job, NoAdapter
 from shardtune.jobfile import load_job
-from shardtune.models import load
+from shardtune.models.load import own_dtype
+from shardtune.models.result import load_result, load_result_tokenizer, unquantised
 
 
 def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float, raw: bool) -> str:
@@ -18,10 +19,10 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     import torch
 
     run, job = _open(directory)
-    model = load.load_result(str(run.result), job.model, job.train.precision)
+    model = load_result(str(run.result), job.model, job.train.precision)
     if torch.cuda.is_available():
         model = model.to("cuda")
-    tokenizer = load.load_result_tokenizer(str(run.result), job.model)
+    tokenizer = load_result_tokenizer(str(run.result), job.model)
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
     return answer(
         model,
@@ -34,7 +35,12 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
 
 
 def merge(directory: Path, target: Path) -> float:
-    """Writes the run's model with its adapter folded in; returns the largest change it made."""
+    """Writes the run's model with its adapter folded in; returns the largest change it made.
+
+    The adapter of a quantised model is folded into the original weights, not into their quantised
+    image: that keeps the digits which quantisation dropped. What comes out is an ordinary model; it
+    answers a little otherwise than the one that was trained.
+    """
     run, job = _open(directory)
     if isinstance(job.adapter, NoAdapter):
         fact = "this run trained all weights: there is no adapter to merge"
@@ -42,9 +48,9 @@ def merge(directory: Path, target: Path) -> float:
     if target.exists():
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
-    model = load.load_result(str(run.result), job.model, "fp32")
-    tokenizer = load.load_result_tokenizer(str(run.result), job.model)
-    return merge_adapter(model, tokenizer, target, load.own_dtype(job.model))
+    model = load_result(str(run.result), unquantised(job.model), "fp32")
+    tokenizer = load_result_tokenizer(str(run.result), job.model)
+    return merge_adapter(model, tokenizer, target, own_dtype(job.model))
 
 
 def _open(directory: Path) -> tuple[RunDir, Job]:

@@ -21,7 +21,8 @@ from shardtune.job import Job
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
 from shardtune.measure.meter import GIB, peak_memory
-from shardtune.models.load import held_precision, load_result, own_dtype
+from shardtune.models.load import held_precision, own_dtype
+from shardtune.models.result import load_result
 from shardtune.report.terminal import RunView
 
 

@@ -17,6 +17,7 @@ from shardtune.job import Job
 from shardtune.launch.join import JoinedWorld, join
 from shardtune.measure.meter import Meter
 from shardtune.models import load
+from shardtune.models.blueprint import ModelBlueprint
 from shardtune.plan import make_plan
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
@@ -29,8 +30,8 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
         data = open_loader(job, inputs, world)
         steps = job.train.steps or data.total_steps(job.train.epochs or 1.0)
         plan = make_plan(job, world.size, steps)
-        model = load.load_model(job.model, job.adapter, job.train, device=world.device)
-        engine = plan.strategy.build(model, plan.setup, world)  # the only strategy-aware line
+        blueprint = ModelBlueprint(job.model, job.adapter, job.train)
+        engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
         with engine, RunView(steps, shown=world.is_main) as view:
             judge = Judge(
                 engine,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardtune.core.layout import Home, Layout, State
+from shardtune.core.layout import Home, Layout, Op, State
 from shardtune.core.mesh import Mesh
-
-MODEL_STATES: tuple[State, ...] = ("params", "grads", "optim")
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a model and its training take, undivided.
-
-    Frozen weights have no gradient and no optimizer state; they are counted apart because some
-    strategies divide them and some don't.
-    """
+    """What a model and its training take, undivided."""
 
     params: int
-    """All weights, as they are stored between steps."""
+    """All weights, frozen ones too, as they are stored between steps."""
+    trained: int
+    """Of these, the ones that are trained."""
     grads: int
     optim: int
+    """Moments; an engine that keeps masters has another `trained` of fp32 beside them."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +34,29 @@ class Held:
 
 def predict_held(layout: Layout, mesh: Mesh, whole: ModelBytes) -> Held:
     """The share of each state that a rank holds between two steps, padding not counted."""
+    sizes: dict[State, int] = {
+        "params": whole.params,
+        "grads": whole.grads,
+        "optim": whole.optim + (whole.trained if layout.masters else 0),
+    }
     return Held(
         {
-            (state, layout.home.get(state, "gpu")): getattr(whole, state)
-            // layout.divisor(state, mesh)
-            for state in MODEL_STATES
+            (state, layout.home.get(state, "gpu")): size // layout.divisor(state, mesh)
+            for state, size in sizes.items()
         }
     )
+
+
+def predict_sent(
+    layout: Layout, mesh: Mesh, whole: ModelBytes, *, microbatches: int
+) -> dict[Op, int]:
+    """Bytes of the collectives that a rank takes part in during a step, by kind.
+
+    A collective counts with the bytes of the tensor that it gathers or reduces.
+    """
+    sent: dict[Op, int] = {}
+    for axis, move in layout.moves(mesh):
+        size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
+        times = microbatches if move.when == "micro_batch" else 1
+        sent[move.op] = sent.get(move.op, 0) + round(size * times)
+    return sent

@@ -14,7 +14,7 @@ from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.engines.native import NativeEngine
 from shardtune.job import LoRA, ModelSection, NoAdapter, TrainSection
-from shardtune.models.load import load_model
+from shardtune.models.blueprint import ModelBlueprint
 from tests.ranks import on_ranks
 
 
@@ -39,7 +39,7 @@ def make(
     checkpointing: str = "none",
 ) -> NativeEngine:
     train = TrainSection(precision=precision, gradient_checkpointing=checkpointing)
-    model = load_model(ModelSection(name="tiny"), adapter or NoAdapter(), train, device="cpu")
+    model = ModelBlueprint(ModelSection(name="tiny"), adapter or NoAdapter(), train).whole("cpu")
     setup = EngineSetup(
         precision, OptimizerSetup(optimizer), Schedule("constant", rate, 0, 100), clip, 0
     )
