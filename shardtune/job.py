@@ -7,6 +7,8 @@ new job, and says why.
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -114,6 +116,15 @@ class Source(Section):
     several documents, or it is left out. Reported either way."""
 
 
+    @property
+    def label(self) -> str:
+        """Its name, or what `auto` stands for: the file's name, in letters that a name may have."""
+        if self.name != "auto":
+            return self.name
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "-", PurePath(self.path).stem)
+        return stem.lstrip("_.-")[:64] or "data"
+
+
 class TrainSource(Source):
     """A data set to train on."""
 
@@ -149,8 +160,11 @@ class AdamW(Section):
         0.9,
         0.95,
     )
+    """How much of the past the means of the gradient and of its square remember."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Keeps the division by the root of the mean square from blowing up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight that is taken off in each step, times the learning rate."""
 
 
 class SGD(Section):
@@ -158,7 +172,9 @@ class SGD(Section):
 
     type: Literal["sgd"] = "sgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """How much of the last update goes into the next."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight that is added to its gradient."""
 
 
 class TrainSection(Section):
@@ -185,7 +201,7 @@ class TrainSection(Section):
     time."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Longer gradients are scaled down to this length; null never clips."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides order, initial adapters and dropout."""
     optimizer: Annotated[AdamW | SGD, Field(discriminator="type")] = AdamW()
     """The update rule."""
@@ -228,6 +244,7 @@ class Job(Section):
 
     model: ModelSection
     adapter: Adapter = NoAdapter()
+    """What is trained: all weights, or an adapter beside them."""
     data: DataSection
     train: TrainSection = TrainSection()
     strategy: Strategy = DDP()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from shardtune.core.document import KeyPath
 from shardtune.core.machine import Machine
@@ -14,7 +13,7 @@ MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond bu
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A job without `auto` (but for what only the model can tell), and why each value is so."""
+    """A job without `auto` (but for what only the model or the files can tell), and the reasons."""
 
     job: Job
     reasons: dict[KeyPath, str]
@@ -78,8 +77,5 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
 def _named(source: Source, path: KeyPath, reasons: dict[KeyPath, str]) -> Source:
     if source.name != "auto":
         return source
-    stem = PurePath(source.path).stem or "data"
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in stem)[:64]
-    name = name.lstrip("_.-") or "data"
     reasons[(*path, "name")] = "the file's name"
-    return source.model_copy(update={"name": name})
+    return source.model_copy(update={"name": source.label})

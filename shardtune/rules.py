@@ -44,8 +44,9 @@ def _at_once(job: Job) -> int:
 
 
 def _leaks(job: Job) -> list[str]:
-    held_out = {source.path for source in job.data.eval}
-    return [source.path for source in job.data.train if source.path in held_out]
+    """What is named on both sides. Two splits of one data set may be."""
+    held_out = {(source.path, source.split) for source in job.data.eval}
+    return [one.path for one in job.data.train if (one.path, one.split) in held_out]
 
 
 RULES: tuple[Rule, ...] = (

@@ -90,6 +90,7 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     config = load.load_config(job.model)
     tokenizer = load.load_tokenizer(job.model)
     load.check_fits_data(config, tokenizer, job.data.sequence_length)
+    load.check_weights(job.model, job.adapter, config)
     stops = load.stop_ids(job.model, tokenizer)
     data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
     return Inputs(tokenizer, stops, data)

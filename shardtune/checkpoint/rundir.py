@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardtune.core.document import dotted
+from shardtune.core.document import dotted, dump_document
 from shardtune.errors import Problem, RunError
 from shardtune.job import Job
 from shardtune.jobfile import leaves, load_job
@@ -62,8 +60,9 @@ class RunDir:
 
     def refuse_if_occupied(self, place: str) -> None:
         """A run is never overwritten by accident."""
-        if self.path.exists() and not self.path.is_dir():
-            fact = f"{self.path} is a file"
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not there.is_dir():
+            fact = f"{there} is a file"
             raise RunError(Problem(place, fact, "name a folder, or one that doesn't exist yet"))
         if self.job.exists():
             raise RunError(
@@ -111,7 +110,7 @@ class RunDir:
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
             self.metrics.unlink(missing_ok=True)  # of an attempt that came to no checkpoint
-            text = yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            text = dump_document(job.model_dump(mode="json"))
             self.job.write_text(text, encoding="utf-8")
             _write_json(self.path / "environment.json", environment)
 

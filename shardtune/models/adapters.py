@@ -17,7 +17,7 @@ def add_adapter(model: nn.Module, adapter: Adapter, *, seed: int) -> nn.Module:
         return model
     from peft import get_peft_model
 
-    _check_targets(model, adapter)
+    check_targets(model, adapter)
     # The first weights of an adapter are random: the same on each rank, whatever was drawn before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -38,13 +38,16 @@ def _config(adapter: LoRA) -> Any:
     )
 
 
-def _check_targets(model: nn.Module, adapter: LoRA) -> None:
-    if adapter.targets == "all-linear":
+def check_targets(model: nn.Module, adapter: Adapter) -> None:
+    """Refuses names of layers that the model doesn't have."""
+    if isinstance(adapter, NoAdapter) or adapter.targets == "all-linear":
         return
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, by another name
+
     linear = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, (nn.Linear, Conv1D))
     }
     problems = []
     for index, target in enumerate(adapter.targets):

@@ -14,7 +14,7 @@ from torch import nn
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, ModelSection, NoAdapter, TrainSection
-from shardtune.models.adapters import add_adapter
+from shardtune.models.adapters import add_adapter, check_targets
 from shardtune.models.catalogue import resolve
 
 PLACE = "model.name"
@@ -74,6 +74,28 @@ def check_fits_data(config: Any, tokenizer: Any, sequence_length: int) -> None:
         )
     if problems:
         raise ModelError(problems)
+
+
+def check_weights(section: ModelSection, adapter: Adapter, config: Any) -> None:
+    """Refuses weights that can't be read, and adapters that the model has no place for.
+
+    The model is built without its weights, which takes no memory and well under a second.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(resolve(section.name))
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "missing"
+        fact = f"the folder {section.name!r} has no *.safetensors; its weights are {found}"
+        fix = "save the model again with save_pretrained, which writes safetensors"
+        raise ModelError(Problem(PLACE, fact, fix))
+    with _explaining("model.attention", section.name, "attention: sdpa"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=section.attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+    check_targets(model, adapter)
 
 
 def stop_ids(section: ModelSection, tokenizer: Any) -> frozenset[int]:
@@ -187,7 +209,7 @@ def _explaining(place: str, name: str, fix: str) -> Iterator[None]:
     """Turns the many ways in which transformers fails to load a thing into one that says what."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         fact = f"{name!r} can't be loaded: {reason}"
         raise ModelError(Problem(place, fact, fix)) from error
