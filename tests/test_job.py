@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from shardtune.checkpoint.rundir import RunDir
-from shardtune.job import Job
+from shardtune.job import Job, Source
 from shardtune.jobfile import load_job
 from tests.jobs import make_job
 
@@ -159,3 +159,17 @@ def test_every_field_and_section_says_what_it_is() -> None:
             if name != "type" and not (field.get("description") or section.get("description")):
                 silent.append(f"{schema['title']}.{name}")
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "label"),
+    [
+        ("data/code_train.v2.jsonl", "auto", "code_train.v2"),
+        ("org/some-set", "auto", "some-set"),
+        ("data/ünder scores.json", "auto", "nder-scores"),
+        ("...", "auto", "data"),
+        ("x.json", "mine", "mine"),
+    ],
+)
+def test_a_data_set_is_called_as_its_file(path: str, given: str, label: str) -> None:
+    assert Source(path=path, format="chat", name=given).label == label

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardtune.data import sources
 from shardtune.data.rows import BadRow, JsonReader, Row, Unreadable
-from shardtune.data.sources import name_of, open_source
+from shardtune.data.sources import open_source
 from shardtune.errors import DataError
 from shardtune.job import Source
 
@@ -328,16 +328,6 @@ def test_a_data_set_that_is_nowhere_is_refused(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert "neither a file here nor" in refused("nobody/nothing").fact
     assert "neither a file here nor" in refused("not an id").fact
-
-
-def test_names():
-    def name(path, given="auto"):
-        return name_of(Source(path=path, format="chat", name=given))
-
-    assert name("data/code_train.v2.jsonl") == "code_train"
-    assert name("org/some-set") == "some-set"
-    assert name("data/ünder scores.json") == "nder_scores"
-    assert name("x.json", "mine") == "mine"
 
 
 json_values = st.recursive(
