@@ -253,6 +253,7 @@ def _train(arguments: argparse.Namespace) -> int:
     print_opening(job, resolved.reasons, sources)
     if arguments.overwrite:
         run.clear()
+    run.forget_report()
     command = ["-m", "shardtune", "train", str(arguments.job), *arguments.overrides]
     code = run_local(
         [*command, *(["--resume"] if arguments.resume else [])],
@@ -297,6 +298,7 @@ def _run_directory(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -
     run = RunDir(Path(job.save.directory))
     if arguments.resume:
         run.refuse_other_job(job)
+        run.refuse_if_finished()
     elif not arguments.overwrite:
         run.refuse_if_occupied(loaded.place(("save", "directory")))
     return run

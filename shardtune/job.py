@@ -115,7 +115,6 @@ class Source(Section):
     """What becomes of a document longer than the sequence: its end is cut off, it is cut into
     several documents, or it is left out. Reported either way."""
 
-
     @property
     def label(self) -> str:
         """Its name, or what `auto` stands for: the file's name, in letters that a name may have."""
@@ -234,7 +233,7 @@ class SaveSection(Section):
     directory: Annotated[str, Field(min_length=1)] = "runs/shardtune"
     """The run directory. One that holds a run is never overwritten without being told."""
     every: NotNegative = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 writes none, only the result at the end."""
     keep: Positive = 2
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
 

@@ -55,7 +55,8 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
         result = run.engine.step(microbatches)  # forward, backward, clip, update, schedule
         reading = meter.tick(result)
         samples = data.samples(progress.step)
-        progress = progress.after(result, reading, wished=world.stop_wished())
+        wished = world.stop_wished() and progress.step + 1 < steps  # the last step ends anyway
+        progress = progress.after(result, reading, wished=wished)
         run.log(progress, result, reading, epoch=data.epoch(progress.step), samples=samples)
         with meter.paused():
             if progress.stopped or due(progress.step, job.save.every):

@@ -53,6 +53,7 @@ evaluate: {samples: 1, max_new_tokens: 8}
 launch: {processes: 2, threads: 1}
 save: {directory: whole, every: 10}
 """
+pytestmark = pytest.mark.slow
 SHORT = 6  # steps of the runs that are compared with the beginning of the whole one
 MEASURED = {"seconds", "tokens_per_second", "seconds_left", "memory_gib"}
 PROMPT = "Say the number 7."
@@ -252,13 +253,13 @@ def test_a_log_has_plain_lines(whole: Done) -> None:
     assert any(line.startswith("run") and "done: 40 steps" in line for line in lines)
 
 
+@pytest.mark.usefixtures("here")
 def test_one_process_computes_the_same(place: Place, whole: Done) -> None:
     """In the place of another run, which it is told to replace."""
     shutil.copytree(place.path / "whole", place.path / "one")
     (place.path / "one" / "notes.txt").touch()
     changes = ("save.directory=one", "launch.processes=1", f"train.steps={SHORT}", "save.every=0")
-    done = place.train("--overwrite", *changes)
-    assert done.code == 0, done
+    assert main(["train", "job.yaml", "--overwrite", *changes]) == 0
     found, expected = place.steps("one"), place.steps("whole")[:SHORT]
     assert len(found) == SHORT
     for one, two in zip(found, expected, strict=True):

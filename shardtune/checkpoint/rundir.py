@@ -92,6 +92,18 @@ class RunDir:
         if problems:
             raise RunError(problems)
 
+    def refuse_if_finished(self) -> None:
+        """A run that came to its end has nothing left to do."""
+        report = self.read_report()
+        if report is not None and report["finished"]:
+            fact = f"the run is finished: {report['training']['step']} steps, result in result/"
+            fix = "replace it (--overwrite), or set save.directory for another run"
+            raise RunError(Problem(str(self.path), fact, fix))
+
+    def forget_report(self) -> None:
+        """The summary of an earlier part of this run must not be taken for that of the next."""
+        (self.path / "report.json").unlink(missing_ok=True)
+
     def require_run(self) -> None:
         """Refuses a folder that no run was written to."""
         if not self.job.is_file():
@@ -123,7 +135,7 @@ class RunDir:
     def forget_after(self, step: int) -> None:
         """Drops the metrics of steps that a resumed run will take again, and the old report."""
         if self.writes:
-            (self.path / "report.json").unlink(missing_ok=True)
+            self.forget_report()
             kept = [record for record in self._records() if record["step"] <= step]
             text = "".join(json.dumps(record) + "\n" for record in kept)
             partial = self.path / ".metrics.jsonl.partial"

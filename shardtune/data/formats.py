@@ -171,12 +171,17 @@ class _PlainInstruction(Format):
 
     def _read(self, row: dict[str, Any]) -> Text:
         system, question, answer = _instruction(row, self._names)
-        opening = f"{system}\n\n" if system else ""
-        prompt = f"{opening}## Task\n{question}\n\n## Answer\n"
+        prompt = plain_prompt(question, system)
         return Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
     def _encode(self, found: list[Text]) -> list[Tokens]:
         return self._encoder.encode(found, special=True, end=self._end)
+
+
+def plain_prompt(question: str, system: str = "") -> str:
+    """What stands before an answer where no chat template is used."""
+    opening = f"{system}\n\n" if system else ""
+    return f"{opening}## Task\n{question}\n\n## Answer\n"
 
 
 class _Pretokenized(Format):

@@ -209,7 +209,8 @@ class _Work:
             TextColumn("{task.completed:,.0f} rows, {task.fields[tokens]:,} tokens"),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=self._console, transient=True) as bar:
+        shown = self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=not shown) as bar:
             task = bar.add_task(name, total=rows, tokens=0)
 
             def advance(rows: int, tokens: int) -> None:

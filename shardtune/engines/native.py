@@ -134,7 +134,8 @@ class NativeEngine:
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
             if kind != "weight":
-                self.optimizer.state[self.trained[name]][kind] = value.clone()
+                parameter = self.trained[name]
+                self.optimizer.state[parameter][kind] = value.to(parameter.device, copy=True)
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
