@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -234,7 +235,7 @@ def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from shardtune.core.world import outside_ranks
+    from shardtune.core.world import World, outside_ranks
 
     if outside_ranks() is not None:
         return _train_as_rank(arguments)
@@ -243,24 +244,29 @@ def _train(arguments: argparse.Namespace) -> int:
     job = resolved.job
     run = _run_directory(arguments, loaded, job)
 
+    from shardtune.core.document import dump_document
     from shardtune.launch.local import run_local
+    from shardtune.plan import make_plan
     from shardtune.report.opening import print_opening
     from shardtune.report.summary import print_summary
-    from shardtune.train import open_inputs
+    from shardtune.train import count_steps, open_inputs, open_loader
 
     inputs = open_inputs(job, quiet=False)
+    make_plan(job, int(job.launch.processes), count_steps(job, open_loader(job, inputs, World())))
     sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
     print_opening(job, resolved.reasons, sources)
-    if arguments.overwrite:
-        run.clear()
-    run.forget_report()
-    command = ["-m", "shardtune", "train", str(arguments.job), *arguments.overrides]
-    code = run_local(
-        [*command, *(["--resume"] if arguments.resume else [])],
-        processes=int(job.launch.processes),
-        threads=int(job.launch.threads),
-        logs=run.logs,
-    )
+    run.prepare(overwrite=arguments.overwrite)
+    with tempfile.TemporaryDirectory() as folder:
+        # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
+        # lies in the directory that was just cleared, must not matter.
+        checked = Path(folder) / arguments.job.name
+        checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        code = run_local(
+            ["-m", "shardtune", "train", str(checked), *(["--resume"] * arguments.resume)],
+            processes=int(job.launch.processes),
+            threads=int(job.launch.threads),
+            logs=run.logs,
+        )
     if (report := run.read_report()) is not None:
         print_summary(report)
     return code
@@ -288,14 +294,15 @@ def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> N
         from shardtune.train import open_inputs
 
         open_inputs(job, quiet=True)  # what is wrong must not cost the old run
-        run.clear()
+        run.prepare(overwrite=True)
 
 
 def _run_directory(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> RunDir:
     """The run's directory, if it may be written to."""
     from shardtune.checkpoint.rundir import RunDir
 
-    run = RunDir(Path(job.save.directory))
+    run = RunDir(Path(job.save.directory).expanduser())
+    run.refuse_a_file(loaded.place(("save", "directory")))
     if arguments.resume:
         run.refuse_other_job(job)
         run.refuse_if_finished()

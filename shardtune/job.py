@@ -186,7 +186,8 @@ class TrainSection(Section):
     global_batch: Positive = 16
     """Rows in one optimizer step over all ranks (packed rows where `packing` is on)."""
     micro_batch: Auto | Positive = "auto"
-    """Rows in one forward pass on one rank. It changes memory and speed, never the result."""
+    """Rows in one forward pass on one rank. It changes memory and speed, never the result (but for
+    the random numbers of dropout, where there is any)."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-4
     """The highest rate of the schedule."""
     schedule: ScheduleKind = "cosine"
@@ -233,7 +234,7 @@ class SaveSection(Section):
     directory: Annotated[str, Field(min_length=1)] = "runs/shardtune"
     """The run directory. One that holds a run is never overwritten without being told."""
     every: NotNegative = 0
-    """Steps between checkpoints; 0 writes none, only the result at the end."""
+    """Steps between checkpoints; 0 writes one at the end only."""
     keep: Positive = 2
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
 

@@ -47,7 +47,8 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
     if train.micro_batch == "auto":
         rows = max(1, train.global_batch // processes)
         fitting = max(1, MICRO_BATCH_TOKENS // job.data.sequence_length)
-        micro_batch = min(rows, fitting)
+        one_row = job.data.packing and job.model.attention == "flash_attention_2"
+        micro_batch = 1 if one_row else min(rows, fitting)
         reasons["train", "micro_batch"] = (
             f"a rank has {rows} rows a step; {fitting} x {job.data.sequence_length} tokens "
             f"stay within {MICRO_BATCH_TOKENS}"
@@ -77,5 +78,6 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
 def _named(source: Source, path: KeyPath, reasons: dict[KeyPath, str]) -> Source:
     if source.name != "auto":
         return source
-    reasons[(*path, "name")] = "the file's name"
+    key: KeyPath = (*path, "name")
+    reasons[key] = "the file's name"
     return source.model_copy(update={"name": source.label})

@@ -78,6 +78,20 @@ RULES: tuple[Rule, ...] = (
         "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
     ),
     Rule(
+        "flash-attention-packs-one-row",
+        ("train", "micro_batch"),
+        lambda job: (
+            job.data.packing
+            and job.model.attention == "flash_attention_2"
+            and job.train.micro_batch != 1
+        ),
+        lambda job: (
+            f"flash_attention_2 keeps packed documents apart in one row at a time, not in "
+            f"{job.train.micro_batch}"
+        ),
+        "set train.micro_batch: 1, data.packing: false, or model.attention: sdpa",
+    ),
+    Rule(
         "every-rank-has-rows",
         ("launch", "processes"),
         lambda job: _processes(job) > job.train.global_batch,

@@ -41,6 +41,14 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
         ),
     ),
+    "flash-attention-packs-one-row": (
+        {"model": {"name": "m", "attention": "flash_attention_2"}, "train": {"micro_batch": 2}},
+        Problem(
+            "train.micro_batch",
+            "flash_attention_2 keeps packed documents apart in one row at a time, not in 2",
+            "set train.micro_batch: 1, data.packing: false, or model.attention: sdpa",
+        ),
+    ),
     "every-rank-has-rows": (
         {"train": {"global_batch": 2}, "launch": {"processes": 5}},
         Problem(

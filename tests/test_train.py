@@ -24,6 +24,7 @@ from shardtune.core.step import MicroBatch, StepResult
 from shardtune.data.loader import Loader
 from shardtune.data.prepared import PreparedData
 from shardtune.engines.fake import FakeEngine
+from shardtune.errors import RunError
 from shardtune.evaluate.judge import Judge
 from shardtune.job import Job
 from shardtune.launch.join import JoinedWorld
@@ -31,7 +32,7 @@ from shardtune.models import tiny
 from shardtune.models.folder import write_folder
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
-from shardtune.train import due, fit, train
+from shardtune.train import HOPELESS, due, fit, train
 from tests.synthetic import make_job, numbered, prepared
 
 STEPS = 6
@@ -70,7 +71,7 @@ def make_run(folder: Path, engine: Engine, **sections: dict[str, Any]) -> tuple[
     data = loader(job)
     judge = Judge(engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate)
     view = RunView(STEPS, console=Console(file=io.StringIO()))
-    return Run(job, JoinedWorld(), engine, judge, RunDir(folder), view), data
+    return Run(job, JoinedWorld(), engine, judge, RunDir(folder), view, {"train/d": "digest"}), data
 
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -129,10 +130,10 @@ def test_saves_and_evaluations_when_due(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
+def test_only_the_end_is_saved_unless_asked_for(tmp_path: Path) -> None:
     run, data = make_run(tmp_path, FakeEngine())
     fit(run, data, run.begin(), STEPS)
-    assert not (tmp_path / "checkpoints").exists()
+    assert checkpoints(tmp_path) == [f"step-{STEPS:06d}"]
     assert [line["step"] for line in metrics(tmp_path, "evaluation")] == [0]
 
 
@@ -174,9 +175,23 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert one == other
 
 
+class Failing(FakeEngine):
+    """Loses its power in the step after `last`."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        if len(self.seen) == self.last:
+            raise OSError("no power")
+        return super().step(microbatches)
+
+
 def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(tmp_path: Path) -> None:
-    run, data = make_run(tmp_path, FakeEngine())
-    fit(run, data, run.begin(), 2)  # and then the power fails
+    run, data = make_run(tmp_path, Failing(last=2))
+    with pytest.raises(OSError, match="no power"):
+        fit(run, data, run.begin(), STEPS)
     engine = FakeEngine()
     run, data = make_run(tmp_path, engine)
     assert run.resume() == Progress()
@@ -186,8 +201,9 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(tmp_path: Path
 
 
 def test_steps_after_the_checkpoint_are_taken_again_and_written_once(tmp_path: Path) -> None:
-    run, data = make_run(tmp_path, FakeEngine(), save={"every": 2}, evaluate={"every": 1})
-    fit(run, data, run.begin(), 3)  # the third step is after the last checkpoint
+    run, data = make_run(tmp_path, Failing(last=3), save={"every": 2}, evaluate={"every": 1})
+    with pytest.raises(OSError, match="no power"):
+        fit(run, data, run.begin(), STEPS)  # the third step is after the last checkpoint
     run.files.write_report({"stale": True})
     run, data = make_run(tmp_path, FakeEngine(), save={"every": 2}, evaluate={"every": 1})
     fit(run, data, run.resume(), STEPS)
@@ -283,3 +299,22 @@ def test_all_weights_of_a_16_bit_model(tmp_path: Path, precision: str) -> None:
     assert found.keys() == weights.keys()
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     assert any(not torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_run_is_not_resumed_on_other_rows(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, FakeEngine())
+    fit(run, data, run.begin(), STEPS)
+    other = replace(run, data={"train/d": "another digest"})
+    with pytest.raises(RunError, match="train/d: the rows are others"):
+        other.resume()
+
+
+def test_a_run_that_learns_nothing_does_not_end_well(tmp_path: Path) -> None:
+    class Broken(FakeEngine):
+        def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+            return replace(super().step(microbatches), applied=False, grad_norm=float("nan"))
+
+    run, data = make_run(tmp_path, Broken())
+    with pytest.raises(RunError, match=f"the last {HOPELESS} gradients were not finite"):
+        fit(run, data, run.begin(), 2 * HOPELESS)
+    assert metrics(tmp_path, "step")[-1]["grad_norm"] is None  # JSON has no NaN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -32,7 +31,7 @@ def save_result(
     it was. An older result in `target` is replaced once the new one is complete.
     """
     adapted = hasattr(model, "peft_config")
-    with atomic_folder(target) as partial:
+    with atomic_folder(target, replace=True) as partial:
         if adapted:
             model.save_pretrained(partial)
         else:
@@ -44,7 +43,6 @@ def save_result(
         generation.eos_token_id = sorted(stops)  # where the answers learned to end
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        shutil.rmtree(target, ignore_errors=True)
     return torch.float32 if adapted else dtype
 
 

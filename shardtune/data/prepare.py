@@ -103,6 +103,7 @@ class _Done:
             lengths=index.lengths,
             labels=index.labels,
             report=report,
+            digest=self.folder.name,
         )
 
 

@@ -87,11 +87,9 @@ class NativeEngine:
             nn.utils.clip_grads_with_norm_(self.trained.values(), limit, total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        elif applied:
-            self.optimizer.step()
+        if applied:
+            self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
+        self.scaler.update()
         return norm, applied
 
     @torch.no_grad()

@@ -28,11 +28,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def load_config(section: ModelSection) -> Any:
     """The model's configuration; refuses what needs code of its own, unless that is allowed."""
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     with _explaining(PLACE, section.name, _FIX):
         found, _ = PretrainedConfig.get_config_dict(resolve(section.name), **_where(section))
-        if found.get("auto_map") and not section.trust_remote_code:
+        # A model that transformers knows itself needs none of the code that its repository ships.
+        known = found.get("model_type") in CONFIG_MAPPING
+        if found.get("auto_map") and not known and not section.trust_remote_code:
             fact = f"{section.name!r} runs Python code of its own: {sorted(found['auto_map'])}"
             fix = "read that code; if you trust it, set model.trust_remote_code: true"
             raise ModelError(Problem(PLACE, fact, fix))
@@ -89,7 +91,8 @@ def check_weights(section: ModelSection, adapter: Adapter, config: Any) -> None:
         fact = f"the folder {section.name!r} has no *.safetensors; its weights are {found}"
         fix = "save the model again with save_pretrained, which writes safetensors"
         raise ModelError(Problem(PLACE, fact, fix))
-    with _explaining("model.attention", section.name, "attention: sdpa"), torch.device("meta"):
+    other = "eager" if section.attention == "sdpa" else "sdpa"
+    with _explaining("model.attention", section.name, f"attention: {other}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=section.attention,
@@ -147,7 +150,7 @@ def load_base(section: ModelSection, precision: Precision) -> Any:
     config = load_config(section)
     logging.disable_progress_bar()  # one bar per rank and per reload is noise
     with _explaining(PLACE, section.name, _FIX):
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             resolve(section.name),
             config=config,
             dtype=_DTYPES[precision],
@@ -156,6 +159,12 @@ def load_base(section: ModelSection, precision: Precision) -> Any:
             trust_remote_code=section.trust_remote_code,
             **_where(section),
         )
+    generation = model.generation_config
+    if generation is not None and not generation.do_sample:
+        # Some models came out with settings of sampling but without sampling. transformers reads
+        # such files and refuses to write them, which must not happen at the end of a run.
+        generation.temperature = generation.top_p = generation.top_k = None
+    return model
 
 
 def load_result(folder: str, section: ModelSection, precision: Precision) -> Any:

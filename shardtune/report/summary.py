@@ -78,6 +78,8 @@ def _facts(report: Mapping[str, Any]) -> Table:
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     grid.add_row("run", _state(report))
+    if training["skipped"]:
+        grid.add_row("left out", f"{training['skipped']} updates whose gradient was not finite")
     if training["tokens_per_second"]:
         grid.add_row("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks")
     memory = f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks"

@@ -130,9 +130,26 @@ def test_clearing_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (tmp_path / "notes.txt").touch()
     (tmp_path / "merged").mkdir()
-    run.clear()
+    run.prepare(overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "notes.txt"]
-    run.clear()  # nothing left to remove, and nothing to complain about
+    run.prepare(overwrite=True)  # nothing left to remove, and nothing to complain about
+
+
+def test_folders_that_no_run_wrote_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "result").mkdir()
+    RunDir(tmp_path).prepare(overwrite=True)
+    assert (tmp_path / "result").is_dir()
+    with pytest.raises(RunError, match="has result, which no run of ours wrote"):
+        RunDir(tmp_path).refuse_if_occupied("save.directory")
+
+
+def test_what_a_killed_run_was_writing_is_swept_away(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    left = run.checkpoints / ".step-000004.0a1b2c3d.partial"
+    left.mkdir(parents=True)
+    run.prepare(overwrite=False)
+    assert not left.exists()
+    assert run.job.exists()
 
 
 def test_metrics_after_a_step_are_forgotten(tmp_path: Path) -> None:

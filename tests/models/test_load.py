@@ -132,8 +132,10 @@ def test_a_revision_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_code_of_others_is_refused(folder: Path) -> None:
-    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
     (folder / "evil.py").write_text("raise SystemExit('this was run')")
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    assert load_config(section(folder)).model_type == "llama"  # known without that code
+    edit(folder / "config.json", model_type="evil")
     for load in (load_config, own_dtype, lambda each: load_base(each, "fp32")):
         with pytest.raises(ModelError, match="runs Python code of its own") as caught:
             load(section(folder))

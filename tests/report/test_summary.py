@@ -26,6 +26,7 @@ def report(**changes: Any) -> dict[str, Any]:
             "first_loss": 1.5243,
             "last_loss": 0.7725,
             "tokens_per_second": 221.3,
+            "skipped": 0,
             "stopped": False,
             "peak_memory_gib": 3.1805,
         },
