@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One torch for everything: a range could resolve to a build with several GB of CUDA packages.
+# One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
 
 .PHONY: demo test check format clean

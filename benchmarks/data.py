@@ -1,8 +1,8 @@
 """Preparation and packing: ours beside TRL's, on the same files in the same run.
 
-    python benchmarks/data.py [--data DIR] [--repeats N] [--workers N]
+    python -m benchmarks.data [--data DIR] [--repeats N] [--workers N]
 
-Needs the extra `bench`. Prints a table and writes it to docs/benchmarks-data.md. `--data` is a
+Needs the extra `bench`. Prints a table and writes it to docs/benchmarks/data.md. `--data` is a
 folder with GSM8K, ShareGPT and TinyStories files; where it isn't there, the project's own
 data/code.jsonl is used, repeated.
 
@@ -40,7 +40,7 @@ from shardtune.job import Columns, DataSection, TrainSource
 from shardtune.models.catalogue import resolve
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks-data.md"
+PAGE = ROOT / "docs" / "benchmarks" / "data.md"
 LENGTH = 2048
 CODE_COPIES = 20  # of the project's small data set, so that there is something to measure
 
@@ -303,7 +303,7 @@ def page(made: str, tokenizer: str, repeats: int, workers: int, load: float) -> 
 
 This page is written by
 
-    python benchmarks/data.py
+    python -m benchmarks.data
 
 which needs `pip install shardtune[bench]`. Rows of {LENGTH} tokens; tokenizer: {tokenizer};
 processes for each side: {workers}; medians of {repeats} repeats, both sides in turn.

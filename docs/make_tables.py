@@ -1,4 +1,4 @@
-"""Writes the tables of docs/strategies.md from the layouts themselves: `python docs/make_tables.py`.
+"""Writes the tables of docs/strategies.md from the layouts: `python docs/make_tables.py`.
 
 `--check` says whether the page is up to date, for a test.
 """
@@ -49,7 +49,7 @@ def mixed_adam(parameters: int) -> ModelBytes:
 def memory_and_traffic() -> str:
     whole = mixed_adam(PARAMETERS)
     lines = [
-        "| strategy | weights | gradients | optimizer | together, GB | sent per step, model sizes |",
+        "| strategy | weights | gradients | optimizer | together, GB | sent, model sizes |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for name, settings in STRATEGIES.items():

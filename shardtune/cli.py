@@ -6,15 +6,20 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtune import __version__
-from shardtune.errors import ShardtuneError
+from shardtune.errors import Problem, ShardtuneError
+from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 if TYPE_CHECKING:
+    from shardtune.checkpoint.rundir import RunDir
+    from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
     from shardtune.resolve import ResolvedJob
 
@@ -28,40 +33,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except ShardtuneError as error:
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"error: {_printable(str(problem))}", file=sys.stderr)
         if len(error.problems) > 1:
             print(f"{len(error.problems)} problems", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone (`| head`)
         sys.stderr.close()
         return 0
 
 
+def _printable(text: str) -> str:
+    """The text without control characters: a job's keys must not drive the terminal."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in text
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse, with errors in our form, and without guessing at shortened options."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
+        )
+
+    def error(self, message: str) -> NoReturn:
+        fix = f"`{self.prog} --help` shows what there is, and an example"
+        self.exit(2, f"error: {_printable(str(Problem(self.prog, message, fix)))}\n")
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes a command's KEY=VALUE words only before its options; people mix them."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and not (hasattr(arguments, "overrides") and all("=" in word for word in rest)):
-        parser.error(f"unknown argument: {' '.join(rest)}")
-    if rest and any(word.startswith("-") for word in rest):
-        parser.error(f"unknown option: {' '.join(rest)}")
+    arguments, rest = _parser().parse_known_args(argv)
+    if unknown := [word for word in rest if word.startswith("-")]:
+        arguments.parser.error(f"unknown option: {' '.join(unknown)}")
+    if rest and not hasattr(arguments, "overrides"):
+        arguments.parser.error(f"unknown argument: {' '.join(rest)}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="shardtune",
         description="Fine-tunes large language models on one GPU or a thousand.",
         epilog="""\
 a first run, on any machine with the repository at hand:
   shardtune data recipes/quickstart.yaml       see what the model will see
   shardtune train recipes/quickstart.yaml      train it on 2 processes
-  shardtune generate runs/quickstart --prompt "Write a function that reverses a string."
+  shardtune generate runs/quickstart --prompt "Reverse a string in Python."
 
 `shardtune COMMAND --help` shows a command's options and an example.""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shardtune {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -123,8 +150,8 @@ a first run, on any machine with the repository at hand:
         _generate,
         "ask the result of a run",
         """\
-  shardtune generate runs/quickstart --prompt "Write a function that adds two numbers."
-  shardtune generate runs/quickstart --prompt "Once upon" --raw --temperature 0.8""",
+  shardtune generate runs/quickstart --prompt "Add two numbers in Python."
+  shardtune generate runs/quickstart --prompt "Once" --raw --temperature 0.8""",
     )
     command.add_argument("directory", type=Path, metavar="RUN", help="directory of a run")
     command.add_argument("--prompt", required=True, help="what to ask")
@@ -181,15 +208,14 @@ def _command(
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
         epilog="example:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
 def _job_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("job", type=Path, metavar="JOB", help="the job, a YAML file")
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
 
 
 # The commands ------------------------------------------------------------------------------------
@@ -209,38 +235,38 @@ def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from shardtune.core.world import outside_ranks
+    from shardtune.core.world import World, outside_ranks
 
     if outside_ranks() is not None:
         return _train_as_rank(arguments)
 
-    from shardtune.checkpoint.rundir import RunDir
-
     loaded, resolved = _read(arguments)
     job = resolved.job
-    run = RunDir(Path(job.save.directory))
-    if arguments.resume:
-        run.refuse_other_job(job)
-    elif not arguments.overwrite:
-        run.refuse_if_occupied(loaded.place(("save", "directory")))
+    run = _run_directory(arguments, loaded, job)
 
+    from shardtune.core.document import dump_document
     from shardtune.launch.local import run_local
+    from shardtune.plan import make_plan
     from shardtune.report.opening import print_opening
     from shardtune.report.summary import print_summary
-    from shardtune.train import open_inputs
+    from shardtune.train import count_steps, open_inputs, open_loader
 
     inputs = open_inputs(job, quiet=False)
+    make_plan(job, int(job.launch.processes), count_steps(job, open_loader(job, inputs, World())))
     sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
     print_opening(job, resolved.reasons, sources)
-    if arguments.overwrite:
-        run.clear()
-    command = ["-m", "shardtune", "train", str(arguments.job), *arguments.overrides]
-    code = run_local(
-        [*command, *(["--resume"] if arguments.resume else [])],
-        processes=int(job.launch.processes),
-        threads=int(job.launch.threads),
-        logs=run.logs,
-    )
+    run.prepare(overwrite=arguments.overwrite)
+    with tempfile.TemporaryDirectory() as folder:
+        # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
+        # lies in the directory that was just cleared, must not matter.
+        checked = Path(folder) / arguments.job.name
+        checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        code = run_local(
+            ["-m", "shardtune", "train", str(checked), *(["--resume"] * arguments.resume)],
+            processes=int(job.launch.processes),
+            threads=int(job.launch.threads),
+            logs=run.logs,
+        )
     if (report := run.read_report()) is not None:
         print_summary(report)
     return code
@@ -251,11 +277,38 @@ def _train_as_rank(arguments: argparse.Namespace) -> int:
     from shardtune.launch.last_words import leaving_last_words
 
     with leaving_last_words():
+        loaded, resolved = _read(arguments)
+        if STARTED_BY_US not in os.environ:
+            _look_first(arguments, loaded, resolved.job)
+
         from shardtune.train import train
 
-        _, resolved = _read(arguments)
         train(resolved.job, resume=arguments.resume)
     return 0
+
+
+def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
+    """What our own launcher does before it starts ranks. No rank writes before all have joined."""
+    run = _run_directory(arguments, loaded, job)
+    if arguments.overwrite and os.environ["RANK"] == "0":
+        from shardtune.train import open_inputs
+
+        open_inputs(job, quiet=True)  # what is wrong must not cost the old run
+        run.prepare(overwrite=True)
+
+
+def _run_directory(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> RunDir:
+    """The run's directory, if it may be written to."""
+    from shardtune.checkpoint.rundir import RunDir
+
+    run = RunDir(Path(job.save.directory).expanduser())
+    run.refuse_a_file(loaded.place(("save", "directory")))
+    if arguments.resume:
+        run.refuse_other_job(job)
+        run.refuse_if_finished()
+    elif not arguments.overwrite:
+        run.refuse_if_occupied(loaded.place(("save", "directory")))
+    return run
 
 
 def _data(arguments: argparse.Namespace) -> int:
@@ -283,7 +336,8 @@ def _schema(arguments: argparse.Namespace) -> int:
 
     from shardtune.job import Job
 
-    print(json.dumps(Job.model_json_schema(), indent=2))
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}
+    print(json.dumps(schema, indent=2))
     return 0
 
 
@@ -316,7 +370,10 @@ def _models_list(arguments: argparse.Namespace) -> int:
 
     from shardtune.models.catalogue import BUILT_IN
 
-    table = Table("name", "what", "size", "in the cache", box=None, padding=(0, 2))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("name", no_wrap=True)  # it is there to be copied
+    for heading in ("what", "size", "in the cache"):
+        table.add_column(heading)
     for model in BUILT_IN.values():
         table.add_row(model.name, model.description, model.size, "yes" if model.cached else "no")
     Console().print(table)

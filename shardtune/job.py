@@ -7,6 +7,8 @@ new job, and says why.
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -135,6 +137,14 @@ class Source(Section):
     """What becomes of a document longer than the sequence: its end is cut off, it is cut into
     several documents, or it is left out. Reported either way."""
 
+    @property
+    def label(self) -> str:
+        """Its name, or what `auto` stands for: the file's name, in letters that a name may have."""
+        if self.name != "auto":
+            return self.name
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "-", PurePath(self.path).stem)
+        return stem.lstrip("_.-")[:64] or "data"
+
 
 class TrainSource(Source):
     """A data set to train on."""
@@ -171,8 +181,11 @@ class AdamW(Section):
         0.9,
         0.95,
     )
+    """How much of the past the means of the gradient and of its square remember."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Keeps the division by the root of the mean square from blowing up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight that is taken off in each step, times the learning rate."""
 
 
 class SGD(Section):
@@ -180,7 +193,9 @@ class SGD(Section):
 
     type: Literal["sgd"] = "sgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """How much of the last update goes into the next."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight that is added to its gradient."""
 
 
 class TrainSection(Section):
@@ -193,7 +208,8 @@ class TrainSection(Section):
     global_batch: Positive = 16
     """Rows in one optimizer step over all ranks (packed rows where `packing` is on)."""
     micro_batch: Auto | Positive = "auto"
-    """Rows in one forward pass on one rank. It changes memory and speed, never the result."""
+    """Rows in one forward pass on one rank. It changes memory and speed, never the result (but for
+    the random numbers of dropout, where there is any)."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-4
     """The highest rate of the schedule."""
     schedule: ScheduleKind = "cosine"
@@ -207,7 +223,7 @@ class TrainSection(Section):
     time."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Longer gradients are scaled down to this length; null never clips."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides order, initial adapters and dropout."""
     optimizer: Annotated[AdamW | SGD, Field(discriminator="type")] = AdamW()
     """The update rule."""
@@ -240,7 +256,7 @@ class SaveSection(Section):
     directory: Annotated[str, Field(min_length=1)] = "runs/shardtune"
     """The run directory. One that holds a run is never overwritten without being told."""
     every: NotNegative = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 writes one at the end only."""
     keep: Positive = 2
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
 
@@ -250,6 +266,7 @@ class Job(Section):
 
     model: ModelSection
     adapter: Adapter = NoAdapter()
+    """What is trained: all weights, or an adapter beside them."""
     data: DataSection
     train: TrainSection = TrainSection()
     strategy: Strategy = DDP()

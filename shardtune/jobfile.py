@@ -121,8 +121,9 @@ def _part(here: Any, name: str, path: KeyPath) -> str | int:
     if not isinstance(here, list):
         fact = f"{dotted(path)} is {_show(here)}, not a section"
         raise JobError(Problem("", fact, f"set {dotted(path)} as a whole"))
-    if name.isdecimal() and int(name) < len(here):
-        return int(name)
+    places = [str(place) for place in range(len(here))]
+    if name in places:
+        return places.index(name)
     fix = f"set {dotted(path)} as a whole"
     if here:
         fix = f"use a number from 0 to {len(here) - 1}, or {fix}"
@@ -218,6 +219,8 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     wanted = " or ".join(dict.fromkeys(_wanted(item) for item in items))
     given = _at(value, path)
     fix = f"give {wanted}"
+    if wanted == "text" and isinstance(given, (int, float)):
+        fix = "put it in quotes"
     if isinstance(given, str):
         words = [
             word.strip(" '")

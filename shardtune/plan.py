@@ -8,6 +8,7 @@ from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.errors import JobError, Problem
 from shardtune.job import Job
 from shardtune.strategies import Strategy
 
@@ -24,6 +25,10 @@ class Plan:
 
 def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     """The plan for `job` on `ranks` ranks over `steps` optimizer steps."""
+    if job.train.warmup_steps >= steps:
+        fact = f"{job.train.warmup_steps} steps of warmup in a run of {steps}"
+        fix = "warm up for fewer steps, or train for more"
+        raise JobError(Problem("train.warmup_steps", fact, fix))
     mesh = job.strategy.mesh(ranks)
     mesh.require(ranks)
     train = job.train

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from shardtune.core.document import KeyPath
 from shardtune.core.machine import Machine
@@ -16,7 +15,7 @@ MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond bu
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A job without `auto` (but for what only the model can tell), and why each value is so."""
+    """A job without `auto` (but for what only the model or the files can tell), and the reasons."""
 
     job: Job
     reasons: dict[KeyPath, str]
@@ -50,7 +49,8 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
     if train.micro_batch == "auto":
         rows = max(1, train.global_batch // processes)
         fitting = max(1, MICRO_BATCH_TOKENS // job.data.sequence_length)
-        micro_batch = min(rows, fitting)
+        one_row = job.data.packing and job.model.attention == "flash_attention_2"
+        micro_batch = 1 if one_row else min(rows, fitting)
         reasons["train", "micro_batch"] = (
             f"a rank has {rows} rows a step; {fitting} x {job.data.sequence_length} tokens "
             f"stay within {MICRO_BATCH_TOKENS}"
@@ -101,8 +101,6 @@ def _facts(job: Job) -> deepspeed_json.Facts:
 def _named(source: Source, path: KeyPath, reasons: dict[KeyPath, str]) -> Source:
     if source.name != "auto":
         return source
-    stem = PurePath(source.path).stem or "data"
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in stem)[:64]
-    name = name.lstrip("_.-") or "data"
-    reasons[(*path, "name")] = "the file's name"
-    return source.model_copy(update={"name": name})
+    key: KeyPath = (*path, "name")
+    reasons[key] = "the file's name"
+    return source.model_copy(update={"name": source.label})

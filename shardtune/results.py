@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from shardtune.checkpoint.merge import merge_adapter
 from shardtune.checkpoint.rundir import RunDir
+from shardtune.data.formats import plain_prompt
 from shardtune.errors import Problem, RunError
 from shardtune.evaluate.generate import answer, prompt_ids
 from shardtune.job import Job, NoAdapter
@@ -23,6 +25,8 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     if torch.cuda.is_available():
         model = model.to("cuda")
     tokenizer = load_result_tokenizer(str(run.result), job.model)
+    if not raw and _plain(job, tokenizer):
+        prompt, raw = plain_prompt(prompt), True
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
     return answer(
         model,
@@ -51,6 +55,15 @@ def merge(directory: Path, target: Path) -> float:
     model = load_result(str(run.result), unquantised(job.model), "fp32")
     tokenizer = load_result_tokenizer(str(run.result), job.model)
     return merge_adapter(model, tokenizer, target, own_dtype(job.model))
+
+
+def _plain(job: Job, tokenizer: Any) -> bool:
+    """Whether the run learnt its instructions under plain headings."""
+    sources = [source for source in job.data.train if source.format == "instruction"]
+    return any(
+        source.template == "plain" or (source.template == "auto" and not tokenizer.chat_template)
+        for source in sources
+    )
 
 
 def _open(directory: Path) -> tuple[RunDir, Job]:

@@ -49,8 +49,9 @@ def _variant(job: Job) -> str:
 
 
 def _leaks(job: Job) -> list[str]:
-    held_out = {source.path for source in job.data.eval}
-    return [source.path for source in job.data.train if source.path in held_out]
+    """What is named on both sides. Two splits of one data set may be."""
+    held_out = {(source.path, source.split) for source in job.data.eval}
+    return [one.path for one in job.data.train if (one.path, one.split) in held_out]
 
 
 RULES: tuple[Rule, ...] = (
@@ -80,6 +81,20 @@ RULES: tuple[Rule, ...] = (
             f"{_at_once(job)} > global_batch({job.train.global_batch})"
         ),
         "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
+    ),
+    Rule(
+        "flash-attention-packs-one-row",
+        ("train", "micro_batch"),
+        lambda job: (
+            job.data.packing
+            and job.model.attention == "flash_attention_2"
+            and job.train.micro_batch != 1
+        ),
+        lambda job: (
+            f"flash_attention_2 keeps packed documents apart in one row at a time, not in "
+            f"{job.train.micro_batch}"
+        ),
+        "set train.micro_batch: 1, data.packing: false, or model.attention: sdpa",
     ),
     Rule(
         "every-rank-has-rows",

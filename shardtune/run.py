@@ -6,7 +6,7 @@ Every rank calls the same methods in the same order. All of them compute; rank 0
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,10 +36,12 @@ class Run:
     judge: Judge
     files: RunDir
     view: RunView
+    data: Mapping[str, str]
+    """The digest of each data set."""
 
     def begin(self) -> Progress:
         """Writes down what is about to run, and looks at the model as it is."""
-        self.files.begin(self.job, describe_environment(self.world))
+        self.files.begin(self.job, describe_environment(self.world) | {"data": dict(self.data)})
         self.evaluate(Progress())
         if self.world.is_main:
             self.files.write_answers(self.judge.answers())
@@ -51,6 +53,7 @@ class Run:
         if checkpoint is None:
             self.view.say("no checkpoint yet: starting from the first step")
             return self.begin()
+        self.files.refuse_other_data(self.data)
         step, tensors, numbers = load_state(checkpoint)
         self.engine.load_state(tensors, numbers)
         self.files.forget_after(step)
@@ -125,7 +128,8 @@ class Run:
 
     def _samples(self) -> list[dict[str, str]]:
         after = self.judge.answers()
-        before = self.files.read_answers() or [""] * len(after)
+        # A resumed run may show more or fewer samples than the one that began.
+        before = (self.files.read_answers() + [""] * len(after))[: len(after)]
         return [
             {**question, "before": old, "after": new}
             for question, old, new in zip(self.judge.questions(), before, after, strict=True)

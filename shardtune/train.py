@@ -9,18 +9,23 @@ from typing import Any
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.core.cache import cache_dir
 from shardtune.core.progress import Progress
+from shardtune.core.world import World
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.data.prepared import PreparedData
+from shardtune.errors import Problem, RunError
 from shardtune.evaluate.judge import Judge
 from shardtune.job import Job
-from shardtune.launch.join import JoinedWorld, join
+from shardtune.launch.join import join
 from shardtune.measure.meter import Meter
 from shardtune.models import load
 from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.isolation import require_isolation
 from shardtune.plan import make_plan
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
+
+HOPELESS = 20  # steps in a row without a finite gradient; fp16 needs some to find its loss scale
 
 
 def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
@@ -28,10 +33,12 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
     inputs = open_inputs(job, quiet=True)
     with join(int(job.launch.threads)) as world:
         data = open_loader(job, inputs, world)
-        steps = job.train.steps or data.total_steps(job.train.epochs or 1.0)
+        steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
         blueprint = ModelBlueprint(job.model, job.adapter, job.train)
         engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
+        if job.data.packing:
+            require_isolation(engine.module(), rows=int(job.train.micro_batch))
         with engine, RunView(steps, shown=world.is_main) as view:
             judge = Judge(
                 engine,
@@ -41,8 +48,8 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
                 inputs.stops,
                 job.evaluate,
             )
-            files = RunDir(Path(job.save.directory), writes=world.is_main)
-            run = Run(job, world, engine, judge, files, view)
+            files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
+            run = Run(job, world, engine, judge, files, view, inputs.data.digests())
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
             return run.finish(progress, probe=next(data.steps(0, 1))[0])
@@ -56,16 +63,32 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
         result = run.engine.step(microbatches)  # forward, backward, clip, update, schedule
         reading = meter.tick(result)
         samples = data.samples(progress.step)
-        progress = progress.after(result, reading, wished=world.stop_wished())
+        wished = world.stop_wished() and progress.step + 1 < steps  # the last step ends anyway
+        progress = progress.after(result, reading, wished=wished)
         run.log(progress, result, reading, epoch=data.epoch(progress.step), samples=samples)
+        if progress.skipped_in_a_row >= HOPELESS:
+            raise hopeless(progress)
         with meter.paused():
-            if progress.stopped or due(progress.step, job.save.every):
+            last = progress.step == steps
+            if progress.stopped or last or due(progress.step, job.save.every):
                 run.save(progress)
             if progress.stopped:
                 break
-            if due(progress.step, int(job.evaluate.every)) and progress.step < steps:
+            if due(progress.step, int(job.evaluate.every)) and not last:
                 run.evaluate(progress)
     return progress
+
+
+def count_steps(job: Job, data: Loader) -> int:
+    """How many steps the run has, which only the data can tell where the job counts epochs."""
+    return job.train.steps or data.total_steps(job.train.epochs or 1.0)
+
+
+def hopeless(progress: Progress) -> RunError:
+    """A run that no longer learns must not end as if it had."""
+    fact = f"the last {progress.skipped_in_a_row} gradients were not finite; nothing was learnt"
+    fix = "lower train.learning_rate, or set train.precision: fp32 to see whether it is a matter of"
+    return RunError(Problem(f"step {progress.step}", fact, fix + " range"))
 
 
 def due(step: int, every: int) -> bool:
@@ -91,12 +114,13 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     config = load.load_config(job.model)
     tokenizer = load.load_tokenizer(job.model)
     load.check_fits_data(config, tokenizer, job.data.sequence_length)
+    load.check_weights(job.model, job.adapter, config)
     stops = load.stop_ids(job.model, tokenizer)
     data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
     return Inputs(tokenizer, stops, data)
 
 
-def open_loader(job: Job, inputs: Inputs, world: JoinedWorld) -> Loader:
+def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:
     """This rank's share of every step."""
     return Loader(
         inputs.data,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,11 @@ def save_result(
     it was. An older result in `target` is replaced once the new one is complete.
     """
     adapted = hasattr(model, "peft_config")
-    with atomic_folder(target) as partial:
+    with atomic_folder(target, replace=True) as partial:
         if adapted:
             model.save_pretrained(partial)
         else:
-            weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-            model.save_pretrained(partial, state_dict=weights)
+            model.save_pretrained(partial, state_dict=_rounded(model, dtype))
             config = copy.deepcopy(model.config)
             config.dtype = dtype  # transformers wrote what the model is held in
             config.save_pretrained(partial)
@@ -44,8 +43,20 @@ def save_result(
         generation.eos_token_id = sorted(stops)  # where the answers learned to end
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        shutil.rmtree(target, ignore_errors=True)
     return torch.float32 if adapted else dtype
+
+
+def _rounded(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state of the model in `dtype`, with a tied weight under one of its names only.
+
+    Rounded, the two would no longer share their memory, and be taken for two.
+    """
+    once = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+        if name in once
+    }
 
 
 def check_result(

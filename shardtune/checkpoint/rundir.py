@@ -13,15 +13,14 @@ logs/              what the ranks printed
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardtune.core.document import dotted
+from shardtune.core.document import dotted, dump_document
 from shardtune.errors import Problem, RunError
 from shardtune.job import Job
 from shardtune.jobfile import leaves, load_job
@@ -60,11 +59,20 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    def refuse_a_file(self, place: str) -> None:
+        """A run needs a folder."""
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not there.is_dir():
+            fact = f"{there} is a file"
+            raise RunError(Problem(place, fact, "name a folder, or one that doesn't exist yet"))
+
     def refuse_if_occupied(self, place: str) -> None:
         """A run is never overwritten by accident."""
-        if self.path.exists() and not self.path.is_dir():
-            fact = f"{self.path} is a file"
-            raise RunError(Problem(place, fact, "name a folder, or one that doesn't exist yet"))
+        self.refuse_a_file(place)
+        foreign = [name for name in _FOLDERS if (self.path / name).exists()]
+        if foreign and not self.job.exists() and foreign != ["logs"]:
+            fact = f"{self.path} has {', '.join(foreign)}, which no run of ours wrote"
+            raise RunError(Problem(place, fact, "set save.directory to a folder of its own"))
         if self.job.exists():
             raise RunError(
                 Problem(
@@ -79,6 +87,8 @@ class RunDir:
         self.require_run()
         before = dict(leaves(load_job(self.job).job.model_dump(mode="json")))
         now = dict(leaves(job.model_dump(mode="json")))
+        # Dropout draws its numbers by micro-batch.
+        free = _FREE - ({("train", "micro_batch")} if now.get(("adapter", "dropout")) else set())
         problems = [
             Problem(
                 dotted(key),
@@ -88,10 +98,32 @@ class RunDir:
             for key in sorted(before.keys() | now.keys(), key=dotted)
             if before.get(key) != now.get(key)
             and key[0] in ("model", "adapter", "data", "train")
-            and key not in _FREE
+            and key not in free
         ]
         if problems:
             raise RunError(problems)
+
+    def refuse_other_data(self, digests: Mapping[str, str]) -> None:
+        """The same names in the job don't make the same rows in the files."""
+        text = (self.path / "environment.json").read_text(encoding="utf-8")
+        before: dict[str, str] = json.loads(text).get("data", {})
+        changed = sorted(name for name in before if before[name] != digests.get(name))
+        if changed:
+            fact = f"{', '.join(changed)}: the rows are others than those the run was begun with"
+            fix = "put the old files back, or begin another run in a directory of its own"
+            raise RunError(Problem("data", fact, fix))
+
+    def refuse_if_finished(self) -> None:
+        """A run that came to its end has nothing left to do."""
+        report = self.read_report()
+        if report is not None and report["finished"]:
+            fact = f"the run is finished: {report['training']['step']} steps, result in result/"
+            fix = "replace it (--overwrite), or set save.directory for another run"
+            raise RunError(Problem(str(self.path), fact, fix))
+
+    def forget_report(self) -> None:
+        """The summary of an earlier part of this run must not be taken for that of the next."""
+        (self.path / "report.json").unlink(missing_ok=True)
 
     def require_run(self) -> None:
         """Refuses a folder that no run was written to."""
@@ -99,8 +131,24 @@ class RunDir:
             fix = "name the `save.directory` of a run"
             raise RunError(Problem(str(self.path), "is no run directory: no job.yaml in it", fix))
 
-    def clear(self) -> None:
-        """Removes what a run wrote here, and nothing else that may lie in the folder."""
+    def prepare(self, *, overwrite: bool) -> None:
+        """Makes the folder ready for a run to write to."""
+        if overwrite:
+            self._clear()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fact = f"the folder can't be made: {error.strerror}"
+            raise RunError(Problem(str(self.path), fact, "set save.directory to another")) from None
+        self.forget_report()
+        for folder in (self.path, self.checkpoints):  # of a run that was killed while it wrote
+            for partial in folder.glob(".*.partial"):
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+
+    def _clear(self) -> None:
+        """Removes what a run wrote here, if there was one, and nothing else in the folder."""
+        if not self.job.exists():
+            return
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
         for name in _FOLDERS:
@@ -111,7 +159,7 @@ class RunDir:
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
             self.metrics.unlink(missing_ok=True)  # of an attempt that came to no checkpoint
-            text = yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            text = dump_document(job.model_dump(mode="json"))
             self.job.write_text(text, encoding="utf-8")
             _write_json(self.path / "environment.json", environment)
 
@@ -119,12 +167,12 @@ class RunDir:
         """Adds a line to the metrics; a crash loses at most the line being written."""
         if self.writes:
             with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(_finite(record)) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drops the metrics of steps that a resumed run will take again, and the old report."""
         if self.writes:
-            (self.path / "report.json").unlink(missing_ok=True)
+            self.forget_report()
             kept = [record for record in self._records() if record["step"] <= step]
             text = "".join(json.dumps(record) + "\n" for record in kept)
             partial = self.path / ".metrics.jsonl.partial"
@@ -158,6 +206,14 @@ class RunDir:
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
         whole, _, _ = text.rpartition("\n")  # a crash may have left a line without an end
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no Infinity; a strict reader would stumble over them."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -45,11 +45,12 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `target` when the block ends well and vanishes when not.
 
-    It lies beside `target`, because only a rename inside one file system is atomic. If somebody
-    else made `target` meanwhile, theirs stays and ours is thrown away.
+    It lies beside `target`, because only a rename inside one file system is atomic. If there is a
+    `target` by then, it stays and ours is thrown away; with `replace` it is the other way round,
+    and the old one goes only when the new one is safe on the disk.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
@@ -57,6 +58,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     try:
         yield partial
         _sync_tree(partial)
+        if replace and target.exists():
+            target.rename(partial.with_suffix(".old.partial"))
         try:
             partial.rename(target)
         except OSError as error:
@@ -65,6 +68,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         _sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial.with_suffix(".old.partial"), ignore_errors=True)
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:

@@ -93,10 +93,7 @@ def parse_document(text: str, source: str) -> Document:
     except _TooLarge as error:
         raise JobError(_too_large(source, error.line)) from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{source}:{mark.line + 1}" if mark else source
-        reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise JobError(Problem(place, f"not valid YAML: {reason}", "mend the syntax")) from None
+        raise JobError(_broken(source, error)) from None
     if node is None:
         return Document(source, None, {})
     reader = _Reader(source)
@@ -104,6 +101,18 @@ def parse_document(text: str, source: str) -> Document:
     if reader.problems:
         raise JobError(reader.problems)
     return Document(source, value, reader.lines)
+
+
+def _broken(source: str, error: yaml.MarkedYAMLError) -> Problem:
+    """Where the parser gave up, and where that began if it was on another line."""
+    start, end = error.context_mark, error.problem_mark
+    context = error.context or ""
+    if start and end and start.line != end.line:
+        context += f" from line {start.line + 1} on"
+    reason = ", ".join(part for part in (context, error.problem) if part)
+    mark = end or start
+    place = f"{source}:{mark.line + 1}" if mark else source
+    return Problem(place, f"not valid YAML: {reason}", "mend the syntax")
 
 
 def parse_scalar(text: str) -> Any:
@@ -119,6 +128,19 @@ def parse_scalar(text: str) -> Any:
     if _SPECIAL_FLOAT.match(text):
         return math.nan if "nan" in text.lower() else float(text.replace(".", "", 1))
     return text
+
+
+def dump_document(value: Any) -> str:
+    """The YAML text of plain data, which `parse_document` reads back as it was."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around texts that this module, other than PyYAML, takes for numbers."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 class _TooLarge(Exception):

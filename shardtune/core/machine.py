@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -30,5 +31,6 @@ def _gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    named = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
-    return min(present, len(named))
+    # As the driver reads it: what stands behind an invalid name isn't seen.
+    named = takewhile(lambda part: part.strip() not in ("", "-1"), visible.split(","))
+    return min(present, len(list(named)))

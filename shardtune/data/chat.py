@@ -195,20 +195,30 @@ class ChatTemplate:
         first, last = _difference(whole, self._text(probe))
         if first >= last or whole[first:last].strip() not in content:
             raise Unreadable(f"where the chat template writes turn {turn + 1} can't be told")
-        if isinstance(before, str) and whole.startswith(before):
-            start = len(before)
-        elif self._prompt and whole[:first].endswith(self._prompt):
-            start = first
-        else:
-            raise Unreadable(
-                f"the chat template asks for an answer with {self._prompt!r}, but starts turn "
-                f"{turn + 1} with {whole[max(0, first - 24) : first]!r}"
-            )
+        start = self._answer_start(conversation, turn, whole, before, first)
         # The turn's own text when nothing follows it, and where its terminator starts there.
         alone = self._text(conversation.until(turn + 1))
         _, end = _difference(alone, self._text(probe.until(turn + 1)))
         terminator = self._common_start(whole[last:], alone[end:]).rstrip()
         return start, last + len(terminator)
+
+    def _answer_start(
+        self, conversation: Conversation, turn: int, whole: str, before: Rendered, first: int
+    ) -> int:
+        """Where the model's part of a turn starts whose content starts at `first`."""
+        if isinstance(before, str) and whole.startswith(before):
+            return len(before)
+        if self._prompt and whole[:first].endswith(self._prompt):
+            return first
+        # The prompt opens a line of reasoning, say, which turns of the past don't show. That is
+        # how the model will see them; but its next answer must start as it is asked for.
+        is_past = any(message["role"] == "user" for message in conversation.messages[turn + 1 :])
+        if is_past and isinstance(before, str) and before.startswith(whole[:first]):
+            return first
+        raise Unreadable(
+            f"the chat template asks for an answer with {self._prompt!r}, but starts turn "
+            f"{turn + 1} with {whole[max(0, first - 24) : first]!r}"
+        )
 
     def _common_start(self, one: str, other: str) -> str:
         """The common beginning of both, in which no special token is cut in two."""
@@ -232,7 +242,7 @@ class ChatTemplate:
         """What the template writes to ask for an answer; some write nothing."""
         question = Conversation([{"role": "user", "content": "x"}])
         asked, plain = self._text(question, prompt=True), self._text(question)
-        return asked.removeprefix(plain)
+        return asked[len(self._common_start(asked, plain)) :]
 
     def _text(self, conversation: Conversation, prompt: bool = False) -> str:
         return _raised(self._render_one(conversation, prompt))

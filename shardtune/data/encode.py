@@ -23,12 +23,16 @@ OVERLAP = 1 << 12  # ... which overlap, so that they can be joined where both ag
 AGREE = 256  # characters over which they have to
 
 
+_TRUE = np.ones(1, dtype=np.bool_)
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A text, and the stretches of its characters that are trained, in order."""
 
     text: str
-    spans: Spans
+    spans: Spans | None
+    """None for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,56 +53,57 @@ class Encoder:
         self._engine.no_truncation()
         self._engine.no_padding()
 
-    def encode(self, texts: Sequence[Text], *, special: bool) -> list[Tokens]:
-        """Tokens of each text; `special` adds what the tokenizer puts around a plain text."""
+    def encode(
+        self, texts: Sequence[Text], *, special: bool, end: int | None = None
+    ) -> list[Tokens]:
+        """Tokens of each text.
+
+        `special` adds what the tokenizer puts around a plain text. `end` is a token to train at the
+        end of each, put there where the text doesn't bring it along.
+        """
         encoded: list[Tokens] = []
         for group in _grouped(texts):
             if len(group) == 1 and len(group[0].text) > WINDOW:
-                encoded.append(self._encode_long(group[0], special))
+                encoded.append(self._encode_long(group[0], special, end))
                 continue
-            masked = any(text.spans for text in group)
+            masked = any(text.spans is not None for text in group)
             # The fast one keeps no offsets.
             many = self._engine.encode_batch if masked else self._engine.encode_batch_fast
             plain = [text.text for text in group]
             for text, found in zip(group, many(plain, add_special_tokens=special), strict=True):
                 ids = np.array(found.ids, dtype=np.int32)
-                encoded.append(Tokens(ids, _trained(found, text)))
+                encoded.append(_ended(ids, _trained(found, text), end))
         return encoded
 
-    def _encode_long(self, text: Text, special: bool) -> Tokens:
+    def _encode_long(self, text: Text, special: bool, end: int | None) -> Tokens:
         """The same for a text of megabytes, in bounded memory."""
         joined = self._through_windows(text.text, special)
         if joined is None:  # no two windows agree, as in a single word of megabytes
             found = self._engine.encode(text.text, add_special_tokens=special)
-            return Tokens(np.array(found.ids, dtype=np.int32), _trained(found, text))
-        ids, starts, ends = joined
-        return Tokens(ids, _overlapping(starts, ends, text.spans))
+            return _ended(np.array(found.ids, dtype=np.int32), _trained(found, text), end)
+        trained = _overlapping(joined.starts, joined.ends, text.spans)
+        return _ended(joined.ids, trained, end)
 
-    def _through_windows(
-        self, text: str, special: bool
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]] | None:
-        """Ids, starts and ends of the tokens, or nothing if the windows can't be joined."""
+    def _through_windows(self, text: str, special: bool) -> _Window | None:
+        """All tokens with their places, or nothing if the windows can't be joined."""
+        step = WINDOW - OVERLAP
+        firsts = range(0, max(1, len(text) - OVERLAP), step)
         parts: list[_Window] = []
-        for first in range(0, len(text), WINDOW - OVERLAP):
-            found = self._engine.encode(text[first : first + WINDOW], add_special_tokens=False)
-            window = _Window.of(found, first)
-            if parts:
-                cut = _joint(parts[-1], window)
-                if cut is None:
-                    return None
-                parts[-1], window = parts[-1].before(cut), window.since(cut)
-            parts.append(window)
-            if first + WINDOW >= len(text):
-                break
+        for group in range(0, len(firsts), CALL // WINDOW):
+            some = firsts[group : group + CALL // WINDOW]
+            found = self._engine.encode_batch(
+                [text[first : first + WINDOW] for first in some], add_special_tokens=False
+            )
+            for first, encoding in zip(some, found, strict=True):
+                window = _Window.of(encoding, first)
+                if parts:
+                    cut = _joint(parts[-1], window)
+                    if cut is None:
+                        return None
+                    parts[-1], window = parts[-1].before(cut), window.since(cut)
+                parts.append(window)
         before, after = self._around(text) if special else ([], [])
-        return (
-            np.concatenate([np.array(before, np.int32), *(w.ids for w in parts),
-                            np.array(after, np.int32)]),
-            np.concatenate([np.zeros(len(before), np.int64), *(w.starts for w in parts),
-                            np.full(len(after), len(text))]),
-            np.concatenate([np.zeros(len(before), np.int64), *(w.ends for w in parts),
-                            np.full(len(after), len(text))]),
-        )  # fmt: skip
+        return _Window.joined([_Window.at(before, 0), *parts, _Window.at(after, len(text))])
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""
@@ -121,6 +126,20 @@ class _Window:
     def of(found: Any, first: int) -> _Window:
         offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2) + first
         return _Window(np.array(found.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+
+    @staticmethod
+    def at(ids: list[int], place: int) -> _Window:
+        """Tokens that stand for no character."""
+        places = np.full(len(ids), place, dtype=np.int64)
+        return _Window(np.array(ids, dtype=np.int32), places, places)
+
+    @staticmethod
+    def joined(parts: Sequence[_Window]) -> _Window:
+        return _Window(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.ends for part in parts]),
+        )
 
     def before(self, place: int) -> _Window:
         return self._slice(slice(None, int(np.searchsorted(self.starts, place))))
@@ -165,12 +184,24 @@ def _grouped(texts: Sequence[Text]) -> Iterator[list[Text]]:
         yield group
 
 
+def _ended(ids: NDArray[np.int32], trained: NDArray[np.bool_], end: int | None) -> Tokens:
+    """The document, with the token `end` at its end, trained."""
+    if end is not None:
+        if not len(ids) or ids[-1] != end:
+            ids = np.concatenate([ids, np.array([end], dtype=np.int32)])
+            trained = np.concatenate([trained, _TRUE])
+        trained[-1] = True
+    return Tokens(ids, trained)
+
+
 def _trained(found: Any, text: Text) -> NDArray[np.bool_]:
     """Which tokens of the encoding are trained.
 
     Asking the engine for the tokens at a span's two ends is much faster than bringing the offsets
     of all tokens over to Python; that is only needed where an end lies between two tokens.
     """
+    if text.spans is None:
+        return np.ones(len(found), dtype=np.bool_)
     trained = np.zeros(len(found), dtype=np.bool_)
     for start, end in text.spans:
         first = found.char_to_token(start)
@@ -185,9 +216,11 @@ def _trained(found: Any, text: Text) -> NDArray[np.bool_]:
 
 
 def _overlapping(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], spans: Spans
+    starts: NDArray[np.int64], ends: NDArray[np.int64], spans: Spans | None
 ) -> NDArray[np.bool_]:
     """The same from all offsets."""
+    if spans is None:
+        return np.ones(len(starts), dtype=np.bool_)
     # Some tokenizers leave blanks out of their offsets: count them to the token that follows.
     starts = starts.copy()
     starts[1:] = np.minimum(starts[1:], ends[:-1])

@@ -107,12 +107,8 @@ class _Completion(Format):
         return _text(row, self._text)
 
     def _encode(self, found: list[str]) -> list[Tokens]:
-        texts = [Text(text, ()) for text in found]
-        documents = []
-        for tokens in self._encoder.encode(texts, special=True):
-            ids = _ended(tokens, self._end).ids
-            documents.append(Tokens(ids, np.ones(len(ids), dtype=np.bool_)))
-        return documents
+        texts = [Text(text, None) for text in found]
+        return self._encoder.encode(texts, special=True, end=self._end)
 
 
 class _Chat(Format):
@@ -175,12 +171,17 @@ class _PlainInstruction(Format):
 
     def _read(self, row: dict[str, Any]) -> Text:
         system, question, answer = _instruction(row, self._names)
-        opening = f"{system}\n\n" if system else ""
-        prompt = f"{opening}## Task\n{question}\n\n## Answer\n"
+        prompt = plain_prompt(question, system)
         return Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
     def _encode(self, found: list[Text]) -> list[Tokens]:
-        return [_ended(tokens, self._end) for tokens in self._encoder.encode(found, special=True)]
+        return self._encoder.encode(found, special=True, end=self._end)
+
+
+def plain_prompt(question: str, system: str = "") -> str:
+    """What stands before an answer where no chat template is used."""
+    opening = f"{system}\n\n" if system else ""
+    return f"{opening}## Task\n{question}\n\n## Answer\n"
 
 
 class _Pretokenized(Format):
@@ -270,14 +271,3 @@ def _integers(row: dict[str, Any], column: str) -> NDArray[np.int64]:
         return np.array(value, dtype=np.int64)
     except OverflowError:
         raise Unreadable(f"{column!r} holds a number that is no token id") from None
-
-
-def _ended(tokens: Tokens, end: int | None) -> Tokens:
-    """The document with the end-of-text token at its end, trained."""
-    ids, trained = tokens.ids, tokens.trained
-    if end is None:
-        return tokens
-    if not len(ids) or ids[-1] != end:
-        ids, trained = np.append(ids, np.int32(end)), np.append(trained, True)
-    trained[-1] = True
-    return Tokens(ids, trained)

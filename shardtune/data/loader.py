@@ -65,7 +65,7 @@ class Loader:
 
     def epoch(self, step: int) -> float:
         """How many epochs are behind when a step begins."""
-        return self._order.epoch(step)
+        return self._order.epoch(step, self._last)
 
     def fill(self) -> float:
         """The share of the training rows' space that holds tokens."""

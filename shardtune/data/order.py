@@ -115,10 +115,14 @@ class Order:
         """How many steps so many epochs take; the last one may be short."""
         return ceil(self.count(epochs) / self._global_batch)
 
-    def epoch(self, step: int) -> float:
-        """How many epochs are behind when a step begins."""
+    def epoch(self, step: int, last: int | None = None) -> float:
+        """How many epochs are behind when a step begins; `last` is where the rows end, if so."""
         with self._lock:
-            number, row = self._locate(step * self._global_batch)
+            rows = step * self._global_batch
+            if last is not None and rows >= last:  # the step after the last, which may be short
+                number, row = self._locate(last - 1)
+                return number + (row + 1) / (self._start(number + 1) - self._start(number))
+            number, row = self._locate(rows)
             return number + row / (self._start(number + 1) - self._start(number))
 
     def fill(self) -> float:

@@ -22,10 +22,10 @@ from shardtune.core.cache import atomic_folder, file_lock
 from shardtune.core.machine import Machine
 from shardtune.data import store
 from shardtune.data.formats import Format, make_format
+from shardtune.data.parts import Part
 from shardtune.data.preflight import Checked, bad_row_lines, check_leaks, check_source, check_stops
 from shardtune.data.prepared import Prepared, PreparedData, SourceReport
-from shardtune.data.rows import Part
-from shardtune.data.sources import Opened, name_of, open_source
+from shardtune.data.sources import Opened, open_source
 from shardtune.data.tokenise import Index, Overflow, Progress, Tally, tokenise
 from shardtune.errors import DataError, Problem
 from shardtune.job import TrainSource
@@ -81,7 +81,7 @@ class _Done:
     def load(self, stop_ids: frozenset[int]) -> Prepared:
         source, tally, index = self.checked.source, self.checked.tally, self.checked.index
         report = SourceReport(
-            name=name_of(source),
+            name=source.label,
             path=source.path,
             format=source.format,
             rows_read=tally.rows,
@@ -103,6 +103,7 @@ class _Done:
             lengths=index.lengths,
             labels=index.labels,
             report=report,
+            digest=self.folder.name,
         )
 
 
@@ -151,7 +152,7 @@ class _Work:
             self._require_good(checked)
             return checked
         with atomic_folder(target) as folder:
-            with self._progress(name_of(source), opened.count) as progress:
+            with self._progress(source.label, opened.count) as progress:
                 tally, index = self._tokenise(source, opened, format, folder, progress)
             checked = Checked(source, opened, format, tally, index)
             self._require_good(checked)
@@ -209,7 +210,8 @@ class _Work:
             TextColumn("{task.completed:,.0f} rows, {task.fields[tokens]:,} tokens"),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=self._console, transient=True) as bar:
+        shown = self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=not shown) as bar:
             task = bar.add_task(name, total=rows, tokens=0)
 
             def advance(rows: int, tokens: int) -> None:

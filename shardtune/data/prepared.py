@@ -59,6 +59,8 @@ class Prepared:
     labels: NDArray[np.int32]
     """Trained tokens per document."""
     report: SourceReport
+    digest: str = ""
+    """Of all that decides the documents: the source's content, the settings, the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,8 @@ class PreparedData:
 
     train: tuple[Prepared, ...]
     eval: tuple[Prepared, ...]
+
+    def digests(self) -> dict[str, str]:
+        """The digest of each set, by what it is for and its name."""
+        sides = (("train", self.train), ("eval", self.eval))
+        return {f"{side}/{each.name}": each.digest for side, sets in sides for each in sets}

@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardtune.data.rows import (
+from shardtune.data.parts import (
     BOM,
     CsvFile,
-    JsonArray,
-    JsonObject,
+    JsonList,
+    JsonRow,
     Lines,
     ParquetGroups,
     Part,
@@ -28,6 +28,7 @@ from shardtune.data.rows import (
     broken_json,
     json_text,
 )
+from shardtune.data.rows import JsonReader
 from shardtune.errors import DataError, Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -68,14 +69,6 @@ class Opened:
         if self.numbering == "row":
             return f"{self.path}:row {number}"
         return f"{self.path}:{number}" if column is None else f"{self.path}:{number}:{column}"
-
-
-def name_of(source: Source) -> str:
-    """What reports call the source."""
-    if source.name != "auto":
-        return source.name
-    stem = Path(source.path).name.split(".")[0]
-    return re.sub(r"[^A-Za-z0-9_-]", "_", stem).lstrip("_-")[:64] or "data"
 
 
 def open_source(source: Source) -> Opened:
@@ -138,24 +131,30 @@ def _kind_of(source: Source, path: Path) -> Part:
 
 def _array_or_lines(path: Path) -> Part:
     """A file that starts with a bracket: one list of rows, or lines that are lists (all bad)."""
-    return Lines(path, "json", 0, 0, 1, None) if _first_line_is_whole(path) else JsonArray(path)
+    return Lines(path, "json", 0, 0, 1, None) if _first_line_is_whole(path) else JsonList(path)
 
 
 def _object_or_lines(source: Source, path: Path) -> Part:
     """A `.json` file that starts with a brace: lines in disguise, or one object."""
     if _first_line_is_whole(path):
         return Lines(path, "json", 0, 0, 1, None)
+    reader = JsonReader()
     text = json_text(path)
     try:
-        value = json.loads(text)
+        value, end = reader.decode(text, 0)
+        if text[end:].strip():
+            raise json.JSONDecodeError("something follows the end of the value", text, end)
     except json.JSONDecodeError as error:
         raise broken_json(path, error) from None
     except (ValueError, RecursionError) as error:
         raise DataError(Problem(source.path, f"broken JSON: {error}", "mend the file")) from None
+    if reader.duplicate:
+        fact = f"the key {reader.duplicate!r} is written twice in an object"
+        raise DataError(Problem(source.path, fact, "keep one of the two"))
     lists = [key for key, inner in value.items() if _is_rows(inner)]
     if len(lists) == 1 and lists[0] not in (*TURNS, source.columns.messages):
-        return JsonObject(path, lists[0])
-    return JsonObject(path)
+        return JsonList(path, lists[0])
+    return JsonRow(path)
 
 
 def _first_line_is_whole(path: Path) -> bool:

@@ -36,12 +36,13 @@ def fingerprint(tokenizer: Any) -> str:
     import transformers
 
     facts = {
-        "engine": tokenizer.backend_tokenizer.to_str(),
         "template": tokenizer.chat_template,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "versions": [tokenizers.__version__, transformers.__version__],
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    return digest.hexdigest()
 
 
 def key(source: Source, opened: Opened, format: Format, length: int, tokenizer: str) -> str:

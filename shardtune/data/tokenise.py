@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardtune.data.encode import Tokens
-from shardtune.data.rows import BadRow, Part, Row
+from shardtune.data.parts import Part
+from shardtune.data.rows import BadRow, Row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -184,7 +185,7 @@ def _cut(tokens: Tokens, length: int, overflow: Overflow, tally: Tally) -> Itera
     stop = total if overflow == "split" else length
     pieces = []
     for start in range(0, min(stop, total), length):
-        trained = tokens.trained[start : start + length].copy()
+        trained = tokens.trained[start : start + length]
         trained[0] = False  # nothing stands before it to predict it from
         if trained.any():
             pieces.append(Tokens(tokens.ids[start : start + length], trained))

@@ -1,7 +1,7 @@
 """An engine without a model, so that the training loop can be tested without processes.
 
-Its loss is a function of what it was given and of how often it stepped, so a test that loses, adds
-or reorders a micro-batch sees it.
+It remembers what it was given, and its figures follow from that and from how often it stepped, so a
+test sees a micro-batch that is lost, added or out of order.
 """
 
 from __future__ import annotations

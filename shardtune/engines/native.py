@@ -87,11 +87,9 @@ class NativeEngine:
             torch._foreach_mul_(gradients, limit / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        elif applied:
-            self.optimizer.step()
+        if applied:
+            self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
+        self.scaler.update()
         return norm, applied
 
     @torch.no_grad()
@@ -148,7 +146,10 @@ class NativeEngine:
             kind, name = key.split(".", 1)
             if kind != "weight":
                 parameter = self.trained[name]
-                kept = value.clone() if value.ndim == 0 else spread_like(value, parameter)
+                one = value.ndim == 0
+                kept = (
+                    value.to(parameter.device, copy=True) if one else spread_like(value, parameter)
+                )
                 self.optimizer.state[parameter][kind] = kept
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():

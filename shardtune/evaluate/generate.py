@@ -54,7 +54,7 @@ def answer(
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)

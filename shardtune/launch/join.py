@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from shardtune.core.world import World
+from shardtune.launch import STARTED_BY_US
 
-STARTED_BY_US = "SHARDTUNE_LAUNCHER_PID"  # not a setting: tells a rank that its parent is ours
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
@@ -80,19 +80,30 @@ def join(threads: int) -> Iterator[JoinedWorld]:
     if torch.cuda.is_available():
         device = f"cuda:{local_rank}"
         torch.cuda.set_device(device)
+    with _heeding_signals() as interrupt:
+        if size > 1:
+            backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        yield JoinedWorld(rank, size, local_rank, device, interrupt)
+        # Only after a good end: a rank that fails has to say why before its peers notice that it
+        # is gone, or their complaints would come first. The group ends with the process anyway.
+        if size > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _heeding_signals() -> Iterator[Interrupt]:
+    """SIGINT and SIGTERM become a wish, as long as the block lasts."""
     interrupt = Interrupt()
-    signal.signal(signal.SIGINT, interrupt.on_signal)
-    if STARTED_BY_US not in os.environ:
-        # Our own launcher turns its SIGTERM into a SIGINT; a SIGTERM from it means: now.
-        signal.signal(signal.SIGTERM, interrupt.on_signal)
-    if size > 1:
-        backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    yield JoinedWorld(rank, size, local_rank, device, interrupt)
-    # Only after a good end: a rank that fails has to say why before its peers notice that it is
-    # gone, or their complaints would come first. The end of the process closes the group anyway.
-    if size > 1:
-        dist.destroy_process_group()
+    # Our own launcher turns its SIGTERM into a SIGINT; a SIGTERM from it means: now.
+    ours = STARTED_BY_US in os.environ
+    numbers = (signal.SIGINT,) if ours else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, interrupt.on_signal) for number in numbers}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _die_with_parent() -> None:

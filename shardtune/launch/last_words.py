@@ -1,4 +1,7 @@
-"""How a rank that fails tells its launcher why: a small file, in the place that torch gave it."""
+"""How a rank that fails tells its launcher why: a small file, in the place that torch gave it.
+
+No torch here: its import takes seconds, in which a rank can be interrupted too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardtune.errors import Problem, ShardtuneError
-from shardtune.launch.join import STARTED_BY_US
+from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -32,7 +35,11 @@ def leaving_last_words() -> Iterator[None]:
     """Writes down what ends the block early, and leaves the talking to our launcher."""
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:  # before `join`, from which on a first signal is a wish
+        if STARTED_BY_US not in os.environ:
+            raise
+        sys.exit(INTERRUPTED)
+    except Exception as error:
         path = os.environ.get(ERROR_FILE)
         if path:
             _write(Path(path), error)

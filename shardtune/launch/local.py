@@ -28,12 +28,11 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 from shardtune.errors import LaunchError, Problem
-from shardtune.launch.join import STARTED_BY_US
+from shardtune.launch import INTERRUPTED, STARTED_BY_US
 from shardtune.launch.last_words import read_last_words
 
 LOOPBACK = "127.0.0.1"
 PERIOD = 0.1  # seconds between two looks at the ranks
-INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
 def run_local(command: Sequence[str], *, processes: int, threads: int, logs: Path) -> int:
@@ -67,7 +66,7 @@ def run_local(command: Sequence[str], *, processes: int, threads: int, logs: Pat
     finally:
         context.close(signal.SIGKILL)
         del store
-    if result is None:
+    if result is None or (signals and _was_interrupted(result)):
         return INTERRUPTED
     if result.is_failed():
         raise LaunchError(_report(result, logs))
@@ -123,6 +122,12 @@ def _see_through(context: PContext) -> tuple[RunProcsResult | None, int]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _was_interrupted(result: RunProcsResult) -> bool:
+    """Whether the ranks that failed did so because the signal came before they could heed it."""
+    codes = {failure.exitcode for failure in result.failures.values()}
+    return bool(codes) and codes <= {INTERRUPTED, -signal.SIGINT}
 
 
 def _report(result: RunProcsResult, logs: Path) -> list[Problem]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import sys
 from importlib import metadata
 from typing import Any
 
@@ -30,7 +29,6 @@ def describe_environment(world: World) -> dict[str, Any]:
         "gpus": devices,
         "ranks": world.size,
         "git": _git_revision(),
-        "command": ["shardtune", *sys.argv[1:]],
     }
 
 

@@ -50,6 +50,14 @@ def insert(model: nn.Module, adapter: Adapter) -> nn.Module:
     return adapted
 
 
+def check_names(model: nn.Module, adapter: Adapter) -> None:
+    """Refuses names of modules that the model doesn't have; it may be without weights."""
+    if isinstance(adapter, LoRA):
+        _lora(model, adapter)
+    elif isinstance(adapter, IA3):
+        _ia3(model, adapter)
+
+
 def _tie_copies(adapted: nn.Module) -> None:
     """Where an embedding is the output head too, so is the copy of it that is trained.
 

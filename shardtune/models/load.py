@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, ModelSection, NoAdapter, TrainSection
+from shardtune.models.adapters import check_names
 from shardtune.models.catalogue import resolve
 
 PLACE = "model.name"
@@ -24,11 +26,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def load_config(section: ModelSection) -> Any:
     """The model's configuration; refuses what needs code of its own, unless that is allowed."""
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     with explaining(PLACE, section.name, _FIX):
         found, _ = PretrainedConfig.get_config_dict(resolve(section.name), **_where(section))
-        if found.get("auto_map") and not section.trust_remote_code:
+        # A model that transformers knows itself needs none of the code that its repository ships.
+        known = found.get("model_type") in CONFIG_MAPPING
+        if found.get("auto_map") and not known and not section.trust_remote_code:
             fact = f"{section.name!r} runs Python code of its own: {sorted(found['auto_map'])}"
             fix = "read that code; if you trust it, set model.trust_remote_code: true"
             raise ModelError(Problem(PLACE, fact, fix))
@@ -72,6 +76,29 @@ def check_fits_data(config: Any, tokenizer: Any, sequence_length: int) -> None:
         raise ModelError(problems)
 
 
+def check_weights(section: ModelSection, adapter: Adapter, config: Any) -> None:
+    """Refuses weights that can't be read, and adapters that the model has no place for.
+
+    The model is built without its weights, which takes no memory and well under a second.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(resolve(section.name))
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "missing"
+        fact = f"the folder {section.name!r} has no *.safetensors; its weights are {found}"
+        fix = "save the model again with save_pretrained, which writes safetensors"
+        raise ModelError(Problem(PLACE, fact, fix))
+    other = "eager" if section.attention == "sdpa" else "sdpa"
+    with explaining("model.attention", section.name, f"attention: {other}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=section.attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+    check_names(model, adapter)
+
+
 def stop_ids(section: ModelSection, tokenizer: Any) -> frozenset[int]:
     """The tokens at which generation ends: what the job says, or what the model's files say."""
     if section.stop_tokens != "auto":
@@ -107,7 +134,7 @@ def load_base(section: ModelSection, precision: Precision) -> Any:
     config = load_config(section)
     logging.disable_progress_bar()  # one bar per rank and per reload is noise
     with explaining(PLACE, section.name, _FIX):
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             resolve(section.name),
             config=config,
             dtype=DTYPES[precision],
@@ -116,6 +143,12 @@ def load_base(section: ModelSection, precision: Precision) -> Any:
             trust_remote_code=section.trust_remote_code,
             **_where(section),
         )
+    generation = model.generation_config
+    if generation is not None and not generation.do_sample:
+        # Some models came out with settings of sampling but without sampling. transformers reads
+        # such files and refuses to write them, which must not happen at the end of a run.
+        generation.temperature = generation.top_p = generation.top_k = None
+    return model
 
 
 def own_dtype(section: ModelSection) -> torch.dtype:
@@ -146,7 +179,7 @@ def explaining(place: str, name: str, fix: str) -> Iterator[None]:
     """Turns the many ways in which transformers fails to load a thing into one that says what."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         fact = f"{name!r} can't be loaded: {reason}"
         raise ModelError(Problem(place, fact, fix)) from error

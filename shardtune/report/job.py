@@ -21,7 +21,10 @@ def print_job(
     console: Console | None = None,
 ) -> None:
     """One line a value, the sections apart."""
-    table = Table("key", "value", "where it came from", box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("key", no_wrap=True)
+    for heading in ("value", "where it came from"):  # wrapped, never cut off
+        table.add_column(heading, overflow="fold")
     section: Any = None
     for path, value in leaves(job.model_dump(mode="json")):
         if section not in (None, path[0]):
@@ -36,4 +39,6 @@ def print_job(
 def _show(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(str(item) for item in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return "null" if value is None else str(value)

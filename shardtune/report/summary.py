@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtune.report.terminal import duration
+
+# A resumed run whose metrics were lost doesn't know where it began.
+_UNKNOWN = dict.fromkeys(("loss", "perplexity", "accuracy"), math.nan)
 
 
 def print_summary(report: Mapping[str, Any], console: Console | None = None) -> None:
@@ -31,11 +35,19 @@ def _answers(samples: Sequence[Mapping[str, str]]) -> list[RenderableType]:
         table = Table(box=None, show_header=True, expand=True, padding=(0, 1))
         table.add_column("before", ratio=1, style="dim")
         table.add_column("after", ratio=1)
-        table.add_row(Text(sample["before"] or "(nothing)"), Text(sample["after"] or "(nothing)"))
-        prompt = Text(sample["prompt"], style="bold")
+        said = (_visible(sample[when]) or "(nothing)" for when in ("before", "after"))
+        table.add_row(*(Text(text) for text in said))
+        prompt = Text(_visible(sample["prompt"]), style="bold")
         title = f"held-out prompt {number} of {len(samples)}"
         panels.append(Panel(Group(prompt, Text(), table), title=title, title_align="left"))
     return panels
+
+
+def _visible(text: str) -> str:
+    """A model may say anything, also what would steer a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def _losses(evaluation: Mapping[str, Any], training: Mapping[str, Any]) -> Table:
@@ -43,7 +55,7 @@ def _losses(evaluation: Mapping[str, Any], training: Mapping[str, Any]) -> Table
     for heading in ("data set", "before", "after", "change", "perplexity", "token accuracy"):
         table.add_column(heading, justify="left" if heading == "data set" else "right")
     for name, result in evaluation.items():
-        before, after = result["before"], result["after"]
+        before, after = result["before"] or _UNKNOWN, result["after"]
         table.add_row(
             name,
             *_fall(before["loss"], after["loss"]),
@@ -65,22 +77,19 @@ def _facts(report: Mapping[str, Any]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
-    for name, fact in (
-        ("run", _state(report)),
-        ("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks"),
-        (
-            "peak memory",
-            f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks",
-        ),
-        (
-            "result",
-            f"{result['path']} ({result['kind']}; read back and compared: "
-            f"logits within {result['largest_difference']:.2g})",
-        ),
-        ("all files", report["directory"]),
-        *zip(chain(["next"], repeat("")), _next(report), strict=False),
-    ):
-        grid.add_row(name, Text(fact))
+    grid.add_row("run", _state(report))
+    if training["skipped"]:
+        grid.add_row("left out", f"{training['skipped']} updates whose gradient was not finite")
+    if training["tokens_per_second"]:
+        grid.add_row("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks")
+    memory = f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks"
+    grid.add_row("peak memory", memory)
+    grid.add_row("result", Text(f"{result['path']} ({result['kind']})"))
+    checked = f"read back and compared: logits within {result['largest_difference']:.2g}"
+    grid.add_row("", checked)
+    grid.add_row("all files", Text(report["directory"]))
+    for number, command in enumerate(_next(report)):
+        grid.add_row("" if number else "next", Text(command))
     return grid
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from shardtune.core.step import EvalResult, Reading, StepResult
 
@@ -19,22 +21,12 @@ class RunView:
     def __init__(self, steps: int, *, shown: bool = True, console: Console | None = None) -> None:
         self.steps = steps
         self.console = console or Console(quiet=not shown)
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._live: _Live | None = None
         self._every = max(1, steps // PLAIN_LINES)
 
     def __enter__(self) -> RunView:
         if self.console.is_terminal and not self.console.quiet:
-            self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[numbers]}"),
-                console=self.console,
-                expand=True,
-            )
-            self._task = self._progress.add_task("", total=self.steps, numbers="starting")
-            self._progress.start()
+            self._live = _Live(self.steps, self.console)
         return self
 
     def __exit__(
@@ -43,22 +35,22 @@ class RunView:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def step(self, done: int, result: StepResult, reading: Reading) -> None:
         """After each step; `done` counts it."""
         numbers = (
             f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3g}  "
-            f"{reading.tokens_per_second:,.0f} tok/s  {reading.memory_gib:.2f} GiB  "
-            f"{duration(reading.seconds_left)} left"
+            f"{reading.tokens_per_second:,.0f} tok/s  {reading.memory_gib:.2f} GiB"
         )
+        left = f"{duration(reading.seconds_left)} left"
         if not result.applied:
             self.say(f"step {done}: the gradient is not finite; the update was left out", "yellow")
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, numbers=numbers)
+        if self._live is not None:
+            self._live.show(done, numbers, left)
         elif done in (1, self.steps) or done % self._every == 0:
-            self.say(f"step {done}/{self.steps}  {numbers}")
+            self.say(f"step {done}/{self.steps}  {numbers}  {left}")
 
     def evaluation(self, done: int, results: Iterable[EvalResult]) -> None:
         """One line a held-out set."""
@@ -72,6 +64,30 @@ class RunView:
     def say(self, text: str, style: str = "") -> None:
         """A line above the live part. It may hold names of files, so it is no markup."""
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Live:
+    """Two lines that stay at the bottom: how far it is, and how it goes. One would be too long."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]}"),
+            expand=True,
+        )
+        self._task: TaskID = self._bar.add_task("", total=steps, left="starting")
+        self._numbers = Text(no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._bar, self._numbers), console=console)
+        self._live.start()
+
+    def show(self, done: int, numbers: str, left: str) -> None:
+        self._bar.update(self._task, completed=done, left=left)
+        self._numbers.plain = numbers
+
+    def stop(self) -> None:
+        self._live.stop()
 
 
 def duration(seconds: float) -> str:

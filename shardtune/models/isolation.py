@@ -1,0 +1,51 @@
+"""Shows that a model keeps packed documents apart, before anything is trained on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.errors import ModelError, Problem
+
+LENGTH = 12  # tokens of each of the two documents
+LEAK = 0.1  # share of what seeing the other document would change
+
+
+@torch.no_grad()
+def require_isolation(model: nn.Module, *, rows: int) -> None:
+    """Refuses a model that lets a document see the one before it in its row.
+
+    Most models of transformers build a mask from positions that start again; some families ignore
+    them, and none says so. So we look: the second of two packed documents must come out as it does
+    alone. What a leak would change is measured too, by positions that run on. `rows` is the size
+    of a micro-batch, because some attention kernels isolate only one row at a time.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    config: Any = model.config
+    draw = torch.Generator().manual_seed(0)
+    most = min(1000, config.get_text_config().vocab_size)
+    ids = torch.randint(0, most, (rows, 2 * LENGTH), generator=draw).to(device)
+    once = torch.arange(LENGTH, device=device)
+    restarting = torch.cat([once, once]).expand(rows, -1)
+    running_on = torch.arange(2 * LENGTH, device=device).expand(rows, -1)
+    alone = _logits(model, ids[:, LENGTH:], once.expand(rows, -1))
+    packed = _logits(model, ids, restarting)[:, LENGTH:]
+    leaking = _logits(model, ids, running_on)[:, LENGTH:]
+    model.train(was_training)
+    difference = (packed - alone).abs().max().item()
+    leak = (leaking - alone).abs().max().item()
+    if difference > LEAK * leak:
+        fact = (
+            f"this model ({config.model_type}) doesn't keep packed documents apart: a document "
+            f"changes the logits of the next by {difference:.2g}"
+        )
+        raise ModelError(Problem("data.packing", fact, "set data.packing: false"))
+
+
+def _logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return logits.float()

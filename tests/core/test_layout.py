@@ -1,0 +1,70 @@
+"""Declarations of strategies: what a rank holds, and what is sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtune.core.layout import AxisRule, Layout, Move, State
+from shardtune.core.mesh import Mesh
+
+BYTES: dict[State, int] = {"params": 2, "grads": 2, "optim": 12}
+"""Per parameter in mixed precision with Adam, as the ZeRO paper counts them."""
+
+
+def divides(*states: State) -> Layout:
+    return Layout((AxisRule("shard", frozenset(states)),))
+
+
+# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+# figure 1: 7.5 B parameters on 64 GPUs, in GB (10^9 bytes).
+PAPER = {
+    (): 120,
+    ("optim",): 31.4,
+    ("optim", "grads"): 16.6,
+    ("optim", "grads", "params"): 1.9,
+}
+
+
+@pytest.mark.parametrize("states", PAPER)
+def test_the_figure_of_the_zero_paper(states: tuple[State, ...]) -> None:
+    mesh = Mesh((("shard", 64),))
+    layout = divides(*states)
+    held = sum(7.5e9 * size / layout.divisor(state, mesh) for state, size in BYTES.items())
+    assert held / 1e9 == pytest.approx(PAPER[states], abs=0.06)
+
+
+def test_axes_that_divide_the_same_state_multiply() -> None:
+    layout = Layout(
+        (
+            AxisRule("shard", frozenset({"params", "optim"})),
+            AxisRule("tensor", frozenset({"params"})),
+        )
+    )
+    mesh = Mesh((("shard", 4), ("tensor", 2)))
+    assert layout.divisor("params", mesh) == 8
+    assert layout.divisor("optim", mesh) == 4
+    assert layout.divisor("activations", mesh) == 1
+
+
+def test_an_axis_of_one_rank_divides_and_sends_nothing() -> None:
+    gather = Move("all_gather", "params", "micro_batch", scale=0.5)
+    reduce = Move("all_reduce", "grads", "step")
+    layout = Layout(
+        (
+            AxisRule("shard", frozenset({"params"}), (gather,)),
+            AxisRule("replicate", moves=(reduce,)),
+        )
+    )
+    assert layout.moves(Mesh((("shard", 4), ("replicate", 2)))) == (
+        ("shard", gather),
+        ("replicate", reduce),
+    )
+    lonely = Mesh((("shard", 1), ("replicate", 2)))
+    assert layout.moves(lonely) == (("replicate", reduce),)
+    assert layout.divisor("params", lonely) == 1
+    assert layout.moves(Mesh(())) == ()
+
+
+def test_states_live_on_the_gpu_unless_said_otherwise() -> None:
+    assert Layout(()).home == {}
+    assert Layout((), {"optim": "cpu"}).home["optim"] == "cpu"

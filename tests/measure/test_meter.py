@@ -1,0 +1,75 @@
+"""The meter: a clock that stands still while the run does something else."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+
+from shardtune.core.step import StepResult
+from shardtune.measure.meter import GIB, Meter, peak_memory
+
+PAUSE = 0.3  # long beside everything else that happens here
+
+
+def result(tokens: int) -> StepResult:
+    return StepResult(1.0, 1.0, 1e-3, tokens, tokens)
+
+
+def test_a_step_takes_as_long_as_it_takes() -> None:
+    meter = Meter(2, "cpu")
+    time.sleep(0.05)
+    reading = meter.tick(result(100))
+    assert 0.05 <= reading.seconds < 0.05 + PAUSE
+    assert reading.tokens_per_second == pytest.approx(100 / reading.seconds)
+    assert reading.seconds_left == pytest.approx(reading.seconds)  # one more like it
+
+
+def test_paused_time_does_not_count() -> None:
+    meter = Meter(3, "cpu")
+    meter.tick(result(10))
+    with meter.paused():
+        time.sleep(PAUSE)
+    time.sleep(0.05)
+    assert 0.05 <= meter.tick(result(10)).seconds < PAUSE
+
+
+def test_time_that_is_not_paused_does() -> None:
+    meter = Meter(3, "cpu")
+    meter.tick(result(10))
+    time.sleep(PAUSE)  # waiting for data, say
+    assert meter.tick(result(10)).seconds >= PAUSE
+
+
+def test_the_first_step_does_not_spoil_the_averages() -> None:
+    meter = Meter(3, "cpu")
+    time.sleep(PAUSE)  # it warms caches up
+    meter.tick(result(1000))
+    second = meter.tick(result(1000))
+    assert second.tokens_per_second == pytest.approx(1000 / second.seconds)
+    third = meter.tick(result(500))
+    assert third.tokens_per_second == pytest.approx(1500 / (second.seconds + third.seconds))
+    assert third.seconds_left == 0
+
+
+def test_the_speed_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("shardtune.measure.meter.time.perf_counter", lambda: now)
+    meter = Meter(100, "cpu")
+    for duration in [1.0] * 10 + [2.0] * 20:
+        now += duration
+        reading = meter.tick(result(100))
+    assert reading.tokens_per_second == 50.0  # 20 steps of 100 tokens in 40 s
+    assert reading.seconds_left == 140.0  # 70 more of 2 s
+
+
+def test_the_peak_of_memory_is_what_this_process_held() -> None:
+    before = peak_memory("cpu")
+    more = 64 << 20
+    held = b"x" * (before - psutil.Process().memory_info().rss + more)  # beyond what it ever had
+    after = peak_memory("cpu")
+    assert before + more / 2 < after < before + 2 * more
+    del held
+    assert peak_memory("cpu") >= after, "a peak doesn't fall"
+    assert Meter(1, "cpu").tick(result(1)).memory_gib == pytest.approx(after / GIB, rel=0.1)

@@ -1,0 +1,39 @@
+"""From a job to what an engine is built from."""
+
+from __future__ import annotations
+
+from shardtune.core.schedule import Schedule
+from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.plan import make_plan
+from shardtune.strategies import DDP
+from tests.jobs import make_job
+
+
+def test_a_plan_carries_the_jobs_settings() -> None:
+    job = make_job(
+        train={
+            "learning_rate": 1e-3,
+            "schedule": "linear",
+            "warmup_steps": 3,
+            "precision": "fp16",
+            "max_grad_norm": None,
+            "seed": 7,
+            "optimizer": {"type": "adamw", "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1},
+        }
+    )
+    plan = make_plan(job, ranks=4, steps=50)
+    assert plan.setup == EngineSetup(
+        precision="fp16",
+        optimizer=OptimizerSetup("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
+        schedule=Schedule("linear", 1e-3, 3, 50),
+        max_grad_norm=None,
+        seed=7,
+    )
+    assert plan.strategy == DDP()
+    assert plan.mesh.size == 4
+    assert plan.layout == DDP().layout()
+
+
+def test_an_update_rule_keeps_to_its_own_fields() -> None:
+    job = make_job(train={"optimizer": {"type": "sgd", "momentum": 0.9}})
+    assert make_plan(job, 1, 1).setup.optimizer == OptimizerSetup("sgd", momentum=0.9)

@@ -1,0 +1,140 @@
+"""Each rule is broken once, by a job that breaks no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardtune.core.document import dotted
+from shardtune.core.machine import Machine
+from shardtune.errors import JobError, Problem
+from shardtune.job import Job
+from shardtune.resolve import resolve
+from shardtune.rules import RULES, check
+from tests.jobs import make_job
+
+
+def source(path: str, **more: Any) -> dict[str, Any]:
+    return {"path": path, "format": "completion", **more}
+
+
+# Of each rule: the sections that break it, and the problem that is told.
+BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
+    "steps-or-epochs": (
+        {"train": {"steps": 3, "epochs": 2.5}},
+        Problem("train.steps", "both steps (3) and epochs (2.5) are given", "keep one of the two"),
+    ),
+    "warmup-within-steps": (
+        {"train": {"steps": 10, "warmup_steps": 10}},
+        Problem(
+            "train.warmup_steps",
+            "10 steps of warmup in a run of 10: the rate would never reach its peak",
+            "warm up for fewer steps, or train for more",
+        ),
+    ),
+    "micro-batch-within-global": (
+        {"train": {"global_batch": 6, "micro_batch": 4}, "launch": {"processes": 2}},
+        Problem(
+            "train.micro_batch",
+            "micro_batch(4) x processes(2) = 8 > global_batch(6)",
+            "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
+        ),
+    ),
+    "flash-attention-packs-one-row": (
+        {"model": {"name": "m", "attention": "flash_attention_2"}, "train": {"micro_batch": 2}},
+        Problem(
+            "train.micro_batch",
+            "flash_attention_2 keeps packed documents apart in one row at a time, not in 2",
+            "set train.micro_batch: 1, data.packing: false, or model.attention: sdpa",
+        ),
+    ),
+    "every-rank-has-rows": (
+        {"train": {"global_batch": 2}, "launch": {"processes": 5}},
+        Problem(
+            "launch.processes",
+            "5 processes share 2 rows a step: 3 would always be idle",
+            "raise train.global_batch or start fewer processes",
+        ),
+    ),
+    "unique-names": (
+        {"data": {"train": [source("a/x.jsonl"), source("b/x.jsonl"), source("c.jsonl")]}},
+        Problem("data", "two data sets are called x", "give one of them a `name:` of its own"),
+    ),
+    "train-is-not-eval": (
+        {"data": {"train": [source("a.jsonl")], "eval": [source("a.jsonl")]}},
+        Problem(
+            "data.eval",
+            "a.jsonl is both trained on and held out",
+            "hold out rows that are not trained on, in a file of their own",
+        ),
+    ),
+    "checkpoint-interval": (
+        {"train": {"steps": 10}, "save": {"every": 11}},
+        Problem(
+            "save.every",
+            "a checkpoint every 11 steps of a run of 10",
+            "save more often, or 0 to save at the end only",
+        ),
+    ),
+}
+FOLLOWS = {"every-rank-has-rows": {"micro-batch-within-global"}}
+"""More ranks than rows also have more rows at once than there are, whatever the micro-batch."""
+
+
+def resolved(**sections: dict[str, Any]) -> Job:
+    return resolve(make_job(**sections), Machine(cores=4, gpus=0)).job
+
+
+def problems(job: Job) -> tuple[Problem, ...]:
+    with pytest.raises(JobError) as caught:
+        check(job, dotted)
+    return caught.value.problems
+
+
+def test_every_rule_is_in_the_table() -> None:
+    assert [rule.name for rule in RULES] == list(BROKEN)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_rule_that_is_broken_says_so(name: str) -> None:
+    sections, told = BROKEN[name]
+    job = resolved(**sections)
+    assert {rule.name for rule in RULES if rule.broken(job)} == {name} | FOLLOWS.get(name, set())
+    assert told in problems(job)
+
+
+def test_all_that_is_broken_is_told_at_once() -> None:
+    job = resolved(train={"steps": 3, "epochs": 1.0, "warmup_steps": 9}, save={"every": 4})
+    assert [problem.place for problem in problems(job)] == [
+        "train.steps",
+        "train.warmup_steps",
+        "save.every",
+    ]
+
+
+GOOD: dict[str, dict[str, dict[str, Any]]] = {
+    "the smallest": {},
+    "a rate that peaks in the last step": {"train": {"steps": 10, "warmup_steps": 9}},
+    "exactly one micro-batch a step": {
+        "train": {"global_batch": 8, "micro_batch": 4},
+        "launch": {"processes": 2},
+    },
+    "a row for each rank": {"train": {"global_batch": 5}, "launch": {"processes": 5}},
+    "a checkpoint at the end": {"train": {"steps": 10}, "save": {"every": 10}},
+    "checkpoints in a run of unknown length": {"train": {"epochs": 1.0}, "save": {"every": 10}},
+    "one name on both sides": {
+        "data": {"train": [source("a.jsonl", name="x")], "eval": [source("b.jsonl", name="x")]}
+    },
+    "two splits of one data set": {
+        "data": {
+            "train": [source("org/set")],
+            "eval": [source("org/set", split="test")],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_allowed_is_not_refused(name: str) -> None:
+    check(resolved(**GOOD[name]), dotted)

@@ -1,0 +1,320 @@
+"""The training loop, without a model and without processes; and a run with both, in this one."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.state import load_state
+from shardtune.core.engine import Engine
+from shardtune.core.progress import Progress
+from shardtune.core.step import MicroBatch, StepResult
+from shardtune.data.loader import Loader
+from shardtune.data.prepared import PreparedData
+from shardtune.engines.fake import FakeEngine
+from shardtune.errors import RunError
+from shardtune.evaluate.judge import Judge
+from shardtune.job import Job
+from shardtune.launch.join import JoinedWorld
+from shardtune.models import tiny
+from shardtune.models.folder import write_folder
+from shardtune.report.terminal import RunView
+from shardtune.run import Run
+from shardtune.train import HOPELESS, due, fit, train
+from tests.synthetic import make_job, numbered, prepared
+
+STEPS = 6
+DATA = PreparedData(train=(prepared("d", numbered(10)),), eval=(prepared("held", numbered(3)),))
+
+
+class Interrupted(FakeEngine):
+    """Somebody presses Ctrl-C while the step `at` is computed."""
+
+    def __init__(self, world: JoinedWorld, at: int) -> None:
+        super().__init__()
+        self.world, self.at = world, at
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        result = super().step(microbatches)
+        if len(self.seen) == self.at:
+            self.world.interrupt.on_signal(2, None)
+        return result
+
+
+def loader(job: Job) -> Loader:
+    return Loader(
+        DATA,
+        job.data,
+        seed=0,
+        global_batch=job.train.global_batch,
+        micro_batch=2,
+        rank=0,
+        ranks=1,
+        pad_id=0,
+    )
+
+
+def make_run(folder: Path, engine: Engine, **sections: dict[str, Any]) -> tuple[Run, Loader]:
+    job = make_job(str(folder), **sections)
+    data = loader(job)
+    judge = Judge(engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate)
+    view = RunView(STEPS, console=Console(file=io.StringIO()))
+    return Run(job, JoinedWorld(), engine, judge, RunDir(folder), view, {"train/d": "digest"}), data
+
+
+def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [found for line in lines if (found := json.loads(line))["kind"] == kind]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_every_sample_of_every_step_reaches_the_engine_in_order(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    run, data = make_run(tmp_path, engine, data={"packing": False, "shuffle": False})
+    progress = fit(run, data, run.begin(), STEPS)
+    # 10 documents in the order of their file, 4 a step, begun again when they are through.
+    expected = [f"d:{n % 10}" for n in range(4 * STEPS)]
+    assert [sample for step in engine.seen for sample in step] == expected
+    assert progress.step == STEPS
+    assert progress.tokens == 8 * 4 * STEPS
+    assert not progress.stopped
+
+
+def test_each_step_is_a_line_of_the_metrics(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    run, data = make_run(tmp_path, engine, data={"packing": False, "shuffle": False})
+    progress = fit(run, data, run.begin(), STEPS)
+    found = metrics(tmp_path, "step")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in found] == [1 / n for n in range(1, 7)]  # the fake's figure
+    assert [line["labels"] for line in found] == [24] * 6  # 4 documents with 6 trained tokens
+    assert [line["epoch"] for line in found] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.4])
+    for line, samples in zip(found, engine.seen, strict=True):
+        assert line["samples_sha256"] == hashlib.sha256("\n".join(samples).encode()).hexdigest()
+        assert line["seconds"] > 0
+        assert line["tokens_per_second"] > 0
+    assert (progress.first_loss, progress.last_loss) == (1.0, 1 / 6)
+
+
+@pytest.mark.parametrize(("step", "every", "expected"), [
+    (4, 2, True), (5, 2, False), (1, 1, True), (7, 0, False), (0, 0, False),
+])  # fmt: skip
+def test_due(step: int, every: int, expected: bool) -> None:
+    assert due(step, every) is expected
+
+
+def test_saves_and_evaluations_when_due(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    run, data = make_run(tmp_path, engine, save={"every": 2, "keep": 9}, evaluate={"every": 3})
+    fit(run, data, run.begin(), STEPS)
+    assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]
+    # Before the first step and after the third; the one after the last belongs to `finish`.
+    assert [(line["step"], line["set"]) for line in metrics(tmp_path, "evaluation")] == [
+        (0, "held"),
+        (3, "held"),
+    ]
+
+
+def test_only_the_end_is_saved_unless_asked_for(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, FakeEngine())
+    fit(run, data, run.begin(), STEPS)
+    assert checkpoints(tmp_path) == [f"step-{STEPS:06d}"]
+    assert [line["step"] for line in metrics(tmp_path, "evaluation")] == [0]
+
+
+def test_a_wish_to_stop_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    world = JoinedWorld()
+    engine = Interrupted(world, at=3)
+    run, data = make_run(tmp_path, engine, evaluate={"every": 1})
+    progress = fit(replace(run, world=world), data, run.begin(), STEPS)
+    assert progress.stopped
+    assert progress.step == len(engine.seen) == 3
+    assert checkpoints(tmp_path) == ["step-000003"]
+    # None after the third step: who wants to stop doesn't want to wait for an evaluation.
+    assert [line["step"] for line in metrics(tmp_path, "evaluation")] == [0, 1, 2]
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = FakeEngine()
+    run, data = make_run(tmp_path / "whole", whole)
+    fit(run, data, run.begin(), STEPS)
+
+    world = JoinedWorld()
+    run, data = make_run(tmp_path / "parts", Interrupted(world, at=2))
+    stopped = fit(replace(run, world=world), data, run.begin(), STEPS)
+    engine = FakeEngine()
+    run, data = make_run(tmp_path / "parts", engine)
+    resumed = run.resume()
+    assert (resumed.step, resumed.tokens, resumed.first_loss) == (2, stopped.tokens, 1.0)
+    assert resumed.seconds == pytest.approx(stopped.seconds)
+    progress = fit(run, data, resumed, STEPS)
+    assert engine.seen[2:] == whole.seen[2:]
+    assert progress.step == STEPS
+    assert progress.first_loss == 1.0
+    assert not progress.stopped
+    kept = ("step", "loss", "labels", "epoch", "samples_sha256")
+    one, other = (
+        [{key: line[key] for key in kept} for line in metrics(tmp_path / name, "step")]
+        for name in ("whole", "parts")
+    )
+    assert one == other
+
+
+class Failing(FakeEngine):
+    """Loses its power in the step after `last`."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        if len(self.seen) == self.last:
+            raise OSError("no power")
+        return super().step(microbatches)
+
+
+def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, Failing(last=2))
+    with pytest.raises(OSError, match="no power"):
+        fit(run, data, run.begin(), STEPS)
+    engine = FakeEngine()
+    run, data = make_run(tmp_path, engine)
+    assert run.resume() == Progress()
+    fit(run, data, Progress(), STEPS)
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(tmp_path, "evaluation")] == [0]
+
+
+def test_steps_after_the_checkpoint_are_taken_again_and_written_once(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, Failing(last=3), save={"every": 2}, evaluate={"every": 1})
+    with pytest.raises(OSError, match="no power"):
+        fit(run, data, run.begin(), STEPS)  # the third step is after the last checkpoint
+    run.files.write_report({"stale": True})
+    run, data = make_run(tmp_path, FakeEngine(), save={"every": 2}, evaluate={"every": 1})
+    fit(run, data, run.resume(), STEPS)
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(tmp_path, "evaluation")] == [0, 1, 2, 3, 4, 5]
+    assert run.files.read_report() is None, "it told of the run as it was before"
+
+
+def test_a_checkpoint_holds_the_engine_and_the_progress(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, FakeEngine(), save={"every": 6})
+    progress = fit(run, data, run.begin(), STEPS)
+    step, tensors, numbers = load_state(tmp_path / "checkpoints" / "step-000006")
+    assert step == 6
+    assert tensors.keys() == {"weight.weight"}
+    assert numbers == {
+        "taken": 6.0,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "first_loss": 1.0,
+    }
+
+
+# The whole story, with the tiny model ------------------------------------------------------------
+
+
+def data_file(path: Path, count: int, first: int = 0) -> str:
+    rows = [
+        {"instruction": f"Say {n}.", "output": f"It is {n}."} for n in range(first, first + count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def train_here(job: Job) -> dict[str, Any]:
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+    report = train(job)
+    torch.set_num_threads(threads)
+    assert signal.getsignal(signal.SIGINT) is handler
+    return report
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("held_out", [True, False], ids=["eval", "no-eval"])
+def test_train_in_this_process(tmp_path: Path, held_out: bool) -> None:
+    source = {"format": "instruction", "path": data_file(tmp_path / "d.jsonl", 20), "name": "d"}
+    judged = {"format": "instruction", "path": data_file(tmp_path / "e.jsonl", 4, 50), "name": "e"}
+    job = make_job(
+        str(tmp_path / "run"),
+        data={"train": [source], "eval": [judged] if held_out else [], "sequence_length": 64},
+        train={"steps": 3, "global_batch": 2, "precision": "fp32", "learning_rate": 1e-3},
+        evaluate={"every": 0, "samples": 2, "max_new_tokens": 4},
+        adapter={"type": "lora", "rank": 2},
+    )
+    report = train_here(job)
+    assert report == RunDir(tmp_path / "run").read_report()
+    assert report["finished"]
+    assert report["training"]["step"] == 3
+    assert report["result"]["largest_difference"] == 0.0
+    assert list(report["evaluation"]) == (["e"] if held_out else [])
+    assert len(report["samples"]) == (2 if held_out else 0)
+    if held_out:
+        assert report["samples"][0]["prompt"] == "Say 50."
+        assert report["samples"][0]["reference"] == "It is 50."
+        before, after = report["evaluation"]["e"]["before"], report["evaluation"]["e"]["after"]
+        assert after["loss"] < before["loss"]
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_weights_of_a_16_bit_model(tmp_path: Path, precision: str) -> None:
+    """Trained in fp32, written in the model's own precision, and found again there."""
+    config = tiny.config()
+    config.dtype = torch.bfloat16
+    weights = {name: tensor.bfloat16() for name, tensor in tiny.weights().items()}
+    (tmp_path / "model").mkdir()
+    write_folder(tmp_path / "model", config, weights, tiny.tokens())
+    source = {"format": "instruction", "path": data_file(tmp_path / "d.jsonl", 20), "name": "d"}
+    job = make_job(
+        str(tmp_path / "run"),
+        model={"name": str(tmp_path / "model")},
+        data={"train": [source], "sequence_length": 64},
+        train={"steps": 2, "global_batch": 2, "precision": precision, "learning_rate": 1e-3},
+    )
+    report = train_here(job)
+    assert report["result"]["kind"] == "none"
+    assert 0 < report["result"]["largest_difference"] < 0.1
+    found = load_file(tmp_path / "run" / "result" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert any(not torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_run_is_not_resumed_on_other_rows(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, FakeEngine())
+    fit(run, data, run.begin(), STEPS)
+    other = replace(run, data={"train/d": "another digest"})
+    with pytest.raises(RunError, match="train/d: the rows are others"):
+        other.resume()
+
+
+def test_a_run_that_learns_nothing_does_not_end_well(tmp_path: Path) -> None:
+    class Broken(FakeEngine):
+        def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+            return replace(super().step(microbatches), applied=False, grad_norm=float("nan"))
+
+    run, data = make_run(tmp_path, Broken())
+    with pytest.raises(RunError, match=f"the last {HOPELESS} gradients were not finite"):
+        fit(run, data, run.begin(), 2 * HOPELESS)
+    assert metrics(tmp_path, "step")[-1]["grad_norm"] is None  # JSON has no NaN
