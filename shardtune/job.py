@@ -270,6 +270,7 @@ class Job(Section):
     data: DataSection
     train: TrainSection = TrainSection()
     strategy: Strategy = DDP()
+    """How the work is spread over the ranks."""
     evaluate: EvaluateSection = EvaluateSection()
     launch: LocalLaunch = LocalLaunch()
     save: SaveSection = SaveSection()

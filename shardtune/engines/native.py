@@ -233,3 +233,8 @@ class DDPEngine(NativeEngine):
         trace: TracebackType | None,
     ) -> None:
         self._ddp = None  # lets go of its buckets before the process group ends
+
+
+def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
+    """The engine for a whole model on each rank, of which there may be only one."""
+    return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

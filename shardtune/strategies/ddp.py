@@ -32,7 +32,6 @@ class DDP(BaseModel):
         return Layout((AxisRule("data", moves=(Move("all_reduce", "grads", "step"),)),))
 
     def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
-        from shardtune.engines.native import DDPEngine, NativeEngine
+        from shardtune.engines.native import native_engine
 
-        engine = DDPEngine if world.size > 1 else NativeEngine
-        return engine(blueprint.whole(world.device), setup, world)
+        return native_engine(blueprint.whole(world.device), setup, world)

@@ -33,8 +33,8 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Size = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Size = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Device = Literal["none", "cpu", "nvme"]
 
 
@@ -174,12 +174,19 @@ class AsyncIO(Section):
     """How `nvme` reads and writes."""
 
     block_size: Size | None = None
+    """Bytes of one request."""
     queue_depth: Size | None = None
+    """Requests under way at a time."""
     thread_count: Size | None = None
+    """Threads that one request is cut up for; DeepSpeed's older name."""
     intra_op_parallelism: Size | None = None
+    """Threads that one request is cut up for."""
     single_submit: bool | None = None
+    """Submit requests one by one instead of together."""
     overlap_events: bool | None = None
+    """Submit new requests while old ones are waited for."""
     use_gds: bool | None = None
+    """Copy between disk and GPU directly (NVIDIA GPUDirect Storage)."""
 
 
 class DeepSpeed(Section):
@@ -218,8 +225,9 @@ class DeepSpeed(Section):
         if zero.offload_param.device != "none":
             home["params"] = zero.offload_param.device
         divides = frozenset(STAGES[: zero.stage])
+        masters = zero.stage > 0  # ZeRO updates a flat copy of its share, also in fp32
         if zero.stage < 3:
-            return Layout((AxisRule("data", divides, _MOVES[zero.stage]),), home)
+            return Layout((AxisRule("data", divides, _MOVES[zero.stage]),), home, masters)
         gather = Move(
             "all_gather", "params", "micro_batch", INT8 if zero.zero_quantized_weights else 1.0
         )
@@ -227,10 +235,10 @@ class DeepSpeed(Section):
             "reduce_scatter", "grads", "micro_batch", INT4 if zero.zero_quantized_gradients else 1.0
         )
         if zero.zero_hpz_partition_size == 1:
-            return Layout((AxisRule("data", divides, (gather, gather, reduce)),), home)
+            return Layout((AxisRule("data", divides, (gather, gather, reduce)),), home, masters)
         between = AxisRule("between", divides, (gather, reduce))
         within = AxisRule("within", divides, (gather, gather, reduce), frozenset({"params"}))
-        return Layout((between, within), home)
+        return Layout((between, within), home, masters)
 
     def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
         from shardtune.engines.deepspeed import DeepSpeedEngine
@@ -256,8 +264,8 @@ class DeepSpeed(Section):
 
 _MOVES: dict[int, tuple[Move, ...]] = {
     0: (Move("all_reduce", "grads", "step"),),
-    1: (Move("reduce_scatter", "grads", "step"), Move("all_gather", "params", "step")),
-    2: (Move("reduce_scatter", "grads", "micro_batch"), Move("all_gather", "params", "step")),
+    1: (Move("reduce_scatter", "grads", "step"), Move("all_gather", "trained", "step")),
+    2: (Move("reduce_scatter", "grads", "micro_batch"), Move("all_gather", "trained", "step")),
 }
 
 
@@ -313,6 +321,9 @@ def _declared(layout: Layout, mesh: Mesh) -> dict[str, Any]:
     copying = [rule for rule in layout.rules if "params" in rule.copies]
     return {
         "stage": len(divided),
+        # DeepSpeed would all-reduce whole buckets and throw away what isn't its own: twice the
+        # bytes of the reduction to each owner that the layout declares.
+        "use_multi_rank_bucket_allreduce": False,
         "zero_hpz_partition_size": mesh.size_of(copying[0].axis) if copying else 1,
         "zero_quantized_weights": any(m.what == "params" and m.scale < 1 for m in moves),
         "zero_quantized_gradients": any(m.what == "grads" and m.scale < 1 for m in moves),

@@ -238,7 +238,8 @@ class _Reader:
         for path, (size, rule) in _sized(self.facts).items():
             if size is not None and _at(value, path) == AUTO:
                 value["zero_optimization"][path[-1]] = size
-                self.reasons[("strategy", *path)] = f"{rule}, which is {self.facts.hidden_size}"
+                key: KeyPath = ("strategy", *path)
+                self.reasons[key] = f"{rule}, which is {self.facts.hidden_size}"
 
     def _strategy(self, value: Mapping[str, Any]) -> DeepSpeed:
         fields = {key: child for key, child in value.items() if key not in NOT_FIELDS}
@@ -262,7 +263,8 @@ class _Reader:
             if isinstance(child, dict):
                 kept[key] = self._without_auto(child, here)
             elif child == AUTO:
-                self.reasons[("strategy", *here)] = f"{self.path.name} leaves it open: the default"
+                where: KeyPath = ("strategy", *here)
+                self.reasons[where] = f"{self.path.name} leaves it open: the default"
             else:
                 kept[key] = child
                 line = self.lines.get(here)

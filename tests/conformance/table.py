@@ -35,9 +35,11 @@ ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _zero(stage: int, **settings: Any) -> dict[str, Any]:
-    # DeepSpeed keeps weights below a threshold whole; the tiny model has no others.
-    small = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    return {"type": "deepspeed", "zero_optimization": {"stage": stage, **small, **settings}}
+    # By default DeepSpeed keeps small weights whole, and gathered ones as long as there are not
+    # too many: the tiny model would never be divided, nor gathered twice.
+    kept = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+    nothing = {f"stage3_{key}": 0 for key in kept} if stage == 3 else {}
+    return {"type": "deepspeed", "zero_optimization": {"stage": stage, **nothing, **settings}}
 
 
 _CPU = {"device": "cpu"}
