@@ -22,8 +22,8 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
 
     run, job = _open(directory)
     model = load_result(str(run.result), job.model, job.train.precision)
-    if torch.cuda.is_available():
-        model = model.to("cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
     if not raw and _plain(job, tokenizer):
         prompt, raw = plain_prompt(prompt), True
@@ -35,6 +35,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
         stops=frozenset(model.generation_config.eos_token_id),  # as `save_result` wrote them
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        device=device,
     )[0]
 
 

@@ -38,7 +38,7 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
         blueprint = ModelBlueprint(job.model, job.adapter, job.train)
         engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
         if job.data.packing:
-            require_isolation(engine.module(), rows=int(job.train.micro_batch))
+            require_isolation(engine.module(), rows=int(job.train.micro_batch), device=world.device)
         with engine, RunView(steps, shown=world.is_main) as view:
             judge = Judge(
                 engine,
@@ -47,6 +47,7 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
                 inputs.tokenizer,
                 inputs.stops,
                 job.evaluate,
+                world.device,
             )
             files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
             run = Run(job, world, engine, judge, files, view, inputs.data.digests())

@@ -41,7 +41,7 @@ def predict_held(layout: Layout, mesh: Mesh, whole: ModelBytes) -> Held:
     }
     return Held(
         {
-            (state, layout.home.get(state, "gpu")): size // layout.divisor(state, mesh)
+            (state, layout.home.get(state, "gpu")): layout.held(state, size, mesh)
             for state, size in sizes.items()
         }
     )

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardtune.core.mesh import Mesh
+from shardtune.core.mesh import WORLD, Mesh
 
 State = Literal["params", "grads", "optim", "activations"]
 Cargo = Literal["params", "trained", "grads", "activations"]
@@ -58,6 +58,12 @@ class Layout:
                 product *= mesh.size_of(rule.axis)
         return product
 
+    def held(self, state: State, size: int, mesh: Mesh) -> int:
+        """The bytes of a state that a rank holds: its share, and its share of a second copy."""
+        copies = [rule.axis for rule in self.rules if state in rule.copies]
+        share = size // self.divisor(state, mesh)
+        return share + sum(size // mesh.size_of(axis) for axis in copies)
+
     def without_masters(self) -> Layout:
         """The same for a count of optimizer bytes that has the masters in it already."""
         return replace(self, masters=False)
@@ -68,7 +74,7 @@ class Layout:
         Weights are gathered whole; a gradient that one axis has divided is reduced over the next
         in that share.
         """
-        if cargo != "grads":
+        if cargo != "grads" or axis == WORLD:
             return 1
         before = [rule.axis for rule in self.rules if rule.axis != axis and "grads" in rule.divides]
         return math.prod(mesh.size_of(other) for other in before)

@@ -59,8 +59,10 @@ class FSDPEngine(NativeEngine):
         )
 
         def divide(part: nn.Module) -> None:
+            # peft's wrapper is passed by when a text is generated; the model inside never is.
+            inner = getattr(part, "get_base_model", None)
             fully_shard(
-                part,
+                inner() if inner else part,
                 mesh=device_mesh,
                 mp_policy=policy,
                 offload_policy=keeping,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
-from shardtune.core.mesh import Mesh
+from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
@@ -227,7 +227,9 @@ class DeepSpeed(Section):
         divides = frozenset(STAGES[: zero.stage])
         masters = zero.stage > 0  # ZeRO updates a flat copy of its share, also in fp32
         if zero.stage < 3:
-            return Layout((AxisRule("data", divides, _MOVES[zero.stage]),), home, masters)
+            # An update on the CPU needs the gradients there; until then they are on the device too.
+            twice: frozenset[State] = frozenset({"grads"} if "optim" in home else ())
+            return Layout((AxisRule("data", divides, _MOVES[zero.stage], twice),), home, masters)
         gather = Move(
             "all_gather", "params", "micro_batch", INT8 if zero.zero_quantized_weights else 1.0
         )
@@ -236,9 +238,11 @@ class DeepSpeed(Section):
         )
         if zero.zero_hpz_partition_size == 1:
             return Layout((AxisRule("data", divides, (gather, gather, reduce)),), home, masters)
-        between = AxisRule("between", divides, (gather, reduce))
-        within = AxisRule("within", divides, (gather, gather, reduce), frozenset({"params"}))
-        return Layout((between, within), home, masters)
+        # Forward over all ranks, backward within the node, which keeps a copy for it.
+        between = AxisRule("between", divides)
+        within = AxisRule("within", divides, (gather,), frozenset({"params"}))
+        everywhere = AxisRule(WORLD, moves=(gather, reduce))
+        return Layout((between, within, everywhere), home, masters)
 
     def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
         from shardtune.engines.deepspeed import DeepSpeedEngine
