@@ -21,7 +21,7 @@ from shardtune.job import Job
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
 from shardtune.measure.meter import GIB, peak_memory
-from shardtune.models.load import held_precision, own_dtype
+from shardtune.models.load import DTYPES, held_precision, own_dtype
 from shardtune.models.result import load_result
 from shardtune.report.terminal import RunView
 
@@ -156,4 +156,5 @@ class Run:
             dtype=own_dtype(job.model),
         )
         reloaded = load_result(str(target), job.model, held_precision(job.adapter, job.train))
-        return check_result(reloaded, trained, logits, probe, written=written)
+        computed = DTYPES[job.train.precision]
+        return check_result(reloaded, trained, logits, probe, written=written, computed=computed)

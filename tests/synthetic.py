@@ -62,6 +62,11 @@ def load_model(
     return ModelBlueprint(section, adapter, train).whole(device)
 
 
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def batch(seed: int, rows: int = 2, length: int = 16) -> MicroBatch:
     """Random bytes, every position of which is trained but the last."""
     ids = torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(seed))

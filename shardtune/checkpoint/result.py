@@ -68,11 +68,13 @@ def check_result(
     probe: MicroBatch,
     *,
     written: torch.dtype,
+    computed: torch.dtype = torch.float32,
 ) -> float:
     """Raises unless every trained weight came back, bit for bit, and the logits with them.
 
-    `logits` are those of the trained model on `probe`. Both are compared up to the rounding to
-    `written`, in which the weights lie on disk. Returns the largest difference of a logit.
+    `logits` are those of the trained model on `probe`, `computed` in that precision. Both are
+    compared up to the rounding to `written`, in which the weights lie on disk. Returns the largest
+    difference of a logit.
     """
     back = dict(reloaded.named_parameters())
     missing = sorted(trained.keys() - back.keys())
@@ -85,8 +87,8 @@ def check_result(
         ):
             raise _wrong(f"{name} differs from what was trained")
     difference = (logits - probe_logits(reloaded, probe)).abs().max().item()
-    computed = next(iter(reloaded.parameters())).dtype
-    allowed = max(SAME_LOGITS[written], SAME_LOGITS[computed]) * logits.abs().max().item()
+    rounded = (written, computed, next(iter(reloaded.parameters())).dtype)
+    allowed = max(SAME_LOGITS[dtype] for dtype in rounded) * logits.abs().max().item()
     if not difference <= allowed:  # so that it is refused also when it isn't a number
         raise _wrong(f"its logits differ by {difference:.3g} from those of the trained model")
     return difference

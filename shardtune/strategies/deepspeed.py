@@ -222,12 +222,13 @@ class DeepSpeed(Section):
         home: dict[State, Home] = {}
         if zero.offload_optimizer.device != "none":
             home["optim"] = zero.offload_optimizer.device
+            home["grads"] = "cpu"  # where the update is computed
         if zero.offload_param.device != "none":
             home["params"] = zero.offload_param.device
         divides = frozenset(STAGES[: zero.stage])
         masters = zero.stage > 0  # ZeRO updates a flat copy of its share, also in fp32
         if zero.stage < 3:
-            # An update on the CPU needs the gradients there; until then they are on the device too.
+            # Collected in one buffer, and once more in the form that the update wants.
             twice: frozenset[State] = frozenset({"grads"} if "optim" in home else ())
             return Layout((AxisRule("data", divides, _MOVES[zero.stage], twice),), home, masters)
         gather = Move(
