@@ -141,6 +141,13 @@ RULES: tuple[Rule, ...] = (
         "use variant: plain, dora or rslora, or set model.quantization: none",
     ),
     Rule(
+        "fsdp-has-no-loss-scale",
+        ("train", "precision"),
+        lambda job: job.strategy.type == "fsdp" and job.train.precision == "fp16",
+        lambda job: "fp16 needs a loss scale on which all shards agree; fsdp here has none",
+        "set train.precision: bf16, or use strategy: {type: deepspeed}",
+    ),
+    Rule(
         "checkpoint-interval",
         ("save", "every"),
         lambda job: job.train.steps is not None and job.save.every > job.train.steps,

@@ -90,6 +90,14 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "use variant: plain, dora or rslora, or set model.quantization: none",
         ),
     ),
+    "fsdp-has-no-loss-scale": (
+        {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all shards agree; fsdp here has none",
+            "set train.precision: bf16, or use strategy: {type: deepspeed}",
+        ),
+    ),
     "checkpoint-interval": (
         {"train": {"steps": 10}, "save": {"every": 11}},
         Problem(
