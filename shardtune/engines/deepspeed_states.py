@@ -38,6 +38,7 @@ class States:
         self.layout = layout
         self.swap = swap
         self.keys = _moment_keys(optimizer)
+        self._linked = False
 
     # Reading and writing ----------------------------------------------------------------------
 
@@ -235,6 +236,17 @@ class Whole(States):
 class Fragments(States):
     """Stages 1 and 2: each rank has a stretch of the flat fp32 weights, which may begin and end
     inside a tensor."""
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's whole tensors for a weight; none before the first step."""
+        # DeepSpeed links weights to their moments when the first group has taken its first step,
+        # and finds none of the groups that come after it. By now all of them have.
+        zero = self.engine.optimizer
+        if self.optimizer.state and not self._linked:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+            self._linked = True
+        return super().moments(parameter)
 
     def masters(self) -> list[Tensor]:
         inner = self.engine.optimizer

@@ -164,7 +164,7 @@ class LossScale(Section):
     """Overflows before it is halved."""
     consecutive_hysteresis: bool | None = None
     """Count those anew after each good step."""
-    min_loss_scale: Annotated[float, BeforeValidator(_whole), Field(ge=0)] | None = None
+    min_loss_scale: Annotated[float, Field(ge=0)] | None = None
     """It never falls below."""
     auto_cast: bool | None = None
     """Cast the model's inputs; token ids need none."""

@@ -35,5 +35,5 @@ def test_row(row: Row) -> None:
         most = predicted * (1 + slack(HELD, row, state)) + ALIGNED
         assert predicted - 1 <= held <= most, (state, held, predicted)
     for kind, (sent, declared) in found.sent.items():
-        most = declared * (1 + slack(SENT, row, kind)) + 4 * ALIGNED
+        most = declared * (1 + slack(SENT, row, kind)) + 6 * ALIGNED
         assert declared - 1 <= sent <= most, (kind, sent, declared)

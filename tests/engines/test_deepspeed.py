@@ -271,6 +271,7 @@ def swapped(world: World, model: str, zero: Mapping[str, Any]) -> dict[str, Any]
         return {"losses": [result.loss for result in results], "held": engine.held().bytes}
 
 
+@pytest.mark.build
 @pytest.mark.slow
 @pytest.mark.skipif(
     not async_io_is_there(), reason="DeepSpeed's async_io isn't built; it needs libaio and minutes"
