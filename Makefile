@@ -34,7 +34,7 @@ $(VENV)/demo: $(VENV)/torch pyproject.toml
 	touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[demo,dev,deepspeed,quant]'
 	touch $@ $(VENV)/demo
 
 clean:

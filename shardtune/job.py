@@ -45,6 +45,10 @@ class ModelSection(Section):
     """Which attention implementation of transformers computes the forward pass."""
     stop_tokens: Auto | tuple[str, ...] = "auto"
     """Tokens that end an answer. `auto` takes the tokenizer's and the generation config's."""
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """How the linear layers of the frozen model are stored: `nf4` takes half a byte a weight (with
+    its scales quantised too), `int8` one. The output head and what an adapter trains stay as they
+    are. Needs an adapter, because such weights can't be trained."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Read it before you allow it."""
 
@@ -67,9 +71,27 @@ class LoRA(Section):
     """Share of the adapters' inputs that is dropped in training."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Names of the linear layers to adapt, or every one but the output head."""
+    variant: Literal["plain", "dora", "rslora", "pissa"] = "plain"
+    """`dora` trains the length of each row apart from its direction; `rslora` multiplies by
+    alpha / sqrt(rank), so that high ranks keep their strength; `pissa` starts from the strongest
+    directions of the weights instead of from nothing."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole beside the adapters, and saved with them, such as
+    `embed_tokens` and `lm_head` after new tokens were added."""
 
 
-Adapter = Annotated[LoRA | NoAdapter, Field(discriminator="type")]
+class IA3(Section):
+    """Train one factor for each output of the keys and values and each input of the MLP's last
+    layer: a few thousand numbers; the model itself stays as it is."""
+
+    type: Literal["ia3"] = "ia3"
+    targets: Auto | tuple[str, ...] = "auto"
+    """Names of the linear layers to scale; `auto` knows the common families."""
+    feedforward: Auto | tuple[str, ...] = "auto"
+    """Those of the targets whose input is scaled, not their output."""
+
+
+Adapter = Annotated[LoRA | IA3 | NoAdapter, Field(discriminator="type")]
 
 Format = Literal["instruction", "chat", "completion", "pretokenized"]
 
@@ -248,6 +270,7 @@ class Job(Section):
     data: DataSection
     train: TrainSection = TrainSection()
     strategy: Strategy = DDP()
+    """How the work is spread over the ranks."""
     evaluate: EvaluateSection = EvaluateSection()
     launch: LocalLaunch = LocalLaunch()
     save: SaveSection = SaveSection()

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from shardtune.core.document import KeyPath
 from shardtune.core.machine import Machine
+from shardtune.core.setup import OptimizerSetup
 from shardtune.job import Job, Source
+from shardtune.strategies import DeepSpeed, deepspeed_json
 
 MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond buys little speed
 
@@ -72,7 +74,28 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
     resolved = job.model_copy(
         update={"launch": launch, "train": train, "evaluate": evaluate, "data": data}
     )
+    if isinstance(job.strategy, DeepSpeed) and job.strategy.config is not None:
+        found = deepspeed_json.read(job.strategy, _facts(resolved))
+        resolved = resolved.model_copy(update={"strategy": found.strategy})
+        reasons |= found.reasons
     return ResolvedJob(resolved, reasons)
+
+
+def _facts(job: Job) -> deepspeed_json.Facts:
+    """What a DeepSpeed file has to agree with."""
+    train = job.train
+    return deepspeed_json.Facts(
+        ranks=int(job.launch.processes),
+        global_batch=train.global_batch,
+        micro_batch=int(train.micro_batch),
+        precision=train.precision,
+        max_grad_norm=train.max_grad_norm,
+        optimizer=OptimizerSetup(**train.optimizer.model_dump()),
+        learning_rate=train.learning_rate,
+        schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+        steps=train.steps,
+    )
 
 
 def _named(source: Source, path: KeyPath, reasons: dict[KeyPath, str]) -> Source:

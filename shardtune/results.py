@@ -12,7 +12,8 @@ from shardtune.errors import Problem, RunError
 from shardtune.evaluate.generate import answer, prompt_ids
 from shardtune.job import Job, NoAdapter
 from shardtune.jobfile import load_job
-from shardtune.models import load
+from shardtune.models.load import own_dtype
+from shardtune.models.result import load_result, load_result_tokenizer, unquantised
 
 
 def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float, raw: bool) -> str:
@@ -20,10 +21,10 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     import torch
 
     run, job = _open(directory)
-    model = load.load_result(str(run.result), job.model, job.train.precision)
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    tokenizer = load.load_result_tokenizer(str(run.result), job.model)
+    model = load_result(str(run.result), job.model, job.train.precision)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device)
+    tokenizer = load_result_tokenizer(str(run.result), job.model)
     if not raw and _plain(job, tokenizer):
         prompt, raw = plain_prompt(prompt), True
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
@@ -34,11 +35,17 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
         stops=frozenset(model.generation_config.eos_token_id),  # as `save_result` wrote them
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        device=device,
     )[0]
 
 
 def merge(directory: Path, target: Path) -> float:
-    """Writes the run's model with its adapter folded in; returns the largest change it made."""
+    """Writes the run's model with its adapter folded in; returns the largest change it made.
+
+    The adapter of a quantised model is folded into the original weights, not into their quantised
+    image: that keeps the digits which quantisation dropped. What comes out is an ordinary model; it
+    answers a little otherwise than the one that was trained.
+    """
     run, job = _open(directory)
     if isinstance(job.adapter, NoAdapter):
         fact = "this run trained all weights: there is no adapter to merge"
@@ -46,9 +53,9 @@ def merge(directory: Path, target: Path) -> float:
     if target.exists():
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
-    model = load.load_result(str(run.result), job.model, "fp32")
-    tokenizer = load.load_result_tokenizer(str(run.result), job.model)
-    return merge_adapter(model, tokenizer, target, load.own_dtype(job.model))
+    model = load_result(str(run.result), unquantised(job.model), "fp32")
+    tokenizer = load_result_tokenizer(str(run.result), job.model)
+    return merge_adapter(model, tokenizer, target, own_dtype(job.model))
 
 
 def _plain(job: Job, tokenizer: Any) -> bool:

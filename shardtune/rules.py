@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from shardtune.core.document import KeyPath
 from shardtune.errors import JobError, Problem
-from shardtune.job import Job
+from shardtune.job import Job, LoRA, NoAdapter
+from shardtune.strategies import DeepSpeed
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ def _processes(job: Job) -> int:
 def _at_once(job: Job) -> int:
     micro_batch = job.train.micro_batch
     return micro_batch * _processes(job) if isinstance(micro_batch, int) else 0
+
+
+def _variant(job: Job) -> str:
+    return job.adapter.variant if isinstance(job.adapter, LoRA) else ""
 
 
 def _leaks(job: Job) -> list[str]:
@@ -116,6 +121,33 @@ RULES: tuple[Rule, ...] = (
         "hold out rows that are not trained on, in a file of their own",
     ),
     Rule(
+        "quantised-needs-adapter",
+        ("model", "quantization"),
+        lambda job: job.model.quantization != "none" and isinstance(job.adapter, NoAdapter),
+        lambda job: (
+            f"the weights are stored in {job.model.quantization}, and all of them are to be "
+            "trained: a step is far smaller than the distance between two such numbers"
+        ),
+        "train an adapter (`adapter: {type: lora}`), or set model.quantization: none",
+    ),
+    Rule(
+        "pissa-needs-all-digits",
+        ("adapter", "variant"),
+        lambda job: job.model.quantization != "none" and _variant(job) == "pissa",
+        lambda job: (
+            "pissa moves the strongest part of each weight into the adapter; what remains would be "
+            f"quantised ({job.model.quantization}) otherwise than by whoever loads the adapter"
+        ),
+        "use variant: plain, dora or rslora, or set model.quantization: none",
+    ),
+    Rule(
+        "fsdp-has-no-loss-scale",
+        ("train", "precision"),
+        lambda job: job.strategy.type == "fsdp" and job.train.precision == "fp16",
+        lambda job: "fp16 needs a loss scale on which all shards agree; fsdp here has none",
+        "set train.precision: bf16, or use strategy: {type: deepspeed}",
+    ),
+    Rule(
         "checkpoint-interval",
         ("save", "every"),
         lambda job: job.train.steps is not None and job.save.every > job.train.steps,
@@ -130,5 +162,10 @@ def check(job: Job, place: Callable[[KeyPath], str]) -> None:
     problems = [
         Problem(place(rule.key), rule.fact(job), rule.fix) for rule in RULES if rule.broken(job)
     ]
+    if isinstance(job.strategy, DeepSpeed):
+        problems += [
+            Problem(place(tuple(each.place.split("."))), each.fact, each.fix)
+            for each in job.strategy.problems()
+        ]
     if problems:
         raise JobError(problems)

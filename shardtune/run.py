@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardtune.checkpoint.result import check_result, save_result
+from shardtune.checkpoint.result import check_result, probe_logits, save_result
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.checkpoint.state import load_state, newest, save_state
 from shardtune.core.engine import Engine
@@ -21,8 +21,12 @@ from shardtune.job import Job
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
 from shardtune.measure.meter import GIB, peak_memory
-from shardtune.models.load import held_precision, load_result, own_dtype
+from shardtune.models.load import DTYPES, held_precision, own_dtype
+from shardtune.models.result import load_result
 from shardtune.report.terminal import RunView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,9 @@ class Run:
         """Writes down what is about to run, and looks at the model as it is."""
         self.files.begin(self.job, describe_environment(self.world) | {"data": dict(self.data)})
         self.evaluate(Progress())
+        answers = self.judge.answers()
         if self.world.is_main:
-            self.files.write_answers(self.judge.answers())
+            self.files.write_answers(answers)
         return Progress()
 
     def resume(self) -> Progress:
@@ -97,17 +102,21 @@ class Run:
         """Evaluates, saves, reads back and compares; only then is a run done."""
         results = self.evaluate(progress)
         peak = self.world.most(peak_memory(self.world.device)) / GIB
+        # What needs every rank comes first: a model that is spread answers only together.
+        answers = self.judge.answers()
+        trained = self.engine.trained_weights()
+        logits = probe_logits(self.engine.module(), probe, self.world.device)
         report: dict[str, Any] = {}
         if self.world.is_main:
             self.view.say("saving the result, and reading it back")
-            difference = self._save_result(probe)
+            difference = self._save_result(trained, logits, probe)
             report = {
                 "finished": not progress.stopped,
                 "directory": str(self.files.path),
                 "ranks": self.world.size,
                 "training": {**asdict(progress), "peak_memory_gib": peak},
                 "evaluation": self._before_and_after(results),
-                "samples": self._samples(),
+                "samples": self._samples(answers),
                 "result": {
                     "path": str(self.files.result),
                     "kind": self.job.adapter.type,
@@ -125,8 +134,7 @@ class Run:
             for result in results
         }
 
-    def _samples(self) -> list[dict[str, str]]:
-        after = self.judge.answers()
+    def _samples(self, after: Sequence[str]) -> list[dict[str, str]]:
         # A resumed run may show more or fewer samples than the one that began.
         before = (self.files.read_answers() + [""] * len(after))[: len(after)]
         return [
@@ -134,10 +142,19 @@ class Run:
             for question, old, new in zip(self.judge.questions(), before, after, strict=True)
         ]
 
-    def _save_result(self, probe: MicroBatch) -> float:
-        job, target = self.job, self.files.result
-        model, trained = self.engine.module(), self.engine.trained_weights()
-        tokenizer, stops = self.judge.tokenizer, self.judge.stops
-        written = save_result(model, tokenizer, stops, target, dtype=own_dtype(job.model))
+    def _save_result(
+        self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch
+    ) -> float:
+        job, target, judge = self.job, self.files.result, self.judge
+        trained = {name: weight.cpu() for name, weight in trained.items()}
+        written = save_result(
+            self.engine.module(),
+            trained,
+            judge.tokenizer,
+            judge.stops,
+            target,
+            dtype=own_dtype(job.model),
+        )
         reloaded = load_result(str(target), job.model, held_precision(job.adapter, job.train))
-        return check_result(reloaded, trained, model, probe, written=written)
+        computed = DTYPES[job.train.precision]
+        return check_result(reloaded, trained, logits, probe, written=written, computed=computed)

@@ -19,6 +19,7 @@ from shardtune.job import Job
 from shardtune.launch.join import join
 from shardtune.measure.meter import Meter
 from shardtune.models import load
+from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.isolation import require_isolation
 from shardtune.plan import make_plan
 from shardtune.report.terminal import RunView
@@ -34,10 +35,10 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
-        model = load.load_model(job.model, job.adapter, job.train, device=world.device)
-        engine = plan.strategy.build(model, plan.setup, world)  # the only strategy-aware line
+        blueprint = ModelBlueprint(job.model, job.adapter, job.train)
+        engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
         if job.data.packing:
-            require_isolation(engine.module(), rows=int(job.train.micro_batch))
+            require_isolation(engine.module(), rows=int(job.train.micro_batch), device=world.device)
         with engine, RunView(steps, shown=world.is_main) as view:
             judge = Judge(
                 engine,
@@ -46,6 +47,7 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
                 inputs.tokenizer,
                 inputs.stops,
                 job.evaluate,
+                world.device,
             )
             files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
             run = Run(job, world, engine, judge, files, view, inputs.data.digests())

@@ -12,7 +12,8 @@ from datasets import Dataset
 
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.data.prepared import Prepared, SourceReport
-from shardtune.job import Job
+from shardtune.job import Adapter, Job, ModelSection, TrainSection
+from shardtune.models.blueprint import ModelBlueprint
 
 Tokens = tuple[list[int], list[bool]]
 """The ids of a document, and which of them are trained."""
@@ -52,6 +53,18 @@ def make_job(directory: str, **sections: dict[str, Any]) -> Job:
     for name, values in sections.items():
         job[name] = job.get(name, {}) | values
     return Job.model_validate_json(json.dumps(job))
+
+
+def load_model(
+    section: ModelSection, adapter: Adapter, train: TrainSection, *, device: str = "cpu"
+) -> torch.nn.Module:
+    """The whole model with its adapter, as an engine would ask for it."""
+    return ModelBlueprint(section, adapter, train).whole(device)
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def batch(seed: int, rows: int = 2, length: int = 16) -> MicroBatch:

@@ -227,9 +227,9 @@ MISTAKES = [
      f"train: is a list of 2; it must be {A_SECTION}\n    fix: give {A_SECTION}"),
     ("adapter", "lora", f'adapter: is "lora"; it must be {A_SECTION}\n    fix: give {A_SECTION}'),
     ("adapter", "{rank: 4}",
-     "adapter.type: is missing\n    fix: add `type:` with one of lora, none"),
+     "adapter.type: is missing\n    fix: add `type:` with one of ia3, lora, none"),
     ("adapter", "{type: qlora}", "adapter.type: is 'qlora'\n    fix: did you mean 'lora'?"),
-    ("adapter", "{type: x}", "adapter.type: is 'x'\n    fix: write one of 'lora', 'none'"),
+    ("adapter", "{type: x}", "adapter.type: is 'x'\n    fix: write one of 'lora', 'ia3', 'none'"),
     ("adapter", "{type: none, rank: 4}",
      "adapter.rank: unknown key here\n"
      "    fix: it belongs to `type: lora`; set that, or remove the key"),
@@ -259,7 +259,7 @@ MISTAKES = [
     ("data", "{train: [{path: a, format: chat}], eval: [{path: a, format: chat, weight: 2}]}",
      "data.eval.0.weight: unknown key here\n    fix: did you mean 'data.train.weight'?"),
     ("strategy", "{type: ddp, stage: 2}",
-     "strategy.stage: unknown key\n    fix: known here: type"),
+     "strategy.stage: unknown key here\n    fix: did you mean 'strategy.zero_optimization.stage'?"),
     ("learning_rate", "3",
      "learning_rate: unknown key here\n    fix: did you mean 'train.learning_rate'?"),
 ]  # fmt: skip

@@ -69,6 +69,35 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "hold out rows that are not trained on, in a file of their own",
         ),
     ),
+    "quantised-needs-adapter": (
+        {"model": {"name": "m", "quantization": "nf4"}, "adapter": {"type": "none"}},
+        Problem(
+            "model.quantization",
+            "the weights are stored in nf4, and all of them are to be trained: a step is far "
+            "smaller than the distance between two such numbers",
+            "train an adapter (`adapter: {type: lora}`), or set model.quantization: none",
+        ),
+    ),
+    "pissa-needs-all-digits": (
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora", "variant": "pissa"},
+        },
+        Problem(
+            "adapter.variant",
+            "pissa moves the strongest part of each weight into the adapter; what remains would be "
+            "quantised (nf4) otherwise than by whoever loads the adapter",
+            "use variant: plain, dora or rslora, or set model.quantization: none",
+        ),
+    ),
+    "fsdp-has-no-loss-scale": (
+        {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all shards agree; fsdp here has none",
+            "set train.precision: bf16, or use strategy: {type: deepspeed}",
+        ),
+    ),
     "checkpoint-interval": (
         {"train": {"steps": 10}, "save": {"every": 11}},
         Problem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +22,26 @@ SAME_LOGITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def save_result(
-    model: Any, tokenizer: Any, stops: frozenset[int], target: Path, *, dtype: torch.dtype
+    model: Any,
+    trained: Mapping[str, Tensor],
+    tokenizer: Any,
+    stops: frozenset[int],
+    target: Path,
+    *,
+    dtype: torch.dtype,
 ) -> torch.dtype:
     """A PEFT folder for an adapter, an ordinary model folder otherwise; always safetensors.
 
-    `dtype` is what whole models are written in; adapters are small and stay in fp32. Returns what
-    it was. An older result in `target` is replaced once the new one is complete.
+    What is written are the weights in `trained`: the model may hold a share of them only. `dtype`
+    is what whole models are written in; adapters are small and stay in fp32. Returns what it was.
+    An older result in `target` is replaced once the new one is complete.
     """
     adapted = hasattr(model, "peft_config")
     with atomic_folder(target, replace=True) as partial:
         if adapted:
-            model.save_pretrained(partial)
+            model.save_pretrained(partial, state_dict=dict(trained))
         else:
-            model.save_pretrained(partial, state_dict=_rounded(model, dtype))
+            model.save_pretrained(partial, state_dict=_rounded(model, trained, dtype))
             config = copy.deepcopy(model.config)
             config.dtype = dtype  # transformers wrote what the model is held in
             config.save_pretrained(partial)
@@ -46,30 +52,28 @@ def save_result(
     return torch.float32 if adapted else dtype
 
 
-def _rounded(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of the model in `dtype`, with a tied weight under one of its names only.
-
-    Rounded, the two would no longer share their memory, and be taken for two.
-    """
-    once = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in model.state_dict().items()
-        if name in once
-    }
+def _rounded(
+    model: nn.Module, trained: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The weights in `dtype` (a tied one bears one of its names only), and the buffers."""
+    saved = set(model.state_dict())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {name: weight.to(dtype) for name, weight in trained.items()} | buffers
 
 
 def check_result(
     reloaded: nn.Module,
     trained: Mapping[str, Tensor],
-    model: nn.Module,
+    logits: Tensor,
     probe: MicroBatch,
     *,
     written: torch.dtype,
+    computed: torch.dtype = torch.float32,
 ) -> float:
     """Raises unless every trained weight came back, bit for bit, and the logits with them.
 
-    Both up to the rounding to `written`, in which the weights lie on disk. Returns the largest
+    `logits` are those of the trained model on `probe`, `computed` in that precision. Both are
+    compared up to the rounding to `written`, in which the weights lie on disk. Returns the largest
     difference of a logit.
     """
     back = dict(reloaded.named_parameters())
@@ -82,19 +86,18 @@ def check_result(
             again, weight.to(written).to(again.dtype)
         ):
             raise _wrong(f"{name} differs from what was trained")
-    ours, theirs = _logits(model, probe), _logits(reloaded, probe)
-    difference = (ours - theirs).abs().max().item()
-    computed = next(iter(reloaded.parameters())).dtype
-    allowed = max(SAME_LOGITS[written], SAME_LOGITS[computed]) * ours.abs().max().item()
+    difference = (logits - probe_logits(reloaded, probe)).abs().max().item()
+    rounded = (written, computed, next(iter(reloaded.parameters())).dtype)
+    allowed = max(SAME_LOGITS[dtype] for dtype in rounded) * logits.abs().max().item()
     if not difference <= allowed:  # so that it is refused also when it isn't a number
         raise _wrong(f"its logits differ by {difference:.3g} from those of the trained model")
     return difference
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, probe: MicroBatch) -> Tensor:
+def probe_logits(model: nn.Module, probe: MicroBatch, device: str = "cpu") -> Tensor:
+    """What the model says to the beginning of the probe's first row. All ranks have to ask."""
     model.eval()
-    device = next(model.parameters()).device
     logits: Tensor = model(
         input_ids=probe.input_ids[:1, :PROBE].to(device),
         position_ids=probe.position_ids[:1, :PROBE].to(device),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from shardtune.core.footprint import Held
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Engine(Protocol):
 
     def trained_weights(self) -> Mapping[str, Tensor]:
         """Every weight that is trained, whole, by its name in the model."""
+        ...
+
+    def held(self) -> Held:
+        """The bytes that this rank holds between two steps, by state and place."""
         ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:

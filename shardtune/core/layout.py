@@ -6,12 +6,15 @@ can't drift away from what runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardtune.core.mesh import Mesh
+from shardtune.core.mesh import WORLD, Mesh
 
 State = Literal["params", "grads", "optim", "activations"]
+Cargo = Literal["params", "trained", "grads", "activations"]
+"""What a collective carries: all weights or only those that are trained, and so on."""
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
 When = Literal["step", "micro_batch"]
 Home = Literal["gpu", "cpu", "nvme"]
@@ -22,7 +25,7 @@ class Move:
     """One collective: what it carries, how often, and the share of the state's bytes it carries."""
 
     op: Op
-    what: State
+    what: Cargo
     when: When
     scale: float = 1.0
 
@@ -34,6 +37,8 @@ class AxisRule:
     axis: str
     divides: frozenset[State] = frozenset()
     moves: tuple[Move, ...] = ()
+    copies: frozenset[State] = frozenset()
+    """States of which a second copy is kept while a step runs, divided by this axis alone."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Layout:
 
     rules: tuple[AxisRule, ...]
     home: dict[State, Home] = field(default_factory=dict)
+    masters: bool = False
+    """Whether the optimizer keeps an fp32 copy of its own of what is trained."""
 
     def divisor(self, state: State, mesh: Mesh) -> int:
         """Over how many ranks `state` is spread."""
@@ -50,6 +57,27 @@ class Layout:
             if state in rule.divides:
                 product *= mesh.size_of(rule.axis)
         return product
+
+    def held(self, state: State, size: int, mesh: Mesh) -> int:
+        """The bytes of a state that a rank holds: its share, and its share of a second copy."""
+        copies = [rule.axis for rule in self.rules if state in rule.copies]
+        share = size // self.divisor(state, mesh)
+        return share + sum(size // mesh.size_of(axis) for axis in copies)
+
+    def without_masters(self) -> Layout:
+        """The same for a count of optimizer bytes that has the masters in it already."""
+        return replace(self, masters=False)
+
+    def share(self, cargo: Cargo, axis: str, mesh: Mesh) -> int:
+        """Over how many ranks a collective's cargo is spread already, by other axes than its own.
+
+        Weights are gathered whole; a gradient that one axis has divided is reduced over the next
+        in that share.
+        """
+        if cargo != "grads" or axis == WORLD:
+            return 1
+        before = [rule.axis for rule in self.rules if rule.axis != axis and "grads" in rule.divides]
+        return math.prod(mesh.size_of(other) for other in before)
 
     def moves(self, mesh: Mesh) -> tuple[tuple[str, Move], ...]:
         """The collectives that are really sent: an axis of one rank sends nothing."""

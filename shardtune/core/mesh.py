@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from shardtune.errors import JobError, Problem
 
+WORLD = "world"
+"""The name under which a rule speaks of all axes at once."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -19,8 +22,8 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def size_of(self, axis: str) -> int:
-        """The size of an axis; one that isn't there has size one."""
-        return dict(self.axes).get(axis, 1)
+        """The size of an axis; one that isn't there has size one. WORLD is all of them together."""
+        return self.size if axis == WORLD else dict(self.axes).get(axis, 1)
 
     def require(self, ranks: int) -> None:
         """Refuses a mesh that doesn't multiply out to the ranks at hand."""

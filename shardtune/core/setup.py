@@ -30,3 +30,7 @@ class EngineSetup:
     schedule: Schedule
     max_grad_norm: float | None
     seed: int
+    micro_batch: int = 1
+    """Rows of one forward pass."""
+    accumulation: int = 1
+    """Micro-batches of a step on each rank; the last step of a run may have fewer."""

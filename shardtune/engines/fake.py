@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.footprint import Held
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 
 
@@ -36,6 +37,9 @@ class FakeEngine:
 
     def trained_weights(self) -> Mapping[str, Tensor]:
         return {"weight": self.model.weight.detach()}
+
+    def held(self) -> Held:
+        return Held({})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         return {"weight.weight": torch.ones(1, 1)}, {"taken": float(len(self.seen))}

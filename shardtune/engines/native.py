@@ -1,4 +1,4 @@
-"""PyTorch's own tools: one process, or DDP over several."""
+"""PyTorch's own tools: one process, or DDP over several. FSDP2 builds on it in `fsdp.py`."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardtune.core.footprint import Held
+from shardtune.core.layout import Home
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.engines.loss import forward, loss_sum, selects_logits
 from shardtune.engines.optimizer import make_optimizer
+from shardtune.engines.tensors import local, size_of, spread_like, whole
 
-_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NativeEngine:
-    """Every rank holds the whole model; gradients meet once per step."""
+    """One optimizer step with autograd, in plain sight.
+
+    Whatever spreads the model over ranks has been done to `model` before; here it shows only in how
+    gradients meet (`_synchronising`) and in tensors that may be a rank's share of a larger one.
+    """
 
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
         self.setup = setup
         self.world = world
         self.device = torch.device(world.device)
-        self.model = model.to(self.device)
+        self.model = model
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.trained, setup.optimizer, setup.schedule.peak)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._select = selects_logits(model)
-        self._ddp = (
-            DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            if world.size > 1
-            else None
-        )
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         tokens, labels = self._count(microbatches)
-        # DDP averages over ranks; the sum over label tokens wants no such division.
+        # The ranks' gradients are averaged; the sum over label tokens wants no such division.
         scale = self.world.size / max(1, labels)
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(microbatches):
             self._seed(index)
-            last = index == len(microbatches) - 1
-            with self._synchronising(last):
+            with self._synchronising(last=index == len(microbatches) - 1):
                 with self._autocast():
                     logits, targets = forward(
                         self._module(), self._here(batch), select=self._select
@@ -76,15 +77,14 @@ class NativeEngine:
         )
 
     def _update(self, rate: float) -> tuple[float, bool]:
-        """Clips and applies the gradient, unless it isn't finite. All ranks hold the same one."""
+        """Clips and applies the gradient, unless it isn't finite. All ranks see the same norm."""
         self.scaler.unscale_(self.optimizer)
-        limit = self.setup.max_grad_norm
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-        total = nn.utils.get_total_norm(gradients)
-        norm = total.item()
+        norm = whole(nn.utils.get_total_norm(gradients)).item()
         applied = math.isfinite(norm)
-        if limit is not None and applied:
-            nn.utils.clip_grads_with_norm_(self.trained.values(), limit, total)
+        limit = self.setup.max_grad_norm
+        if limit is not None and applied and norm > limit:
+            torch._foreach_mul_(gradients, limit / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if applied:
@@ -112,13 +112,26 @@ class NativeEngine:
         return self.model
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.trained.items()}
+        return {name: whole(parameter.detach()) for name, parameter in self.trained.items()}
+
+    def held(self) -> Held:
+        states = [s for kept in self.optimizer.state.values() for s in kept.values()]
+        moments = [s for s in states if isinstance(s, Tensor) and s.ndim > 0]
+        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+        home = self._home()
+        return Held(
+            {
+                ("params", home): sum(size_of(p) for p in self.model.parameters()),
+                ("grads", home): sum(size_of(gradient) for gradient in gradients),
+                ("optim", home): sum(size_of(moment) for moment in moments),
+            }
+        )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
         for name, parameter in self.trained.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = torch.as_tensor(value)
+                tensors[f"{key}.{name}"] = whole(torch.as_tensor(value))
         numbers = {"taken": float(self.taken)}
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -128,12 +141,16 @@ class NativeEngine:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         with torch.no_grad():
             for name, parameter in self.trained.items():
-                parameter.copy_(tensors[f"weight.{name}"])
+                local(parameter).copy_(local(spread_like(tensors[f"weight.{name}"], parameter)))
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
             if kind != "weight":
                 parameter = self.trained[name]
-                self.optimizer.state[parameter][kind] = value.to(parameter.device, copy=True)
+                one = value.ndim == 0
+                kept = (
+                    value.to(parameter.device, copy=True) if one else spread_like(value, parameter)
+                )
+                self.optimizer.state[parameter][kind] = kept
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -149,7 +166,7 @@ class NativeEngine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ddp = None  # lets go of its buckets before the process group ends
+        pass
 
     # Small parts of a step --------------------------------------------------------------------
 
@@ -178,15 +195,46 @@ class NativeEngine:
         }
         return replace(batch, **moved)
 
-    def _module(self) -> nn.Module:
-        return self._ddp if self._ddp is not None else self.model
-
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        dtype = _COMPUTE[self.setup.precision]
+        dtype = COMPUTE[self.setup.precision]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
-    def _synchronising(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        """Gradients travel with the last micro-batch only."""
-        if self._ddp is None or last:
-            return contextlib.nullcontext()
-        return self._ddp.no_sync()
+    def _home(self) -> Home:
+        return "gpu"
+
+    def _module(self) -> nn.Module:
+        return self.model
+
+    def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+class DDPEngine(NativeEngine):
+    """Every rank holds the whole model; gradients meet once per step, with the last micro-batch."""
+
+    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
+        super().__init__(model, setup, world)
+        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
+            model, gradient_as_bucket_view=True
+        )
+
+    def _module(self) -> nn.Module:
+        assert self._ddp is not None
+        return self._ddp
+
+    def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        assert self._ddp is not None
+        return contextlib.nullcontext() if last else self._ddp.no_sync()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ddp = None  # lets go of its buckets before the process group ends
+
+
+def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
+    """The engine for a whole model on each rank, of which there may be only one."""
+    return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

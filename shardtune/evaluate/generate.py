@@ -49,11 +49,11 @@ def answer(
     stops: frozenset[int],
     max_new_tokens: int,
     temperature: float = 0.0,
+    device: str = "cpu",
 ) -> list[str]:
     """One answer a prompt, all in one batch; greedy unless a temperature is given."""
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)

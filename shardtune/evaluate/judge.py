@@ -27,7 +27,7 @@ class HeldOut(Protocol):
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges the model that an engine holds. Losses need every rank; answers need one."""
+    """Judges the model that an engine holds. Every rank has to ask: the model may be spread."""
 
     engine: Engine
     sets: Sequence[HeldOut]
@@ -35,6 +35,7 @@ class Judge:
     tokenizer: Any
     stops: frozenset[int]
     section: EvaluateSection
+    device: str = "cpu"
 
     def losses(self) -> list[EvalResult]:
         """One result a held-out set, over all ranks."""
@@ -70,4 +71,5 @@ class Judge:
             [prompt.ids for prompt in self.prompts],
             stops=self.stops,
             max_new_tokens=self.section.max_new_tokens,
+            device=self.device,
         )

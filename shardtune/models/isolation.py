@@ -14,7 +14,7 @@ LEAK = 0.1  # share of what seeing the other document would change
 
 
 @torch.no_grad()
-def require_isolation(model: nn.Module, *, rows: int) -> None:
+def require_isolation(model: nn.Module, *, rows: int, device: str = "cpu") -> None:
     """Refuses a model that lets a document see the one before it in its row.
 
     Most models of transformers build a mask from positions that start again; some families ignore
@@ -24,7 +24,6 @@ def require_isolation(model: nn.Module, *, rows: int) -> None:
     """
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
     config: Any = model.config
     draw = torch.Generator().manual_seed(0)
     most = min(1000, config.get_text_config().vocab_size)

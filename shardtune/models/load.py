@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, ModelSection, NoAdapter, TrainSection
-from shardtune.models.adapters import add_adapter, check_targets
+from shardtune.models.adapters import check_names
 from shardtune.models.catalogue import resolve
 
 PLACE = "model.name"
@@ -22,15 +21,14 @@ _FIX = (
     "name a built-in model (`shardtune models list`), a folder in Hugging Face's format with "
     "safetensors weights, or a hub id that this machine can reach"
 )
-_RESULT_FIX = "write it again: shardtune train RUN/job.yaml --resume"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_config(section: ModelSection) -> Any:
     """The model's configuration; refuses what needs code of its own, unless that is allowed."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-    with _explaining(PLACE, section.name, _FIX):
+    with explaining(PLACE, section.name, _FIX):
         found, _ = PretrainedConfig.get_config_dict(resolve(section.name), **_where(section))
         # A model that transformers knows itself needs none of the code that its repository ships.
         known = found.get("model_type") in CONFIG_MAPPING
@@ -47,7 +45,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     """The tokenizer that the model was trained with."""
     from transformers import AutoTokenizer
 
-    with _explaining(PLACE, section.name, _FIX):
+    with explaining(PLACE, section.name, _FIX):
         return AutoTokenizer.from_pretrained(
             resolve(section.name), trust_remote_code=section.trust_remote_code, **_where(section)
         )
@@ -92,13 +90,13 @@ def check_weights(section: ModelSection, adapter: Adapter, config: Any) -> None:
         fix = "save the model again with save_pretrained, which writes safetensors"
         raise ModelError(Problem(PLACE, fact, fix))
     other = "eager" if section.attention == "sdpa" else "sdpa"
-    with _explaining("model.attention", section.name, f"attention: {other}"), torch.device("meta"):
+    with explaining("model.attention", section.name, f"attention: {other}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=section.attention,
             trust_remote_code=section.trust_remote_code,
         )
-    check_targets(model, adapter)
+    check_names(model, adapter)
 
 
 def stop_ids(section: ModelSection, tokenizer: Any) -> frozenset[int]:
@@ -123,20 +121,6 @@ def load_generation_config(section: ModelSection) -> Any | None:
         return None
 
 
-def load_model(
-    section: ModelSection, adapter: Adapter, train: TrainSection, *, device: str
-) -> nn.Module:
-    """The model with its adapters, ready to be handed to an engine.
-
-    Frozen weights are held in the precision of the computation; weights that are trained are held
-    in fp32, because an update is often too small to change a 16-bit number.
-    """
-    model = load_base(section, held_precision(adapter, train))
-    if train.gradient_checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return add_adapter(model.to(device), adapter, seed=train.seed)
-
-
 def held_precision(adapter: Adapter, train: TrainSection) -> Precision:
     """What the model's own weights are held in while they are trained, or adapted."""
     return "fp32" if isinstance(adapter, NoAdapter) else train.precision
@@ -149,11 +133,11 @@ def load_base(section: ModelSection, precision: Precision) -> Any:
 
     config = load_config(section)
     logging.disable_progress_bar()  # one bar per rank and per reload is noise
-    with _explaining(PLACE, section.name, _FIX):
+    with explaining(PLACE, section.name, _FIX):
         model = AutoModelForCausalLM.from_pretrained(
             resolve(section.name),
             config=config,
-            dtype=_DTYPES[precision],
+            dtype=DTYPES[precision],
             attn_implementation=section.attention,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
@@ -165,29 +149,6 @@ def load_base(section: ModelSection, precision: Precision) -> Any:
         # such files and refuses to write them, which must not happen at the end of a run.
         generation.temperature = generation.top_p = generation.top_k = None
     return model
-
-
-def load_result(folder: str, section: ModelSection, precision: Precision) -> Any:
-    """A result as anybody would load it: an adapter on its model, or a whole model."""
-    if not (Path(folder) / "adapter_config.json").is_file():
-        whole = section.model_copy(update={"name": folder, "revision": None})
-        return load_base(whole, precision)
-    from peft import PeftModel
-    from transformers import GenerationConfig
-
-    base = load_base(section, precision)
-    with _explaining(folder, folder, _RESULT_FIX):
-        # The result knows better than its model where answers end.
-        base.generation_config = GenerationConfig.from_pretrained(folder)
-        return PeftModel.from_pretrained(base, folder)
-
-
-def load_result_tokenizer(folder: str, section: ModelSection) -> Any:
-    """The tokenizer that was saved with a result. The folder of an adapter is no model's folder."""
-    from transformers import AutoTokenizer
-
-    with _explaining(folder, folder, _RESULT_FIX):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
 
 
 def own_dtype(section: ModelSection) -> torch.dtype:
@@ -214,7 +175,7 @@ def _token_id(token: str, tokenizer: Any) -> int:
 
 
 @contextmanager
-def _explaining(place: str, name: str, fix: str) -> Iterator[None]:
+def explaining(place: str, name: str, fix: str) -> Iterator[None]:
     """Turns the many ways in which transformers fails to load a thing into one that says what."""
     try:
         yield

@@ -5,9 +5,15 @@ A new strategy is one file here and one member of this union.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from shardtune.strategies.ddp import DDP
+from shardtune.strategies.deepspeed import DeepSpeed
+from shardtune.strategies.fsdp import FSDP
 
-Strategy = DDP
-"""Every strategy that a job can name. The next one makes this a union discriminated on `type`."""
+Strategy = Annotated[DDP | FSDP | DeepSpeed, Field(discriminator="type")]
+"""Every strategy that a job can name."""
 
-__all__ = ["DDP", "Strategy"]
+__all__ = ["DDP", "FSDP", "DeepSpeed", "Strategy"]

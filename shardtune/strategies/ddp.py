@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shardtune.core.engine import Engine
 
 
@@ -32,7 +31,7 @@ class DDP(BaseModel):
     def layout(self) -> Layout:
         return Layout((AxisRule("data", moves=(Move("all_reduce", "grads", "step"),)),))
 
-    def build(self, model: nn.Module, setup: EngineSetup, world: World) -> Engine:
-        from shardtune.engines.native import NativeEngine
+    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+        from shardtune.engines.native import native_engine
 
-        return NativeEngine(model, setup, world)
+        return native_engine(blueprint.whole(world.device), setup, world)

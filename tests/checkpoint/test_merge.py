@@ -17,9 +17,8 @@ from shardtune.checkpoint.rundir import RunDir
 from shardtune.errors import RunError
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.models import tiny
-from shardtune.models.load import load_model
 from shardtune.results import ask, merge
-from tests.synthetic import batch, make_job
+from tests.synthetic import batch, load_model, make_job, trained
 
 STOPS = frozenset({tiny.END, 10})
 
@@ -39,7 +38,8 @@ def finished_run(folder: Path, adapter: Adapter) -> RunDir:
     """A run directory as training leaves it, as far as merging reads it."""
     run = RunDir(folder)
     run.begin(make_job(str(folder), adapter=adapter.model_dump()), {})
-    save_result(changed(adapter), tiny.tokens(), STOPS, run.result, dtype=torch.float32)
+    model = changed(adapter)
+    save_result(model, trained(model), tiny.tokens(), STOPS, run.result, dtype=torch.float32)
     return run
 
 

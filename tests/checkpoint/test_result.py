@@ -13,13 +13,13 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardtune.checkpoint.result import check_result, save_result
+from shardtune.checkpoint.result import check_result, probe_logits, save_result
 from shardtune.errors import ModelError, RunError
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.models import tiny
 from shardtune.models.catalogue import resolve
-from shardtune.models.load import load_model, load_result
-from tests.synthetic import batch
+from shardtune.models.result import load_result
+from tests.synthetic import batch, load_model, trained
 
 STOPS = frozenset({tiny.END, 257})
 SECTION = ModelSection(name="tiny")
@@ -47,7 +47,8 @@ class Saved:
         return load_result(str(self.folder), SECTION, precision)
 
     def check(self, reloaded: Any) -> float:
-        return check_result(reloaded, self.trained, self.model, batch(5), written=self.written)
+        logits = probe_logits(self.model, batch(5))
+        return check_result(reloaded, self.trained, logits, batch(5), written=self.written)
 
     @torch.no_grad()
     def logits(self, model: Any) -> torch.Tensor:
@@ -64,7 +65,8 @@ def saved(
             if weight.requires_grad:
                 weight += 0.02 * torch.randn(weight.shape, generator=draw)
     target = folder / "result"
-    written = save_result(model, tiny.tokens(), STOPS, target, dtype=dtype)
+    weights = trained(model)
+    written = save_result(model, weights, tiny.tokens(), STOPS, target, dtype=dtype)
     return Saved(model, target, written)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,9 @@ def test_the_map_is_complete() -> None:
     rooms = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
     files = {path.name for path in package.glob("[!_]*.py")}
     assert rooms | files <= listed
+
+
+def test_the_tables_of_strategies_are_those_of_the_layouts() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "make_tables.py"), "--check"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, check=False).returncode == 0

@@ -12,9 +12,9 @@ from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.native import NativeEngine
+from shardtune.engines.native import DDPEngine, NativeEngine, native_engine
 from shardtune.job import LoRA, ModelSection, NoAdapter, TrainSection
-from shardtune.models.load import load_model
+from shardtune.models.blueprint import ModelBlueprint
 from tests.ranks import on_ranks
 
 
@@ -39,11 +39,11 @@ def make(
     checkpointing: str = "none",
 ) -> NativeEngine:
     train = TrainSection(precision=precision, gradient_checkpointing=checkpointing)
-    model = load_model(ModelSection(name="tiny"), adapter or NoAdapter(), train, device="cpu")
+    model = ModelBlueprint(ModelSection(name="tiny"), adapter or NoAdapter(), train).whole("cpu")
     setup = EngineSetup(
         precision, OptimizerSetup(optimizer), Schedule("constant", rate, 0, 100), clip, 0
     )
-    return NativeEngine(model, setup, world or World())
+    return native_engine(model, setup, world or World())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -137,6 +137,7 @@ def sent_in_a_step(world: World, microbatches: int) -> dict[str, int]:
         future = dist.all_reduce(bucket.buffer().div_(world.size), async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
+    assert isinstance(engine, DDPEngine)
     assert engine._ddp is not None
     engine._ddp.register_comm_hook(None, hook)
     engine.step([batch(10 * world.rank + n) for n in range(microbatches)])

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from shardtune.evaluate.generate import Prompt, answer, held_out_prompt, prompt_ids, question_text
 from shardtune.job import LoRA, ModelSection, TrainSection
 from shardtune.models import tiny
-from shardtune.models.load import load_base, load_model
+from shardtune.models.load import load_base
+from tests.synthetic import load_model
 
 SMOLLM2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "smollm2"
 PROMPTS = ["Say it.", "Count from one to ten, and then back again.", "?"]

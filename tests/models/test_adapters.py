@@ -1,115 +1,143 @@
-"""Adapters: the same on every rank, only they are trained, and targets are checked."""
+"""Every kind of adapter: what peft makes of the saved result, and which layers it takes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from shardtune.core.world import World
 from shardtune.errors import ModelError
-from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
-from shardtune.models.adapters import add_adapter
-from shardtune.models.load import load_base, load_model
-from tests.ranks import on_ranks
+from shardtune.job import IA3, Adapter, LoRA, ModelSection, TrainSection
+from shardtune.models.adapters import ia3_modules
+from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.parts import skeleton
+from shardtune.models.result import load_result
+from tests.models.families import write
 
-TINY = ModelSection(name="tiny")
+IDS = torch.arange(12).view(1, 12) * 5
 
-
-def adapted(adapter: Adapter, *, seed: int = 0) -> Any:
-    return add_adapter(load_base(TINY, "fp32"), adapter, seed=seed)
-
-
-def trained(model: Any) -> dict[str, torch.Tensor]:
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-def layers(model: Any) -> set[str]:
-    """The names of the layers that have an adapter."""
-    return {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained(model)}
+ADAPTERS: dict[str, Adapter] = {
+    "lora": LoRA(rank=4),
+    "dora": LoRA(rank=4, variant="dora"),
+    "rslora": LoRA(rank=4, variant="rslora"),
+    "pissa": LoRA(rank=4, variant="pissa"),
+    "ia3": IA3(),
+    "saved": LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head")),
+}
 
 
-def test_without_an_adapter_the_model_is_itself() -> None:
-    model = load_base(TINY, "fp32")
-    assert add_adapter(model, NoAdapter(), seed=0) is model
-    assert all(weight.requires_grad for weight in model.parameters())
+def build(folder: Path, adapter: Adapter, **model: Any) -> Any:
+    section = ModelSection(name=str(folder), **model)
+    return ModelBlueprint(section, adapter, TrainSection(precision="fp32")).whole("cpu")
 
 
-def test_only_the_adapter_is_trained() -> None:
-    model = adapted(LoRA(rank=4))
-    assert all("lora_" in name for name in trained(model))
-    # Each of 7 linear layers of 2 blocks has A and B; 4 x (in + out) weights, from tiny's sizes:
-    # q, o: 64 + 64; k, v: 64 + 32; gate, up: 64 + 176; down: 176 + 64.
-    assert len(trained(model)) == 2 * 7 * 2
-    sizes = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 176)
-    assert sum(weight.numel() for weight in trained(model).values()) == 2 * 4 * sizes
-
-
-def test_all_linear_is_every_linear_layer_but_the_head() -> None:
-    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert layers(adapted(LoRA(rank=2))) == expected
-    assert layers(adapted(LoRA(rank=2, targets=("q_proj", "up_proj")))) == {"q_proj", "up_proj"}
-
-
-def test_an_adapter_changes_nothing_at_first() -> None:
-    ids = torch.arange(40).unsqueeze(0)
+def disturb(model: Any) -> None:
+    """Stands for training: every trained weight moves."""
+    draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        before = load_base(TINY, "fp32")(input_ids=ids).logits
-        after = adapted(LoRA(rank=4)).eval()(input_ids=ids).logits
-    assert torch.equal(before, after)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
 
 
-def test_rank_alpha_and_dropout_arrive() -> None:
-    model = adapted(LoRA(rank=4, alpha=12, dropout=0.25))
-    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
-    assert layer.lora_A["default"].weight.shape == (4, 64)
-    assert layer.scaling["default"] == 3.0  # alpha / rank
-    assert layer.lora_dropout["default"].p == 0.25
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(IDS).logits
+    return found
 
 
-def test_the_seed_decides_and_nothing_else() -> None:
-    first = adapted(LoRA(rank=4), seed=1)
-    torch.rand(7)  # whatever was drawn before
-    state = torch.get_rng_state()
-    again, other = adapted(LoRA(rank=4), seed=1), adapted(LoRA(rank=4), seed=2)
-    assert torch.equal(torch.get_rng_state(), state), "and nothing else is disturbed"
-    for name, weight in trained(first).items():
-        assert torch.equal(weight, trained(again)[name])
-        assert torch.equal(weight, trained(other)[name]) is ("lora_B" in name)  # B starts at zero
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+def test_peft_loads_what_was_saved(tmp_path: Path, adapter: Adapter, tied: bool) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    write(tmp_path / "model", "llama", tie_word_embeddings=tied)
+    model = build(tmp_path / "model", adapter)
+    before = logits(model)
+    disturb(model)
+    after = logits(model)
+    assert (before - after).abs().max() > 0.05  # IA3 moves them by 0.08, the others by more
+    model.save_pretrained(tmp_path / "result")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "result")
+    torch.testing.assert_close(logits(loaded), after, rtol=1e-4, atol=1e-4)
 
 
-def on_a_rank(world: World) -> dict[str, list[float]]:
-    torch.manual_seed(1000 + world.rank)  # ranks may have drawn different numbers before
-    model = load_model(TINY, LoRA(rank=2), TrainSection(precision="fp32", seed=3), device="cpu")
-    return {name: weight.flatten().tolist() for name, weight in trained(model).items()}
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+def test_an_adapter_changes_nothing_before_it_is_trained(tmp_path: Path, adapter: Adapter) -> None:
+    original = write(tmp_path, "llama")
+    torch.testing.assert_close(
+        logits(build(tmp_path, adapter)), logits(original), rtol=1e-4, atol=1e-4
+    )
 
 
-def test_every_rank_has_the_same_adapter() -> None:
-    one, other = on_ranks(2, on_a_rank)
-    assert one == other
-    assert any(any(values) for values in one.values())
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_result_of_quantised_weights_comes_back_on_quantised_weights(
+    tmp_path: Path, kind: str
+) -> None:
+    from transformers import GenerationConfig
+
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    write(tmp_path / "model", "llama")
+    model = build(tmp_path / "model", LoRA(rank=4), quantization=kind)
+    disturb(model)
+    model.save_pretrained(tmp_path / "result")
+    GenerationConfig().save_pretrained(tmp_path / "result")
+    section = ModelSection(name=str(tmp_path / "model"), quantization=kind)
+    loaded = load_result(str(tmp_path / "result"), section, "fp32")
+    assert torch.equal(logits(loaded), logits(model))
 
 
-def test_unknown_targets_are_refused_all_at_once_with_the_nearest() -> None:
-    with pytest.raises(ModelError) as caught:
-        adapted(LoRA(targets=("q_porj", "v_proj", "nothing_like_it")))
-    first, second = caught.value.problems
-    assert first.place == "adapter.targets.0"
-    assert first.fact == "the model has no linear layer 'q_porj'"
-    assert first.fix == "did you mean 'q_proj'?"
-    assert second.place == "adapter.targets.2"
-    assert second.fix.startswith("choose among down_proj, gate_proj, k_proj, lm_head, ")
+def test_rslora_is_stronger_by_the_root_of_the_rank(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+
+    def scaling(adapter: LoRA) -> float:
+        layer = build(tmp_path, adapter).get_base_model().model.layers[0].mlp.up_proj
+        return float(layer.scaling["default"])
+
+    assert scaling(LoRA(rank=16, alpha=32)) == 2
+    assert scaling(LoRA(rank=16, alpha=32, variant="rslora")) == 8
 
 
-def test_a_layer_that_is_not_linear_is_refused() -> None:
-    with pytest.raises(ModelError, match="no linear layer 'embed_tokens'"):
-        adapted(LoRA(targets=("embed_tokens",)))
+@pytest.mark.parametrize(
+    ("family", "targets", "feedforward"),
+    [
+        ("llama", {"k_proj", "v_proj", "down_proj"}, {"down_proj"}),
+        ("gpt2", {"c_attn", "mlp.c_proj"}, {"mlp.c_proj"}),
+        ("gpt_neox", {"query_key_value", "dense_4h_to_h"}, {"dense_4h_to_h"}),
+    ],
+)
+def test_ia3_knows_the_families(
+    tmp_path: Path, family: str, targets: set[str], feedforward: set[str]
+) -> None:
+    """The expected names are those of peft's table."""
+    write(tmp_path, family)
+    model = skeleton(ModelSection(name=str(tmp_path)), torch.float32)
+    assert tuple(map(set, ia3_modules(model, IA3()))) == (targets, feedforward)
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft's word that it transposes for us
-def test_gpt2_calls_its_linear_layers_conv1d() -> None:
-    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
-    assert layers(add_adapter(model, LoRA(rank=2, targets=("c_attn",)), seed=0)) == {"c_attn"}
+def test_ia3_derives_what_peft_does_not_know(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    model = skeleton(ModelSection(name=str(tmp_path)), torch.float32)
+    model.config.model_type = "unheard-of"
+    assert ia3_modules(model, IA3()) == (("k_proj", "v_proj", "down_proj"), ("down_proj",))
+    chosen = IA3(targets=("v_proj", "up_proj"), feedforward=("up_proj",))
+    assert ia3_modules(model, chosen) == (("v_proj", "up_proj"), ("up_proj",))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        (LoRA(targets=("q_prj",)), "adapter.targets.0: .* no linear layer 'q_prj'"),
+        (LoRA(modules_to_save=("lm_hed",)), "adapter.modules_to_save.0: .*'lm_hed'"),
+        (IA3(targets=("nope",), feedforward=()), "adapter.targets.0: .*'nope'"),
+        (IA3(targets=("k_proj",), feedforward=("up_proj",)), "adapter.feedforward: up_proj not"),
+    ],
+)
+def test_names_that_the_model_lacks_are_told(tmp_path: Path, adapter: Adapter, said: str) -> None:
+    write(tmp_path, "llama")
+    with pytest.raises(ModelError, match=said):
+        build(tmp_path, adapter)

@@ -19,11 +19,11 @@ from shardtune.models.load import (
     check_fits_data,
     load_base,
     load_config,
-    load_model,
     load_tokenizer,
     own_dtype,
     stop_ids,
 )
+from tests.synthetic import load_model
 
 TINY = ModelSection(name="tiny")
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

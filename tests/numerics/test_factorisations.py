@@ -19,9 +19,9 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.data.loader import Loader
 from shardtune.data.prepared import Prepared, PreparedData, SourceReport
-from shardtune.engines.native import NativeEngine
+from shardtune.engines.native import native_engine
 from shardtune.job import DataSection, LoRA, ModelSection, NoAdapter, TrainSection, TrainSource
-from shardtune.models.load import load_model
+from shardtune.models.blueprint import ModelBlueprint
 from tests.ranks import on_ranks
 
 STEPS = 5
@@ -88,7 +88,7 @@ def loader(packing: bool, rank: int, ranks: int, micro_batch: int) -> Loader:
 def fresh_model(adapter: str) -> torch.nn.Module:
     chosen = LoRA(rank=4) if adapter == "lora" else NoAdapter()
     train = TrainSection(precision="fp32")
-    model = load_model(ModelSection(name="tiny"), chosen, train, device="cpu")
+    model = ModelBlueprint(ModelSection(name="tiny"), chosen, train).whole("cpu")
     if adapter == "lora":  # B starts at zero, which would hide errors in A's gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -104,7 +104,7 @@ def engine_run(world: World, adapter: str, packing: bool, micro_batch: int) -> l
         "fp32", OptimizerSetup("sgd"), Schedule("constant", 0.5, 0, STEPS), MAX_NORM, 0
     )
     data = loader(packing, world.rank, world.size, micro_batch)
-    with NativeEngine(fresh_model(adapter), setup, world) as engine:
+    with native_engine(fresh_model(adapter), setup, world) as engine:
         results = [engine.step(batches) for batches in data.steps(0, STEPS)]
     return [[result.loss, result.grad_norm] for result in results]
 

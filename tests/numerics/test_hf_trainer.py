@@ -1,7 +1,8 @@
 """The same job through Hugging Face's own Trainer and PEFT gives the same loss curve.
 
-Both start from the same model and the same seed; the Trainer is handed our order of samples, and
-nothing else of ours: its own loss, its own accumulation, its own schedule, clipping and optimizer.
+The Trainer is handed our order of samples and our adapters' first values (they are drawn by name,
+which PEFT doesn't do), and nothing else of ours: its own loss, its own accumulation, its own
+schedule, clipping and optimizer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from shardtune.core.world import World
 from shardtune.job import Job
+from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.catalogue import resolve as model_folder
 from shardtune.train import Inputs, open_inputs, open_loader, train
 
@@ -74,10 +76,11 @@ def their_losses(job: Job, inputs: Inputs, folder: Path) -> list[float]:
         return {name: torch.tensor(column) for name, column in columns.items()}
 
     model = AutoModelForCausalLM.from_pretrained(model_folder("tiny"), dtype=torch.float32)
-    torch.manual_seed(job.train.seed)
     adapted = get_peft_model(
         model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     )
+    start = ModelBlueprint(job.model, job.adapter, job.train).whole("cpu")
+    adapted.load_state_dict(start.state_dict())
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,

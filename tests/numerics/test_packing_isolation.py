@@ -25,7 +25,8 @@ from shardtune.data.order import Document
 from shardtune.data.prepared import Prepared, SourceReport
 from shardtune.engines.native import NativeEngine
 from shardtune.job import ModelSection, NoAdapter, TrainSection
-from shardtune.models.load import load_model, load_tokenizer
+from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.load import load_tokenizer
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 MODELS = ["tiny", pytest.param(str(STORIES), id="stories260K")]
@@ -39,7 +40,7 @@ TEXTS = [
 
 def engine_for(model: str, attention: str) -> NativeEngine:
     section = ModelSection(name=model, attention=attention)
-    loaded = load_model(section, NoAdapter(), TrainSection(precision="fp32"), device="cpu")
+    loaded = ModelBlueprint(section, NoAdapter(), TrainSection(precision="fp32")).whole("cpu")
     setup = EngineSetup("fp32", OptimizerSetup("sgd"), Schedule("constant", 0.1, 0, 9), None, 0)
     return NativeEngine(loaded, setup, World())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,19 +16,74 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
+FILES = sorted((ROOT / "recipes" / "deepspeed").glob("*.json"))
+FEW = [
+    "model.name=tiny", "train.steps=2", "train.warmup_steps=0", "evaluate.every=0",
+    "evaluate.max_new_tokens=4", "save.every=0",
+]  # fmt: skip
+
+
+def run(recipe: Path, folder: Path, *overrides: str) -> dict[str, Any]:
+    """Trains a recipe, shortened, and returns its report."""
+    directory = folder / "run"
+    command = ["train", str(recipe), *FEW, f"save.directory={directory}", *overrides]
+    assert main(command) == 0
+    report: dict[str, Any] = json.loads((directory / "report.json").read_text())
+    assert report["finished"]
+    assert report["training"]["step"] == 2
+    assert math.isfinite(report["evaluation"]["code"]["after"]["loss"])
+    assert list((directory / "result").glob("*.safetensors"))
+    return report
+
+
+def require(text: str) -> None:
+    for word, package in (("deepspeed", "deepspeed"), ("nf4", "bitsandbytes")):
+        if word in text and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    if "nvme" in text and not Path("/usr/include/libaio.h").exists():
+        pytest.skip("libaio is not installed")
+    if "nvme" in text:
+        pytest.skip("DeepSpeed compiles for minutes; tests/engines/test_deepspeed.py has the case")
+
+
 def test_there_are_recipes() -> None:
-    assert RECIPES
+    assert len(RECIPES) >= 12
+    assert len(FILES) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require(recipe.read_text())
     monkeypatch.chdir(ROOT)  # where a person runs it: paths in a job are relative to that
-    few = ["model.name=tiny", "train.steps=2", "train.warmup_steps=0", "evaluate.every=0"]
-    few += ["evaluate.max_new_tokens=4", "save.every=0", f"save.directory={tmp_path / 'run'}"]
-    assert main(["train", str(recipe), *few]) == 0
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["finished"]
-    assert report["training"]["step"] == 2
-    assert math.isfinite(report["evaluation"]["code"]["after"]["loss"])
-    assert list((tmp_path / "run" / "result").glob("*.safetensors"))
+    run(recipe, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_a_deepspeed_file_runs_as_it_is(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("deepspeed")
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "job.yaml").write_text(
+        (ROOT / "recipes" / "ddp_lora.yaml")
+        .read_text()
+        .replace("strategy: {type: ddp}", f"strategy: {{type: deepspeed, config: {file}}}")
+    )
+    run(tmp_path / "job.yaml", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp_full", "zero3_full"])
+def test_an_adapter_of_a_spread_model_is_read_back_exactly(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run reads its result back through plain peft and compares the logits; in fp32 to 1e-4."""
+    recipe = ROOT / "recipes" / f"{name}.yaml"
+    require(recipe.read_text())
+    monkeypatch.chdir(ROOT)
+    lora = "adapter={type: lora, rank: 4}"
+    report = run(recipe, tmp_path, lora, "train.precision=fp32", "train.learning_rate=0.01")
+    assert report["result"]["largest_difference"] < 1e-4
+    assert (tmp_path / "run" / "result" / "adapter_model.safetensors").stat().st_size > 10_000

@@ -1,0 +1,62 @@
+"""Bytes: what a layout predicts for a rank, and what an engine really holds. One type for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardtune.core.layout import Home, Layout, Op, State
+from shardtune.core.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a model and its training take, undivided."""
+
+    params: int
+    """All weights, frozen ones too, as they are stored between steps."""
+    trained: int
+    """Of these, the ones that are trained."""
+    grads: int
+    optim: int
+    """Moments; an engine that keeps masters has another `trained` of fp32 beside them."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes by state and by the place where they lie."""
+
+    bytes: dict[tuple[State, Home], int]
+
+    def of(self, state: State) -> int:
+        """A state's bytes, wherever they lie."""
+        return sum(size for (kind, _), size in self.bytes.items() if kind == state)
+
+
+def predict_held(layout: Layout, mesh: Mesh, whole: ModelBytes) -> Held:
+    """The share of each state that a rank holds between two steps, padding not counted."""
+    sizes: dict[State, int] = {
+        "params": whole.params,
+        "grads": whole.grads,
+        "optim": whole.optim + (whole.trained if layout.masters else 0),
+    }
+    return Held(
+        {
+            (state, layout.home.get(state, "gpu")): layout.held(state, size, mesh)
+            for state, size in sizes.items()
+        }
+    )
+
+
+def predict_sent(
+    layout: Layout, mesh: Mesh, whole: ModelBytes, *, microbatches: int
+) -> dict[Op, int]:
+    """Bytes of the collectives that a rank takes part in during a step, by kind.
+
+    A collective counts with the bytes of the tensor that it gathers or reduces.
+    """
+    sent: dict[Op, int] = {}
+    for axis, move in layout.moves(mesh):
+        size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
+        times = microbatches if move.when == "micro_batch" else 1
+        sent[move.op] = sent.get(move.op, 0) + round(size * times)
+    return sent

@@ -1,0 +1,201 @@
+"""DeepSpeed's engine, made to give what every other engine gives.
+
+DeepSpeed keeps 16-bit weights beside fp32 masters: under bf16 and fp16 the trained weights, too,
+are *computed with* in 16 bits, and the masters start from the 16-bit values. Updates, saved weights
+and checkpoints are those of the fp32 masters, as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardtune.core.blueprint import Blueprint
+from shardtune.core.footprint import Held
+from shardtune.core.layout import Layout, State
+from shardtune.core.setup import EngineSetup
+from shardtune.core.step import EvalResult, MicroBatch, StepResult
+from shardtune.core.world import World
+from shardtune.engines.deepspeed_start import require_async_io, start
+from shardtune.engines.deepspeed_states import States, states_of
+from shardtune.engines.loss import forward, loss_sum
+from shardtune.engines.native import COMPUTE, NativeEngine
+
+
+class DeepSpeedEngine(NativeEngine):
+    """One optimizer step by DeepSpeed. `config` was derived from `layout`."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        setup: EngineSetup,
+        world: World,
+        layout: Layout,
+        config: Mapping[str, Any],
+    ) -> None:
+        deepspeed = start(world)
+        config, self._swap = _with_swap_folders(config)
+        if self._swap:
+            require_async_io(deepspeed)
+        self._linear = nn.functional.linear
+        stage = config["zero_optimization"]["stage"]
+        if stage == 3:
+            divide = _Divide(deepspeed, config, COMPUTE[setup.precision])
+            model = blueprint.in_parts(world.device, divide)
+        else:
+            model = blueprint.whole(world.device)
+        super().__init__(model, setup, world)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=dict(config), dist_init_required=False
+        )
+        self.states: States = states_of(self.engine, self.optimizer, layout, self._swap)
+        self._passing = Held({})
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
+        self.engine.train()
+        tokens, labels = self._count(microbatches)
+        # DeepSpeed averages over ranks; the sum over label tokens wants no such division. Its
+        # division by the accumulation is switched off, so a step may have any number of them.
+        scale = self.world.size / max(1, labels)
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(microbatches):
+            self._seed(index)
+            self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+            logits, targets = forward(self.engine, self._here(batch), select=self._select)
+            loss = loss_sum(logits, targets)
+            self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
+            total += loss.detach()
+            self._passing = _larger(self._passing, self.states.passing())
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        rate = self.setup.schedule.at(self.taken)
+        norm, applied = self._update(rate)
+        self.taken += 1
+        return StepResult(
+            loss=total.item() / max(1, labels),
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=tokens,
+            labels=labels,
+            applied=applied,
+        )
+
+    def _update(self, rate: float) -> tuple[float, bool]:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        norm = self.states.norm_before()
+        if norm is not None and not math.isfinite(norm):
+            self.engine.zero_grad()
+            return norm, False
+        self.engine.step()
+        if norm is None:
+            norm = float(self.engine.get_global_grad_norm())
+        return norm, self.engine.was_step_applied()
+
+    def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
+        result = super().evaluate(name, microbatches)
+        self.engine.empty_partition_cache()  # a backward pass would let go of gathered weights
+        return result
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return {name: self.states.weight(parameter) for name, parameter in self.trained.items()}
+
+    def held(self) -> Held:
+        """Gradients, and the second copy that hpZ keeps, are gone after a step: they are counted as
+        they stood after a backward pass."""
+        lasting, passing = self.states.lasting().bytes, self._passing.bytes
+        keys = lasting.keys() | passing.keys()
+        return Held({key: lasting.get(key, 0) + passing.get(key, 0) for key in keys})
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
+        for name, parameter in self.trained.items():
+            for key, value in self.states.moments(parameter).items():
+                tensors[f"{key}.{name}"] = value
+        return tensors, {"taken": float(self.taken), **self.states.scale_state()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        moments: dict[str, dict[str, Tensor]] = {name: {} for name in self.trained}
+        for key, value in tensors.items():
+            kind, name = key.split(".", 1)
+            if kind != "weight":
+                moments[name][kind] = value
+        self.states.load(
+            {
+                parameter: (tensors[f"weight.{name}"], moments[name])
+                for name, parameter in self.trained.items()
+            }
+        )
+        self.states.load_scale_state(numbers)
+        self.taken = int(numbers["taken"])
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.engine.destroy()
+        nn.functional.linear = self._linear  # ZeRO-3 has put its own in its place
+        for folder in self._swap.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()  # the weights themselves are in 16 bits
+
+
+def _larger(one: Held, other: Held) -> Held:
+    keys = one.bytes.keys() | other.bytes.keys()
+    return Held({key: max(one.bytes.get(key, 0), other.bytes.get(key, 0)) for key in keys})
+
+
+class _Divide:
+    """Partitions one part of a model after another, as if it had been built inside `zero.Init`."""
+
+    def __init__(self, deepspeed: Any, config: Mapping[str, Any], compute: torch.dtype) -> None:
+        self._init = deepspeed.zero.Init
+        self._config = dict(config)
+        self._compute = compute
+        self._shared: dict[str, Any] = {}
+
+    def __call__(self, part: nn.Module) -> None:
+        for parameter in part.parameters():
+            if not hasattr(parameter, "ds_id") and parameter.requires_grad:  # frozen ones are so
+                parameter.data = parameter.data.to(self._compute)
+        made = self._init(module=part, config_dict_or_path=self._config, **self._shared)
+        # A second swapper would remove the first one's files; a second group can't be made.
+        self._shared = {
+            "param_swapper": made.param_swapper,
+            "zero_param_parallel_group": made.zero_param_process_group,
+        }
+
+
+def _with_swap_folders(
+    config: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[State, Path]]:
+    """`config` with folders for swap files of this rank alone, which can be removed as a whole."""
+    zero = dict(config["zero_optimization"])
+    folders: dict[State, Path] = {}
+    states: tuple[tuple[str, State], ...] = (
+        ("offload_optimizer", "optim"),
+        ("offload_param", "params"),
+    )
+    for key, state in states:
+        section = zero.get(key, {})
+        if section.get("device") == "nvme":
+            parent = Path(section["nvme_path"])
+            parent.mkdir(parents=True, exist_ok=True)
+            folders[state] = Path(tempfile.mkdtemp(prefix="shardtune-swap-", dir=parent))
+            zero[key] = section | {"nvme_path": str(folders[state])}
+    return {**config, "zero_optimization": zero}, folders

@@ -1,0 +1,31 @@
+"""Tensors that may be a rank's share of a larger one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The undivided tensor. Every rank has to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes that this rank holds of it."""
+    mine = local(tensor)
+    return mine.numel() * mine.element_size()
+
+
+def spread_like(value: Tensor, example: Tensor) -> Tensor:
+    """`value`, whole, divided over the ranks as `example` is; a copy in any case."""
+    if not isinstance(example, DTensor):
+        return value.to(example.device, copy=True)
+    value = value.to(example.device)
+    # Every rank has the whole value already: nothing needs to be sent.
+    return distribute_tensor(value, example.device_mesh, example.placements, src_data_rank=None)

@@ -1,0 +1,55 @@
+"""The job's model as a blueprint: the engine decides whether it comes whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardtune.job import Adapter, ModelSection, TrainSection
+from shardtune.models.adapters import add_adapter
+from shardtune.models.load import DTYPES, held_precision, load_base
+from shardtune.models.parts import build_in_parts
+
+
+@dataclass(frozen=True)
+class ModelBlueprint:
+    """Builds the model of a job, adapters included; both ways give the same weights, bit for bit.
+
+    Frozen weights are held in the precision of the computation; weights that are trained are held
+    in fp32, because an update is often too small to change a 16-bit number.
+    """
+
+    section: ModelSection
+    adapter: Adapter
+    train: TrainSection
+
+    def whole(self, device: str) -> nn.Module:
+        """The whole model on `device`. Weights to be quantised are never whole in 16 bits."""
+        if self.section.quantization != "none":
+            return self.in_parts(device, _leave)
+        model = load_base(self.section, held_precision(self.adapter, self.train))
+        if self._checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return add_adapter(model.to(device), self.adapter, seed=self.train.seed)
+
+    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+        """The model part by part: each decoder layer, then the root, is filled and divided."""
+        return build_in_parts(
+            self.section,
+            self.adapter,
+            compute=DTYPES[self.train.precision],
+            seed=self.train.seed,
+            checkpointing=self._checkpointing,
+            device=device,
+            divide=divide,
+        )
+
+    @property
+    def _checkpointing(self) -> bool:
+        return self.train.gradient_checkpointing == "full"
+
+
+def _leave(part: nn.Module) -> None:
+    """Divides nothing."""

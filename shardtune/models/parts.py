@@ -1,0 +1,256 @@
+"""Builds a model part by part, so that a rank never holds more than one part and what it keeps.
+
+The skeleton costs nothing: its parameters are on the meta device. A part (a decoder layer, and at
+last the rest) is read from the safetensors files, cast, quantised where asked, given its adapters'
+first values, and handed to whoever divides it, before the next one is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.errors import ModelError, Problem
+from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter
+from shardtune.models.adapters import initialise, insert
+from shardtune.models.catalogue import PLACE
+from shardtune.models.load import load_config, load_generation_config
+from shardtune.models.quantise import QuantisedLinear, quantisable, swap
+from shardtune.models.weights import WeightFiles
+
+Divide = Callable[[nn.Module], None]
+
+_ADAPTED = "base_model.model."
+_WRAPPINGS = frozenset({"base_layer", "original_module"})
+"""What peft adds to a weight's name when it wraps its module; `_ADAPTED` goes before all names."""
+
+
+def build_in_parts(
+    section: ModelSection,
+    adapter: Adapter | None,
+    *,
+    compute: torch.dtype,
+    seed: int,
+    checkpointing: bool,
+    device: str,
+    divide: Divide,
+) -> nn.Module:
+    """The adapted model. Frozen weights are held in `compute`, trained ones in fp32.
+
+    Without an adapter (not even the one that trains all weights) the model is frozen.
+    """
+    model = skeleton(section, compute)
+    if adapter is None:
+        model.requires_grad_(False)
+        adapter = NoAdapter()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = decoder_layers(model)
+    names = _Names.of(model, WeightFiles.find(section), section)
+    saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
+    linears = quantisable(layers, saved) if section.quantization != "none" else set()
+    adapted = insert(model, adapter)
+    if section.quantization != "none":
+        # After the adapters: some of them look at the weights' shape, which 4-bit ones don't have.
+        swap(adapted, linears, section.quantization, compute)
+    prefixes = {module: name for name, module in adapted.named_modules()}
+    for part in (*layers, adapted):
+        prefix = prefixes[part]
+        _fill(part, prefix, names, compute, device)
+        initialise(part, prefix, adapter, seed=seed, device=device)
+        divide(part)
+        _give_back_memory()
+    return adapted
+
+
+def _give_back_memory() -> None:
+    """Lets the system have the memory that the undivided part took.
+
+    The C library keeps what is freed for later; between the shards that stay, later rarely comes,
+    and the process would grow by far more than its share (41 of 140 MiB were such holes).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def skeleton(section: ModelSection, dtype: torch.dtype) -> Any:
+    """The model in eval mode, its parameters without memory, its buffers real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(section)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=section.attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+    model.tie_weights()  # the context above made two parameters of a shared one
+    generation = load_generation_config(section)
+    if generation is not None:
+        model.generation_config = generation
+    return model.eval()
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated layers, in order: the modules which transformers says must not be cut."""
+    kinds = frozenset(model._no_split_modules or ())
+    inside: set[nn.Module] = set()
+    layers = []
+    for module in model.modules():  # parents come before their children
+        if type(module).__name__ in kinds and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    layers = [layer for layer in layers if layer not in ends]
+    if not layers:
+        fact = f"{type(model).__name__} doesn't say which of its layers repeat"
+        fix = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
+        raise ModelError(Problem(PLACE, fact, fix))
+    return layers
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Which tensor of the files fills which weight of the model, by the weight's own name."""
+
+    files: WeightFiles
+    tensor_of: dict[str, str]
+
+    @classmethod
+    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> _Names:
+        """Raises ModelError naming every weight without a tensor and every tensor without one."""
+        written, converted = _own_names(model, files.file_of)
+        tensor_of: dict[str, str] = {}
+        missing = []
+        for group in _shared(model):
+            present = next((name for name in group if name in written), None)
+            if present is None:
+                missing.append(group[0])
+            else:
+                tensor_of |= dict.fromkeys(group, written[present])
+        tensor_of |= {name: written[name] for name in model.state_dict() if name in written}
+        ignorable = model._keys_to_ignore_on_load_unexpected or ()
+        unexpected = [
+            name
+            for name in sorted(written.keys() - tensor_of.keys())
+            if not any(re.search(pattern, name) for pattern in ignorable)
+        ]
+        other = "use the weights that belong to its config.json"
+        whole = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
+        facts = (
+            ("are computed from several tensors, which takes a whole model", converted, whole),
+            ("are missing", missing if not converted else [], other),
+            ("have no place in the model", unexpected, other),
+        )
+        problems = [
+            Problem(PLACE, f"{len(names)} weights of {section.name!r} {what}: {_some(names)}", fix)
+            for what, names, fix in facts
+            if names
+        ]
+        if problems:
+            raise ModelError(problems)
+        return cls(files, tensor_of)
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter: several where it is shared."""
+    groups: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter, []).append(name)
+    return list(groups.values())
+
+
+def _own_names(model: Any, tensors: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Each tensor by the name that the model has for it, after transformers' own renamings.
+
+    And the names of the weights that transformers would compute from several tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if not isinstance(step, WeightRenaming)]
+    known = model.state_dict()
+    own: dict[str, str] = {}
+    converted: set[str] = set()
+    for tensor in tensors:
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(tensor, renamings, converters, prefix, known)
+        if name not in known and tensor in known:
+            name, pattern = tensor, None
+        if pattern is None:
+            own[name] = tensor
+        else:
+            converted.add(name)
+    return own, sorted(converted)
+
+
+def _some(names: list[str], shown: int = 8) -> str:
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _fill(part: nn.Module, prefix: str, names: _Names, compute: torch.dtype, device: str) -> None:
+    """Reads what `part` still lacks of the model's own weights; the adapters' are left alone."""
+    wanted: dict[str, list[tuple[nn.Module, str]]] = {}
+    for module_name, module in part.named_modules(prefix=prefix):
+        if ".modules_to_save." in f"{module_name}.":
+            continue  # filled as a copy of the original
+        for leaf, tensor in (*module.named_parameters(recurse=False), *_buffers(module)):
+            tensor_name = names.tensor_of.get(_unwrapped(f"{module_name}.{leaf}"))
+            if tensor_name is not None and (tensor.is_meta or leaf in module._buffers):
+                wanted.setdefault(tensor_name, []).append((module, leaf))
+        for leaf, buffer in _buffers(module):
+            module._buffers[leaf] = buffer.to(device)
+    for tensor_name, value in names.files.read(wanted):
+        places = wanted[tensor_name]
+        _check_shape(tensor_name, value, places)
+        _place(value, places, compute, device)
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers(recurse=False))
+
+
+def _unwrapped(name: str) -> str:
+    words = name.removeprefix(_ADAPTED).split(".")
+    return ".".join(word for word in words if word not in _WRAPPINGS)
+
+
+def _place(
+    value: Tensor, places: list[tuple[nn.Module, str]], compute: torch.dtype, device: str
+) -> None:
+    """Puts one tensor of the files where it belongs; weights that are shared stay shared."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module, leaf in places:
+        old = getattr(module, leaf)
+        if leaf in module._buffers:
+            module._buffers[leaf] = value.to(device=device, dtype=old.dtype, copy=True)
+            continue
+        if old not in made:
+            dtype = torch.float32 if old.requires_grad else compute
+            copy = value.to(device=device, dtype=dtype, copy=True)
+            if isinstance(module, QuantisedLinear) and leaf == "weight":
+                module.quantise(copy)
+                continue
+            made[old] = nn.Parameter(copy, requires_grad=old.requires_grad)
+        setattr(module, leaf, made[old])
+
+
+def _check_shape(name: str, value: Tensor, places: list[tuple[nn.Module, str]]) -> None:
+    for module, leaf in places:
+        expected = tuple(getattr(module, leaf).shape)
+        if tuple(value.shape) != expected:
+            fact = f"{name} has the shape {tuple(value.shape)} on disk, {expected} in the model"
+            fix = "use the weights that belong to its config.json"
+            raise ModelError(Problem(PLACE, fact, fix))

@@ -1,0 +1,59 @@
+"""Loads the result of a run as anybody would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardtune.core.setup import Precision
+from shardtune.job import ModelSection
+from shardtune.models.load import DTYPES, explaining, load_base
+from shardtune.models.parts import build_in_parts
+
+_FIX = "write it again: shardtune train RUN/job.yaml --resume"
+
+
+def load_result(folder: str, section: ModelSection, precision: Precision) -> Any:
+    """A result as anybody would load it: an adapter on its model, or a whole model.
+
+    An adapter that was trained on quantised weights is put on weights that are quantised the same
+    way. To merge it, load it on the original ones (`unquantised`).
+    """
+    if not (Path(folder) / "adapter_config.json").is_file():
+        whole = section.model_copy(update={"name": folder, "revision": None})
+        return load_base(whole, precision)
+    from peft import PeftModel
+    from transformers import GenerationConfig
+
+    base = _base(section, precision)
+    with explaining(folder, folder, _FIX):
+        # The result knows better than its model where answers end.
+        base.generation_config = GenerationConfig.from_pretrained(folder)
+        return PeftModel.from_pretrained(base, folder)
+
+
+def unquantised(section: ModelSection) -> ModelSection:
+    """The same model with all its digits."""
+    return section.model_copy(update={"quantization": "none"})
+
+
+def _base(section: ModelSection, precision: Precision) -> Any:
+    if section.quantization == "none":
+        return load_base(section, precision)
+    return build_in_parts(
+        section,
+        None,
+        compute=DTYPES[precision],
+        seed=0,  # nothing is drawn
+        checkpointing=False,
+        device="cpu",
+        divide=lambda part: None,
+    )
+
+
+def load_result_tokenizer(folder: str, section: ModelSection) -> Any:
+    """The tokenizer that was saved with a result. The folder of an adapter is no model's folder."""
+    from transformers import AutoTokenizer
+
+    with explaining(folder, folder, _FIX):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=section.trust_remote_code)

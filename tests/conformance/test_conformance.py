@@ -1,0 +1,39 @@
+"""Every strategy with every adapter gives what one process gives, holds and sends what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.conformance.guarantees import examine
+from tests.conformance.table import ROWS, Row
+
+SAME = 1e-5  # relative, fp32: ten steps of rounding in another order
+ALIGNED = 2048  # bytes: shares are rounded up to whole rows, and to alignments
+HELD = {"zero2": {"grads": 0.2}}
+"""By how much more than its share a rank may hold. ZeRO-2 keeps a gradient that lies across the
+border of two ranks' shares whole on both."""
+SENT = {"zero3": {"all_gather": 0.2}}
+"""By how much more may be sent. ZeRO-3 gathers some weights a third time, where the backward pass
+comes to them by another way than the forward pass did (tied ones, for instance)."""
+
+
+def slack(table: dict[str, dict[str, float]], row: Row, key: str) -> float:
+    return next((each.get(key, 0.0) for name, each in table.items() if name in row.id), 0.0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_row(row: Row) -> None:
+    if row.needs and importlib.util.find_spec(row.needs) is None:
+        pytest.skip(f"{row.needs} is not installed")
+    found = examine(row)
+    assert not found.missing
+    assert found.difference < SAME
+    assert found.weights < SAME
+    for state, (held, predicted) in found.held.items():
+        most = predicted * (1 + slack(HELD, row, state)) + ALIGNED
+        assert predicted - 1 <= held <= most, (state, held, predicted)
+    for kind, (sent, declared) in found.sent.items():
+        most = declared * (1 + slack(SENT, row, kind)) + 6 * ALIGNED
+        assert declared - 1 <= sent <= most, (kind, sent, declared)
