@@ -266,7 +266,8 @@ def test_one_process_computes_the_same(place: Place, whole: Done) -> None:
         assert one["samples_sha256"] == two["samples_sha256"]
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)
-    assert not (place.path / "one" / "checkpoints").exists(), "of the run that was replaced"
+    kept = [path.name for path in (place.path / "one" / "checkpoints").iterdir()]
+    assert kept == [f"step-{SHORT:06d}"], "none of the run that was replaced"
     assert (place.path / "one" / "notes.txt").exists(), "but what no run wrote stays"
 
 
