@@ -316,7 +316,7 @@ What is compared:
 - *Cold* is everything from the file to packed rows, with empty caches: reading, checking, masking,
   tokenising, packing (ours: the first epoch's). *Warm* is the same again with what the first time
   left on disk: about a tenth of a second of fixed costs on files as small as these (ours is mostly
-  the tokenizer's fingerprint), and there TRL is as fast or faster. Speeds vary from run to run, the
+  the tokenizer's fingerprint), and there the two are close. Speeds vary from run to run, the
   more the busier the machine; tokens, rows and fill don't.
 - TRL runs through `SFTTrainer._prepare_dataset`, with `packing=True, packing_strategy="bfd"`. The
   rows are given to it in the form that it wants, in a file; writing that isn't counted.
