@@ -11,27 +11,16 @@ import re
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shardtune.core.schedule import ScheduleKind
+from shardtune.core.section import Section
 from shardtune.core.setup import Precision
 from shardtune.strategies import DDP, Strategy
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Frozen, strict about types, and closed: a key that isn't declared is an error."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 class ModelSection(Section):

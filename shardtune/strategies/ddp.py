@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
+from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
     from shardtune.core.engine import Engine
 
 
-class DDP(BaseModel):
+class DDP(Section):
     """Whole model on every rank; gradients are averaged once per step."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
 
     type: Literal["ddp"] = "ddp"
 

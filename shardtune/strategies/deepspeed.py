@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
+from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
@@ -36,18 +37,6 @@ def _whole(value: object) -> object:
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Size = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Device = Literal["none", "cpu", "nvme"]
-
-
-class Section(BaseModel):
-    """Frozen, strict and closed. A key left at null keeps DeepSpeed's own default."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 class OffloadOptimizer(Section):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import Mesh
+from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 
@@ -16,12 +17,8 @@ if TYPE_CHECKING:
     from shardtune.core.engine import Engine
 
 
-class FSDP(BaseModel):
+class FSDP(Section):
     """Weights, gradients and optimizer states in shares; a layer is gathered when it is needed."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
 
     type: Literal["fsdp"] = "fsdp"
     sharding: Literal["full", "hybrid"] = "full"
