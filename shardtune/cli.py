@@ -19,6 +19,7 @@ from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 if TYPE_CHECKING:
     from shardtune.checkpoint.rundir import RunDir
+    from shardtune.core.document import KeyPath
     from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
     from shardtune.resolve import ResolvedJob
@@ -221,7 +222,10 @@ def _job_arguments(command: argparse.ArgumentParser) -> None:
 # The commands ------------------------------------------------------------------------------------
 
 
-def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
+def _read(
+    arguments: argparse.Namespace, *, runs_here: bool = False
+) -> tuple[LoadedJob, ResolvedJob]:
+    """The job, checked; where it is to run here, against what this machine has, too."""
     from shardtune.core.machine import Machine
     from shardtune.core.world import outside_ranks
     from shardtune.jobfile import load_job
@@ -229,8 +233,9 @@ def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
     from shardtune.rules import check
 
     loaded = load_job(arguments.job, arguments.overrides)
-    resolved = resolve(loaded.job, Machine.here(), outside_ranks())
-    check(resolved.job, loaded.place)
+    machine = Machine.here()
+    resolved = resolve(loaded.job, machine, outside_ranks())
+    check(resolved.job, loaded.place, machine if runs_here else None)
     return loaded, resolved
 
 
@@ -240,7 +245,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if outside_ranks() is not None:
         return _train_as_rank(arguments)
 
-    loaded, resolved = _read(arguments)
+    loaded, resolved = _read(arguments, runs_here=True)
     job = resolved.job
     run = _run_directory(arguments, loaded, job)
 
@@ -254,7 +259,7 @@ def _train(arguments: argparse.Namespace) -> int:
     inputs = open_inputs(job, quiet=False)
     make_plan(job, int(job.launch.processes), count_steps(job, open_loader(job, inputs, World())))
     sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-    print_opening(job, resolved.reasons, sources)
+    print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
     run.prepare(overwrite=arguments.overwrite)
     with tempfile.TemporaryDirectory() as folder:
         # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
@@ -272,12 +277,21 @@ def _train(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _model_reasons(job: Job) -> dict[KeyPath, str]:
+    """What only the model's files tell about a value of the job."""
+    from shardtune.models.load import growth
+
+    if not job.model.add_tokens:
+        return {}
+    return {("model", "add_tokens"): str(growth(job.model))}
+
+
 def _train_as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, or torchrun, has started."""
     from shardtune.launch.last_words import leaving_last_words
 
     with leaving_last_words():
-        loaded, resolved = _read(arguments)
+        loaded, resolved = _read(arguments, runs_here=True)
         if STARTED_BY_US not in os.environ:
             _look_first(arguments, loaded, resolved.job)
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from shardtune.core.document import KeyPath
+from shardtune.core.machine import Machine
 from shardtune.errors import JobError, Problem
-from shardtune.job import Job, LoRA, NoAdapter
+from shardtune.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.strategies import DeepSpeed
+from shardtune.strategies.deepspeed import ZeRO
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,23 @@ def _at_once(job: Job) -> int:
 
 def _variant(job: Job) -> str:
     return job.adapter.variant if isinstance(job.adapter, LoRA) else ""
+
+
+def _trains_modules(job: Job) -> bool:
+    """Whether whole modules are trained; only the model can tell whether the right ones are."""
+    adapter = job.adapter
+    return isinstance(adapter, NoAdapter) or (
+        isinstance(adapter, LoRA) and bool(adapter.modules_to_save)
+    )
+
+
+def _bits(job: Job) -> int:
+    return job.train.optimizer.bits if isinstance(job.train.optimizer, AdamW) else 32
+
+
+def _offload(job: Job) -> ZeRO:
+    """Where DeepSpeed is to keep what; nowhere else than usual under other strategies."""
+    return job.strategy.zero_optimization if isinstance(job.strategy, DeepSpeed) else ZeRO()
 
 
 def _leaks(job: Job) -> list[str]:
@@ -141,11 +161,43 @@ RULES: tuple[Rule, ...] = (
         "use variant: plain, dora or rslora, or set model.quantization: none",
     ),
     Rule(
+        "new-tokens-are-trained",
+        ("model", "add_tokens"),
+        lambda job: bool(job.model.add_tokens) and not _trains_modules(job),
+        lambda job: (
+            f"{', '.join(job.model.add_tokens)} would never come to mean anything: an adapter "
+            f"({job.adapter.type}) by itself doesn't train the embedding"
+        ),
+        "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
+    ),
+    Rule(
         "fsdp-has-no-loss-scale",
         ("train", "precision"),
         lambda job: job.strategy.type == "fsdp" and job.train.precision == "fp16",
         lambda job: "fp16 needs a loss scale on which all shards agree; fsdp here has none",
         "set train.precision: bf16, or use strategy: {type: deepspeed}",
+    ),
+    Rule(
+        "quantised-weights-stay-in-memory",
+        ("model", "quantization"),
+        lambda job: (
+            job.model.quantization != "none" and _offload(job).offload_param.device == "nvme"
+        ),
+        lambda job: (
+            f"weights in {job.model.quantization}, and zero_optimization.offload_param into files: "
+            "DeepSpeed reads them back as numbers of the model's precision, which they are not"
+        ),
+        "set offload_param.device: cpu, or model.quantization: none",
+    ),
+    Rule(
+        "8-bit-moments-stay-on-the-device",
+        ("train", "optimizer", "bits"),
+        lambda job: _bits(job) == 8 and _offload(job).offload_optimizer.device != "none",
+        lambda job: (
+            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
+            "share would be unpacked to 32 bits in every update"
+        ),
+        "set train.optimizer.bits: 32, or offload_optimizer.device: none",
     ),
     Rule(
         "checkpoint-interval",
@@ -157,15 +209,36 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(job: Job, place: Callable[[KeyPath], str]) -> None:
-    """Raises JobError with every rule that the job breaks."""
+def check(job: Job, place: Callable[[KeyPath], str], machine: Machine | None = None) -> None:
+    """Raises JobError with every rule that the job breaks. Where it is to run on `machine`, which
+    is this one, also with what it lacks."""
     problems = [
         Problem(place(rule.key), rule.fact(job), rule.fix) for rule in RULES if rule.broken(job)
     ]
+    found: list[Problem] = []
     if isinstance(job.strategy, DeepSpeed):
-        problems += [
-            Problem(place(tuple(each.place.split("."))), each.fact, each.fix)
-            for each in job.strategy.problems()
-        ]
+        found += job.strategy.problems(_processes(job))
+    if machine is not None:
+        found += _lacking(job, machine)
+    problems += [
+        Problem(place(tuple(each.place.split("."))), each.fact, each.fix) for each in found
+    ]
     if problems:
         raise JobError(problems)
+
+
+def _lacking(job: Job, machine: Machine) -> list[Problem]:
+    """Packages that aren't installed, and what the strategy needs besides."""
+    needed = {
+        "strategy.type": ("deepspeed", "deepspeed", isinstance(job.strategy, DeepSpeed)),
+        "train.optimizer.bits": ("bitsandbytes", "quant", _bits(job) == 8),
+        "model.quantization": ("bitsandbytes", "quant", job.model.quantization != "none"),
+    }
+    problems = [
+        Problem(place, f"{package} is not installed", f"pip install 'shardtune[{extra}]'")
+        for place, (package, extra, used) in needed.items()
+        if used and find_spec(package) is None
+    ]
+    if isinstance(job.strategy, DeepSpeed):
+        problems += job.strategy.problems_here(gpu=machine.gpus > 0)
+    return problems

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from shardtune.core.machine import Machine
+from shardtune.errors import JobError
 from shardtune.job import Job
 from shardtune.resolve import ResolvedJob, resolve
 from tests.jobs import make_job
@@ -65,6 +69,40 @@ def test_the_micro_batch(length: int, global_batch: int, processes: int, expecte
     told = reason(resolved, "train.micro_batch")
     assert told is not None
     assert f"x {length} tokens stay within 4096" in told
+
+
+@pytest.mark.parametrize(
+    ("file", "expected", "told"),
+    [
+        ('{\n"train_micro_batch_size_per_gpu": 3}', 3, "ds.json:2"),
+        (
+            '{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "auto"}',
+            4,
+            "ds.json:1: global_batch(16) / (gradient_accumulation_steps(2) x ranks(2))",
+        ),
+        (
+            '{"train_micro_batch_size_per_gpu": "auto"}',
+            8,
+            "a rank has 8 rows a step; 64 x 64 tokens stay within 4096",
+        ),
+    ],
+)
+def test_a_deepspeed_file_decides_the_micro_batch_that_the_job_leaves_open(
+    tmp_path: Path, file: str, expected: int, told: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(file)
+    sections: dict[str, Any] = {
+        "strategy": {"type": "deepspeed", "config": str(path)},
+        "data": {"sequence_length": 64},
+        "launch": {"processes": 2},
+    }
+    resolved = resolve(make_job(**sections), LAPTOP)
+    assert resolved.job.train.micro_batch == expected
+    assert reason(resolved, "train.micro_batch") == told
+    if expected == 3:
+        with pytest.raises(JobError, match=r"is 3, but the job's train.micro_batch makes it 5"):
+            resolve(make_job(**sections, train={"micro_batch": 5}), LAPTOP)
 
 
 def test_one_pass_where_nothing_is_said() -> None:

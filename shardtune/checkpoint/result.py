@@ -39,7 +39,9 @@ def save_result(
     adapted = hasattr(model, "peft_config")
     with atomic_folder(target, replace=True) as partial:
         if adapted:
-            model.save_pretrained(partial, state_dict=dict(trained))
+            # An embedding that is trained is among the modules to save; peft would add it again.
+            weights = _under_every_name(model, trained)
+            model.save_pretrained(partial, state_dict=weights, save_embedding_layers=False)
         else:
             model.save_pretrained(partial, state_dict=_rounded(model, trained, dtype))
             config = copy.deepcopy(model.config)
@@ -50,6 +52,16 @@ def save_result(
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     return torch.float32 if adapted else dtype
+
+
+def _under_every_name(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An embedding that is the output head, too, is one weight; peft asks for both its names."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        name: trained[first[parameter]]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[parameter] in trained
+    }
 
 
 def _rounded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from types import TracebackType
@@ -19,9 +19,10 @@ from shardtune.core.layout import Home
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
+from shardtune.engines.eight_bit import is_8bit, packed, unpacked
 from shardtune.engines.loss import forward, loss_sum, selects_logits
-from shardtune.engines.optimizer import make_optimizer
-from shardtune.engines.tensors import local, size_of, spread_like, whole
+from shardtune.engines.optimizer import make_optimizer, moment_tensors
+from shardtune.engines.tensors import gathered, local, share_of, size_of, spread_like, whole
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,7 +40,9 @@ class NativeEngine:
         self.device = torch.device(world.device)
         self.model = model
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trained, setup.optimizer, setup.schedule.peak)
+        # The update knows nothing of other ranks: it sees the shares, as weights of their own.
+        self.shares = {name: share_of(parameter) for name, parameter in self.trained.items()}
+        self.optimizer = make_optimizer(self.shares, setup.optimizer, setup.schedule.peak)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._select = selects_logits(model)
@@ -47,7 +50,7 @@ class NativeEngine:
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
         scale = self.world.size / max(1, labels)
@@ -88,7 +91,8 @@ class NativeEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if applied:
-            self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
+            with self._shares_bound():
+                self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
         self.scaler.update()
         return norm, applied
 
@@ -115,8 +119,7 @@ class NativeEngine:
         return {name: whole(parameter.detach()) for name, parameter in self.trained.items()}
 
     def held(self) -> Held:
-        states = [s for kept in self.optimizer.state.values() for s in kept.values()]
-        moments = [s for s in states if isinstance(s, Tensor) and s.ndim > 0]
+        moments = moment_tensors(self.optimizer)
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         home = self._home()
         return Held(
@@ -130,8 +133,8 @@ class NativeEngine:
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
         for name, parameter in self.trained.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = whole(torch.as_tensor(value))
+            for key, value in self._moments(name).items():
+                tensors[f"{key}.{name}"] = gathered(value, parameter) if value.ndim else value
         numbers = {"taken": float(self.taken)}
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -142,15 +145,23 @@ class NativeEngine:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 local(parameter).copy_(local(spread_like(tensors[f"weight.{name}"], parameter)))
+        kept: dict[str, dict[str, Tensor]] = {name: {} for name in self.trained}
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
             if kind != "weight":
                 parameter = self.trained[name]
-                one = value.ndim == 0
-                kept = (
-                    value.to(parameter.device, copy=True) if one else spread_like(value, parameter)
+                kept[name][kind] = (
+                    local(spread_like(value, parameter))
+                    if value.ndim
+                    else value.to(parameter.device, copy=True)
                 )
-                self.optimizer.state[parameter][kind] = kept
+        eight_bit = is_8bit(self.optimizer)
+        for name, moments in kept.items():
+            if moments:
+                share = self.shares[name]
+                self.optimizer.state[share] = (
+                    packed(moments, self.optimizer) if eight_bit else moments
+                )
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -167,6 +178,26 @@ class NativeEngine:
         trace: TracebackType | None,
     ) -> None:
         pass
+
+    def _moments(self, name: str) -> Mapping[str, Tensor]:
+        """A weight's moments of this rank in fp32; none before the first step."""
+        kept = self.optimizer.state.get(self.shares[name], {})
+        return unpacked(kept) if kept and is_8bit(self.optimizer) else kept
+
+    @contextlib.contextmanager
+    def _shares_bound(self) -> Iterator[None]:
+        """Lets the update see weights and gradients where they now lie; FSDP2 moves them."""
+        divided = [
+            (parameter, share)
+            for parameter, share in zip(self.trained.values(), self.shares.values(), strict=True)
+            if share is not parameter
+        ]
+        for parameter, share in divided:
+            share.data = local(parameter.detach())
+            share.grad = None if parameter.grad is None else local(parameter.grad)
+        yield
+        for _, share in divided:
+            share.grad = None
 
     # Small parts of a step --------------------------------------------------------------------
 

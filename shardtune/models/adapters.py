@@ -16,6 +16,7 @@ from torch import nn
 
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.job import IA3, Adapter, LoRA, NoAdapter
+from shardtune.models.tokens import ends
 
 NAME = "default"
 """What peft calls an adapter that has no name of its own."""
@@ -56,6 +57,25 @@ def check_names(model: nn.Module, adapter: Adapter) -> None:
         _lora(model, adapter)
     elif isinstance(adapter, IA3):
         _ia3(model, adapter)
+
+
+def check_trains_tokens(model: Any, adapter: Adapter, tokens: int) -> None:
+    """Refuses new tokens whose rows would stay as they start; the model may be without weights."""
+    if not tokens or isinstance(adapter, NoAdapter):
+        return
+    saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
+    both = ends(model)
+    names = [next(name for name, each in model.named_modules() if each is end) for end in both]
+    frozen = [name for name in names if not any(_is_called(name, wanted) for wanted in saved)]
+    if len({end.weight for end in both}) < len(names):  # tied: to train one is to train both
+        frozen = frozen[:1] if len(frozen) == len(names) else []
+    if frozen:
+        short = [name.rsplit(".", 1)[-1] for name in frozen]
+        fact = f"rows of new tokens ({tokens}) in {' and '.join(short)} would never be trained"
+        fix = f"set adapter.modules_to_save: [{', '.join([*saved, *short])}]"
+        if not isinstance(adapter, LoRA):
+            fix = f"use adapter: {{type: lora, modules_to_save: [{', '.join(short)}]}}"
+        raise ModelError(Problem("adapter.modules_to_save", fact, fix))
 
 
 def _tie_copies(adapted: nn.Module) -> None:
@@ -215,11 +235,11 @@ def _known_among(names: set[str], known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _saves_tied(model: Any, names: tuple[str, ...]) -> bool:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if ends[1] is None or ends[0].weight is not ends[1].weight:
+    both = ends(model)
+    if len(both) < 2 or both[0].weight is not both[1].weight:
         return False
     return any(
-        module in ends and _is_called(name, wanted)
+        module in both and _is_called(name, wanted)
         for name, module in model.named_modules()
         for wanted in names
     )

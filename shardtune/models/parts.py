@@ -22,6 +22,7 @@ from shardtune.models.adapters import initialise, insert
 from shardtune.models.catalogue import PLACE
 from shardtune.models.load import load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, swap
+from shardtune.models.tokens import ends, grown
 from shardtune.models.weights import WeightFiles
 
 Divide = Callable[[nn.Module], None]
@@ -124,6 +125,8 @@ class _Names:
 
     files: WeightFiles
     tensor_of: dict[str, str]
+    growing: frozenset[str]
+    """The tensors of embedding and output head where they may have fewer rows than the model."""
 
     @classmethod
     def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> _Names:
@@ -158,7 +161,11 @@ class _Names:
         ]
         if problems:
             raise ModelError(problems)
-        return cls(files, tensor_of)
+        growing: set[str] = set()
+        if section.add_tokens:
+            inside = {parameter for end in ends(model) for parameter in end.parameters()}
+            growing = {tensor_of[name] for name, p in model.named_parameters() if p in inside}
+        return cls(files, tensor_of, frozenset(growing))
 
 
 def _shared(model: nn.Module) -> list[list[str]]:
@@ -214,7 +221,8 @@ def _fill(part: nn.Module, prefix: str, names: _Names, compute: torch.dtype, dev
             module._buffers[leaf] = buffer.to(device)
     for tensor_name, value in names.files.read(wanted):
         places = wanted[tensor_name]
-        _check_shape(tensor_name, value, places)
+        grows = tensor_name in names.growing
+        _check_shape(tensor_name, value, places, grows=grows)
         _place(value, places, compute, device)
 
 
@@ -239,6 +247,8 @@ def _place(
             continue
         if old not in made:
             dtype = torch.float32 if old.requires_grad else compute
+            if value.shape != old.shape:  # `_check_shape` lets only rows for new tokens be missing
+                value = grown(value.to(dtype), old.shape[0])
             copy = value.to(device=device, dtype=dtype, copy=True)
             if isinstance(module, QuantisedLinear) and leaf == "weight":
                 module.quantise(copy)
@@ -247,10 +257,13 @@ def _place(
         setattr(module, leaf, made[old])
 
 
-def _check_shape(name: str, value: Tensor, places: list[tuple[nn.Module, str]]) -> None:
+def _check_shape(
+    name: str, value: Tensor, places: list[tuple[nn.Module, str]], *, grows: bool
+) -> None:
     for module, leaf in places:
         expected = tuple(getattr(module, leaf).shape)
-        if tuple(value.shape) != expected:
+        fits = grows and value.shape[1:] == expected[1:] and value.shape[0] <= expected[0]
+        if tuple(value.shape) != expected and not fits:
             fact = f"{name} has the shape {tuple(value.shape)} on disk, {expected} in the model"
             fix = "use the weights that belong to its config.json"
             raise ModelError(Problem(PLACE, fact, fix))

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from shardtune.core.document import dotted
 from shardtune.core.footprint import Held, ModelBytes, predict_held, predict_sent
+from shardtune.core.machine import Machine
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
+from shardtune.errors import JobError
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.measure.probe import CollectiveProbe
 from shardtune.models.blueprint import ModelBlueprint
+from shardtune.resolve import resolve
+from shardtune.rules import check
 from shardtune.strategies import DDP, Strategy
-from tests.conformance.table import ADAPTERS, Row
+from tests.conformance.table import ADAPTERS, SWAP, Row
+from tests.jobs import make_job
 from tests.numerics.test_factorisations import BATCH, loader
 from tests.ranks import on_ranks
 
@@ -26,6 +36,9 @@ STEPS = 10
 LISTENED = 3  # the step in which collectives are counted
 MICRO_BATCH = 2
 STATES = ("params", "grads", "optim")
+SWAPPABLE = 1 << 20
+"""Bytes below which DeepSpeed keeps a share in memory."""
+TINY = "tiny"
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,8 @@ class Outcome:
     weights: dict[str, np.ndarray[Any, Any]]
     held: Held
     sent: dict[str, int]
+    sizes: list[tuple[int, bool]]
+    """Elements of each weight as it is stored, and whether it is trained; of the reference."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +67,46 @@ class Finding:
     """Bytes held and predicted, by state; the fullest rank."""
     sent: dict[str, tuple[int, int]]
     """Bytes sent and declared, by kind of collective."""
+    swapped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes in files, held and predicted, by state; none but for rows that swap."""
     missing: list[str] = field(default_factory=list)
     """Trained weights that the row has not, or has empty or in another shape."""
+    left: list[str] = field(default_factory=list)
+    """Files that are left behind."""
 
 
-def blueprint(adapter: str) -> ModelBlueprint:
+def blueprint(adapter: str, model: str) -> ModelBlueprint:
     settings, quantization = ADAPTERS[adapter]
     chosen = TypeAdapter(Adapter).validate_json(json.dumps(settings))
-    section = ModelSection(name="tiny", quantization=quantization)
+    section = ModelSection(name=model, quantization=quantization)
     return ModelBlueprint(section, chosen, TrainSection(precision="fp32"))
 
 
-def strategy_of(row: Row) -> Strategy:
-    return TypeAdapter(Strategy).validate_json(json.dumps(row.settings))
+@cache
+def wide() -> str:
+    """A model whose MLP is so wide that DeepSpeed swaps half of each of its weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=8192,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    folder = tempfile.mkdtemp(prefix="shardtune-wide-")
+    atexit.register(shutil.rmtree, folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def strategy_of(row: Row, swap: str = SWAP) -> Strategy:
+    text = json.dumps(row.settings).replace(json.dumps(SWAP), json.dumps(swap))
+    return TypeAdapter(Strategy).validate_json(text)
 
 
 def microbatches(ranks: int) -> int:
@@ -84,12 +126,12 @@ def setup(ranks: int) -> EngineSetup:
     )
 
 
-def run(world: World, row: Row | None, adapter: str) -> Outcome:
-    """Ten steps of the row on this rank, or of one process with nothing spread if it is None."""
-    chosen: Strategy = strategy_of(row) if row else DDP()
+def run(world: World, chosen: Strategy, adapter: str, model: str) -> Outcome:
+    """Ten steps on this rank."""
     data = loader(True, world.rank, world.size, MICRO_BATCH)
     probe = CollectiveProbe()
-    with chosen.build(blueprint(adapter), setup(world.size), world) as engine:
+    with chosen.build(blueprint(adapter, model), setup(world.size), world) as engine:
+        sizes = [(each.numel(), each.requires_grad) for each in engine.module().parameters()]
         results = []
         for step, given in enumerate(data.steps(0, STEPS)):
             if step == LISTENED:
@@ -101,20 +143,40 @@ def run(world: World, row: Row | None, adapter: str) -> Outcome:
         weights = {name: w.float().cpu().numpy() for name, w in engine.trained_weights().items()}
         evaluation = engine.evaluate("d", next(data.steps(0, 1))).loss
     losses, norms = zip(*((result.loss, result.grad_norm) for result in results), strict=True)
-    return Outcome(list(losses), list(norms), evaluation, weights, held, dict(probe.bytes))
+    return Outcome(list(losses), list(norms), evaluation, weights, held, dict(probe.bytes), sizes)
 
 
 @cache
-def reference(adapter: str) -> Outcome:
-    """The same ten steps in one process."""
-    return on_ranks(1, run, None, adapter)[0]
+def reference(adapter: str, model: str) -> Outcome:
+    """The same ten steps in one process, with nothing spread."""
+    return on_ranks(1, run, DDP(), adapter, model)[0]
+
+
+def refusal(row: Row) -> str:
+    """What is told of a job with the row's settings on a machine without a GPU."""
+    adapter, quantization = ADAPTERS[row.adapter]
+    job = make_job(
+        model={"name": TINY, "quantization": quantization},
+        adapter=adapter,
+        strategy=row.settings,
+        launch={"processes": row.ranks},
+    )
+    machine = Machine(cores=2, gpus=0)
+    try:
+        check(resolve(job, machine).job, dotted, machine)
+    except JobError as error:
+        return "; ".join(problem.fact for problem in error.problems)
+    return ""
 
 
 def examine(row: Row) -> Finding:
     """Runs the row on real ranks and holds it against the reference and against its layout."""
-    expected = reference(row.adapter)
-    outcomes: list[Outcome] = on_ranks(row.ranks, run, row, row.adapter)
-    chosen = strategy_of(row)
+    model = wide() if row.build else TINY
+    expected = reference(row.adapter, model)
+    with tempfile.TemporaryDirectory() as swap:
+        chosen = strategy_of(row, swap)
+        outcomes: list[Outcome] = on_ranks(row.ranks, run, chosen, row.adapter, model)
+        left = [str(path) for path in Path(swap).rglob("*")]
     mesh, layout = chosen.mesh(row.ranks), chosen.layout()
     trained = sum(weight.nbytes for weight in expected.weights.values())
     params, grads, optim = (expected.held.of(state) for state in STATES)
@@ -133,6 +195,8 @@ def examine(row: Row) -> Finding:
             state: (max(o.held.of(state) for o in outcomes), predicted.of(state))
             for state in STATES
         },
+        swapped=_in_files(outcomes, expected) if row.build else {},
+        left=left,
         sent={
             kind: (first.sent.get(kind, 0), declared.get(kind, 0))
             for kind in sorted({*first.sent, *declared})
@@ -143,6 +207,21 @@ def examine(row: Row) -> Finding:
             if name not in first.weights or first.weights[name].shape != weight.shape
         ],
     )
+
+
+def _in_files(outcomes: list[Outcome], expected: Outcome) -> dict[str, tuple[int, int]]:
+    """Bytes in files beside those of the shares that are large enough. Weights are swapped one by
+    one; masters and momentum of all trained weights of a kind together."""
+    shares = [(4 * size // len(outcomes), trained) for size, trained in expected.sizes]
+    together = sum(share for share, trained in shares if trained)
+    predicted = {
+        "params": sum(share for share, _ in shares if share >= SWAPPABLE),
+        "optim": 2 * together if together >= SWAPPABLE else 0,
+    }
+    return {
+        state: (max(o.held.bytes.get((state, "nvme"), 0) for o in outcomes), size)
+        for state, size in predicted.items()
+    }
 
 
 def _apart(outcome: Outcome, expected: Outcome) -> float:

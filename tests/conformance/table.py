@@ -19,6 +19,11 @@ class Row:
     ranks: int = 2
     needs: str = ""
     """A Python package that this row can't do without."""
+    build: bool = False
+    """Swaps to files, for which DeepSpeed compiles a part of itself; with a larger model, because
+    shares below 1 MiB stay in memory."""
+    refused: str = ""
+    """What is told, before any rank is started on a machine without a GPU."""
 
     @property
     def id(self) -> str:
@@ -43,6 +48,9 @@ def _zero(stage: int, **settings: Any) -> dict[str, Any]:
 
 
 _CPU = {"device": "cpu"}
+SWAP = "swap"
+"""Stands for a folder that is made for a row."""
+_NVME = {"device": "nvme", "nvme_path": SWAP}
 
 STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
     "ddp": ({"type": "ddp"}, 2, ""),
@@ -60,8 +68,33 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 """Settings, ranks and the package needed, by the strategy's name in a row's id."""
 
-ROWS: tuple[Row, ...] = tuple(
-    Row(name, settings, adapter, ranks, needs)
-    for name, (settings, ranks, needs) in STRATEGIES.items()
-    for adapter in ADAPTERS
+SWAPPED = _zero(
+    3,
+    offload_optimizer={**_NVME, "buffer_count": 5},
+    offload_param={**_NVME, "buffer_count": 12, "buffer_size": 300_000, "max_in_cpu": 0},
+)
+NO_BYTES = "DeepSpeed reads them back as numbers of the model's precision, which they are not"
+GPU_ONLY = "DeepSpeed's quantised collectives are written for GPUs, and there is none here"
+REFUSED: dict[str, dict[str, Any]] = {
+    "zero3-qwz": _zero(3, zero_quantized_weights=True),
+    "zero3-qgz": _zero(3, zero_quantized_gradients=True),
+}
+"""Settings of what can't be done on a CPU."""
+
+ROWS: tuple[Row, ...] = (
+    *(
+        Row(name, settings, adapter, ranks, needs)
+        for name, (settings, ranks, needs) in STRATEGIES.items()
+        for adapter in ADAPTERS
+    ),
+    *(
+        Row("zero3-nvme", SWAPPED, adapter, 2, "deepspeed", build=True)
+        for adapter in ("full", "lora", "ia3")
+    ),
+    Row("zero3-nvme", SWAPPED, "qlora", refused=NO_BYTES),
+    *(
+        Row(name, settings, adapter, refused=GPU_ONLY)
+        for name, settings in REFUSED.items()
+        for adapter in ADAPTERS
+    ),
 )
