@@ -12,6 +12,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Bits = Literal[32, 8]
 BLOCK = 256
 """Numbers of an 8-bit moment that share a scale."""
+Loss = Literal["plain", "fused"]
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,5 @@ class EngineSetup:
     """Rows of one forward pass."""
     accumulation: int = 1
     """Micro-batches of a step on each rank; the last step of a run may have fewer."""
+    loss: Loss = "plain"
+    """`fused` never has all logits of a micro-batch at once."""

@@ -10,7 +10,7 @@ from torch import nn
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter
 from shardtune.models.load import DTYPES, held_precision, load_base
-from shardtune.models.parts import build_in_parts
+from shardtune.models.parts import build_in_parts, compile_layers
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class ModelBlueprint:
         if self.section.quantization != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
+        if self._compiled:
+            compile_layers(model)
         if self._checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return add_adapter(model.to(device), self.adapter, seed=self.train.seed)
@@ -42,9 +44,14 @@ class ModelBlueprint:
             compute=DTYPES[self.train.precision],
             seed=self.train.seed,
             checkpointing=self._checkpointing,
+            compiled=self._compiled,
             device=device,
             divide=divide,
         )
+
+    @property
+    def _compiled(self) -> bool:
+        return self.train.kernels == "compiled"
 
     @property
     def _checkpointing(self) -> bool:

@@ -39,6 +39,7 @@ def build_in_parts(
     compute: torch.dtype,
     seed: int,
     checkpointing: bool,
+    compiled: bool,
     device: str,
     divide: Divide,
 ) -> nn.Module:
@@ -52,6 +53,8 @@ def build_in_parts(
         adapter = NoAdapter()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        compile_layers(model)
     layers = decoder_layers(model)
     names = _Names.of(model, WeightFiles.find(section), section)
     saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
@@ -117,6 +120,12 @@ def decoder_layers(model: Any) -> list[nn.Module]:
         fix = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
         raise ModelError(Problem(PLACE, fact, fix))
     return layers
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Each layer is compiled when it first runs; layers that are alike share the result."""
+    for layer in decoder_layers(model):
+        layer.compile()
 
 
 @dataclass(frozen=True)
