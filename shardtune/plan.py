@@ -32,7 +32,7 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     mesh = job.strategy.mesh(ranks)
     mesh.require(ranks)
     train = job.train
-    micro_batch = int(train.micro_batch)
+    micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     setup = EngineSetup(
         precision=train.precision,
         optimizer=OptimizerSetup(**train.optimizer.model_dump()),
