@@ -47,7 +47,7 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
         reasons["train", "epochs"] = "neither steps nor epochs is given: one pass"
         train = train.model_copy(update={"epochs": 1.0})
     if train.micro_batch == "auto":
-        rows = max(1, train.global_batch // processes)
+        rows = max(1, train.global_batch // job.strategy.mesh(processes).data_ranks)
         fitting = max(1, MICRO_BATCH_TOKENS // job.data.sequence_length)
         one_row = job.data.packing and job.model.attention == "flash_attention_2"
         micro_batch = 1 if one_row else min(rows, fitting)

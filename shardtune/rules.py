@@ -39,9 +39,14 @@ def _processes(job: Job) -> int:
     return job.launch.processes if isinstance(job.launch.processes, int) else 1
 
 
+def _shares(job: Job) -> int:
+    """Into how many shares the rows of a step go: ranks with parts of one model share theirs."""
+    return job.strategy.mesh(_processes(job)).data_ranks
+
+
 def _at_once(job: Job) -> int:
     micro_batch = job.train.micro_batch
-    return micro_batch * _processes(job) if isinstance(micro_batch, int) else 0
+    return micro_batch * _shares(job) if isinstance(micro_batch, int) else 0
 
 
 def _variant(job: Job) -> str:
@@ -77,7 +82,7 @@ RULES: tuple[Rule, ...] = (
         ("train", "micro_batch"),
         lambda job: _at_once(job) > job.train.global_batch,
         lambda job: (
-            f"micro_batch({job.train.micro_batch}) x processes({_processes(job)}) = "
+            f"micro_batch({job.train.micro_batch}) x processes({_shares(job)}) = "
             f"{_at_once(job)} > global_batch({job.train.global_batch})"
         ),
         "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
@@ -99,10 +104,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "every-rank-has-rows",
         ("launch", "processes"),
-        lambda job: _processes(job) > job.train.global_batch,
+        lambda job: _shares(job) > job.train.global_batch,
         lambda job: (
-            f"{_processes(job)} processes share {job.train.global_batch} rows a step: "
-            f"{_processes(job) - job.train.global_batch} would always be idle"
+            f"{_shares(job)} processes share {job.train.global_batch} rows a step: "
+            f"{_shares(job) - job.train.global_batch} would always be idle"
         ),
         "raise train.global_batch or start fewer processes",
     ),

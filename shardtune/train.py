@@ -122,15 +122,17 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
 
 
 def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:
-    """This rank's share of every step."""
+    """This rank's share of every step. Ranks that hold parts of one model share their rows."""
+    mesh = job.strategy.mesh(world.size)
+    mesh.require(world.size)
     return Loader(
         inputs.data,
         job.data,
         seed=job.train.seed,
         global_batch=job.train.global_batch,
         micro_batch=int(job.train.micro_batch),
-        rank=world.rank,
-        ranks=world.size,
+        rank=mesh.data_rank(world.rank),
+        ranks=mesh.data_ranks,
         pad_id=inputs.tokenizer.pad_token_id or 0,
         epochs=job.train.epochs,
     )

@@ -10,7 +10,11 @@ from shardtune.core.mesh import Mesh
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a model and its training take, undivided."""
+    """What a model and its training take, undivided; or the part of it that a rank works on.
+
+    Stages and slices of a model come first: `params` and the rest are then those of the rank's own
+    part, and the axes of data divide them further.
+    """
 
     params: int
     """All weights, frozen ones too, as they are stored between steps."""
@@ -19,6 +23,19 @@ class ModelBytes:
     grads: int
     optim: int
     """Moments; an engine that keeps masters has another `trained` of fp32 beside them."""
+    unsliced: int = 0
+    """Gradients of trained weights that tensor parallelism leaves whole, but computes in parts."""
+    tied: int = 0
+    """Gradients of weights of which both the first and the last stage hold a copy."""
+    hidden: int = 0
+    """What flows between two layers for one micro-batch."""
+    narrow: int = 0
+    """What flows through the adapters of a layer's row-wise slices for one micro-batch."""
+    scores: int = 0
+    """One number for each trained token of a micro-batch."""
+    layers: int = 0
+    borders: int = 0
+    """Borders between stages over which the rank sends, counted once for each direction."""
 
 
 @dataclass(frozen=True)
@@ -58,5 +75,6 @@ def predict_sent(
     for axis, move in layout.moves(mesh):
         size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
         times = microbatches if move.when == "micro_batch" else 1
+        times *= {"model": 1, "layer": whole.layers, "border": whole.borders}[move.per]
         sent[move.op] = sent.get(move.op, 0) + round(size * times)
     return sent

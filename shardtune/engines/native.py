@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import TracebackType
 
@@ -26,6 +26,21 @@ from shardtune.engines.tensors import local, size_of, spread_like, whole
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that compute other rows of the same step as this one."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+    """None is every rank."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Adds up over them, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+
 class NativeEngine:
     """One optimizer step with autograd, in plain sight.
 
@@ -33,9 +48,13 @@ class NativeEngine:
     gradients meet (`_synchronising`) and in tensors that may be a rank's share of a larger one.
     """
 
-    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, setup: EngineSetup, world: World, peers: Peers | None = None
+    ) -> None:
+        """Without `peers` every other rank is one: each has rows of its own."""
         self.setup = setup
         self.world = world
+        self.peers = peers or Peers(world.rank, world.size)
         self.device = torch.device(world.device)
         self.model = model
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -50,7 +69,7 @@ class NativeEngine:
         self.optimizer.zero_grad(set_to_none=True)
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
-        scale = self.world.size / max(1, labels)
+        scale = self.peers.size / max(1, labels)
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(microbatches):
             self._seed(index)
@@ -62,8 +81,7 @@ class NativeEngine:
                 loss = loss_sum(logits, targets)
                 self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        if self.world.size > 1:
-            dist.all_reduce(total)
+        self.peers.sum(total)
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -103,8 +121,7 @@ class NativeEngine:
             sums[0] += loss_sum(logits, targets)
             sums[1] += ((logits.argmax(-1) == targets) & counted).sum()
             sums[2] += counted.sum()
-        if self.world.size > 1:
-            dist.all_reduce(sums)
+        self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
 
@@ -176,14 +193,13 @@ class NativeEngine:
             [sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)],
             device=self.device,
         )
-        if self.world.size > 1:
-            dist.all_reduce(counts)
+        self.peers.sum(counts)
         tokens, labels = counts.tolist()
         return tokens, labels
 
     def _seed(self, index: int) -> None:
         """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
-        key = f"{self.setup.seed}/{self.taken}/{self.world.rank}/{index}"
+        key = f"{self.setup.seed}/{self.taken}/{self.peers.rank}/{index}"
         torch.manual_seed(int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1)
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
