@@ -49,6 +49,16 @@ def _at_once(job: Job) -> int:
     return micro_batch * _shares(job) if isinstance(micro_batch, int) else 0
 
 
+def _slices(job: Job) -> int:
+    return job.strategy.mesh(_processes(job)).size_of("tensor")
+
+
+def _schedule(job: Job) -> str:
+    """The order in which the stages of a pipeline work; nothing where there are none."""
+    order = job.strategy.layout().pipelining
+    return order.kind if order is not None and order.kind != "layers" else ""
+
+
 def _variant(job: Job) -> str:
     return job.adapter.variant if isinstance(job.adapter, LoRA) else ""
 
@@ -153,6 +163,56 @@ RULES: tuple[Rule, ...] = (
         "set train.precision: bf16, or use strategy: {type: deepspeed}",
     ),
     Rule(
+        "tensor-has-no-loss-scale",
+        ("train", "precision"),
+        lambda job: (
+            job.strategy.type != "fsdp" and _slices(job) > 1 and job.train.precision == "fp16"
+        ),
+        lambda job: "fp16 needs a loss scale on which all slices agree; tensor here has none",
+        "set train.precision: bf16",
+    ),
+    Rule(
+        "tensor-slices-plain-weights",
+        ("model", "quantization"),
+        lambda job: _slices(job) > 1 and job.model.quantization != "none",
+        lambda job: (
+            f"{job.model.quantization} packs weights in blocks that run across the borders of "
+            f"tensor({_slices(job)})'s slices"
+        ),
+        "set model.quantization: none, or use strategy: {type: fsdp}",
+    ),
+    Rule(
+        "tensor-has-no-dora",
+        ("adapter", "variant"),
+        lambda job: _slices(job) > 1 and _variant(job) == "dora",
+        lambda job: (
+            "dora measures whole columns of each weight in every forward pass; under "
+            f"tensor({_slices(job)}) a rank has slices of them"
+        ),
+        "use variant: plain, rslora or pissa",
+    ),
+    Rule(
+        "pipeline-has-no-loss-scale",
+        ("train", "precision"),
+        lambda job: (
+            job.strategy.type in ("pipeline", "layers")
+            and _slices(job) == 1
+            and job.train.precision == "fp16"
+        ),
+        lambda job: "fp16 needs a loss scale on which all stages agree; there is none here",
+        "set train.precision: bf16",
+    ),
+    Rule(
+        "zero-bubble-needs-whole-weights",
+        ("strategy", "tensor"),
+        lambda job: _schedule(job) == "zero_bubble" and _slices(job) > 1,
+        lambda job: (
+            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
+            f"can't do for the slices of tensor({_slices(job)})"
+        ),
+        "use schedule: interleaved, which waits little too, or tensor: 1",
+    ),
+    Rule(
         "checkpoint-interval",
         ("save", "every"),
         lambda job: job.train.steps is not None and job.save.every > job.train.steps,
@@ -167,6 +227,7 @@ def check(job: Job, place: Callable[[KeyPath], str]) -> None:
     problems = [
         Problem(place(rule.key), rule.fact(job), rule.fix) for rule in RULES if rule.broken(job)
     ]
+    problems += [Problem(place(("strategy",)), each.fact, each.fix) for each in _mesh_problems(job)]
     if isinstance(job.strategy, DeepSpeed):
         problems += [
             Problem(place(tuple(each.place.split("."))), each.fact, each.fix)
@@ -174,3 +235,12 @@ def check(job: Job, place: Callable[[KeyPath], str]) -> None:
         ]
     if problems:
         raise JobError(problems)
+
+
+def _mesh_problems(job: Job) -> tuple[Problem, ...]:
+    """A mesh that doesn't multiply out to the processes that are to be started."""
+    try:
+        job.strategy.mesh(_processes(job)).require(_processes(job))
+    except JobError as error:
+        return error.problems
+    return ()

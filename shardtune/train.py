@@ -8,6 +8,7 @@ from typing import Any
 
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.core.cache import cache_dir
+from shardtune.core.families import require_divisible
 from shardtune.core.progress import Progress
 from shardtune.core.world import World
 from shardtune.data.loader import Loader
@@ -116,6 +117,7 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     tokenizer = load.load_tokenizer(job.model)
     load.check_fits_data(config, tokenizer, job.data.sequence_length)
     load.check_weights(job.model, job.adapter, config)
+    require_divisible(config, job.strategy.mesh(int(job.launch.processes)))
     stops = load.stop_ids(job.model, tokenizer)
     data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
     return Inputs(tokenizer, stops, data)

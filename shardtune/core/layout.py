@@ -14,12 +14,14 @@ from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.pipelining import Pipelining
 
 State = Literal["params", "grads", "optim", "activations"]
-Cargo = Literal["params", "trained", "grads", "unsliced", "tied", "hidden", "narrow", "scores"]
+Cargo = Literal[
+    "params", "recalled", "trained", "grads", "unsliced", "tied", "hidden", "embedded", "scores"
+]
 """What a message carries, named as in `ModelBytes`: weights, gradients, or what flows between
 layers."""
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
 When = Literal["step", "micro_batch"]
-Per = Literal["model", "layer", "border"]
+Per = Literal["model", "layer", "return", "start", "end", "border"]
 Home = Literal["gpu", "cpu", "nvme"]
 By = Literal["share", "layers", "slices"]
 """How an axis divides: every tensor evenly, whole layers to stages, or matrices into slices."""
@@ -34,8 +36,9 @@ class Move:
     when: When
     scale: float = 1.0
     per: Per = "model"
-    """How many of them there are: one, one for each layer of the rank, or one for each border
-    between stages over which the rank sends."""
+    """How many of them there are: one, one for each layer of the rank, for each layer that hands a
+    gradient back, for the embedding or the head where the rank has it, or for each border between
+    stages over which the rank sends."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Layout:
         Weights are gathered whole; a gradient that one axis has divided is reduced over the next
         in that share.
         """
-        if cargo != "grads" or axis == WORLD:
+        if cargo not in ("grads", "unsliced", "tied") or axis == WORLD:
             return 1
         before = [
             rule.axis

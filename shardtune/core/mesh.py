@@ -12,8 +12,9 @@ WORLD = "world"
 """The name under which a rule speaks of all axes at once."""
 ORDER = ("pipeline", "replicate", "data", "shard", "tensor")
 """Outermost first. Neighbours talk most: tensor parallelism inside a node, stages between them."""
-DATA_AXES = frozenset({"replicate", "data", "shard"})
-"""Along these every rank has rows of its own; along the others ranks share them."""
+MODEL_AXES = frozenset({"pipeline", "tensor"})
+"""Along these ranks hold parts of one model and share their rows; along all others each has its
+own."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Mesh:
     @property
     def data_ranks(self) -> int:
         """Into how many shares the rows of a step are divided."""
-        return math.prod(size for axis, size in self.axes if axis in DATA_AXES)
+        return math.prod(size for axis, size in self.axes if axis not in MODEL_AXES)
 
     def size_of(self, axis: str) -> int:
         """The size of an axis; one that isn't there has size one. WORLD is all of them together."""
@@ -58,7 +59,7 @@ class Mesh:
         """Which share of the rows a rank computes."""
         place, share = self.coordinates(rank), 0
         for axis, size in self.axes:
-            if axis in DATA_AXES:
+            if axis not in MODEL_AXES:
                 share = share * size + place[axis]
         return share
 
@@ -76,7 +77,7 @@ class Mesh:
 
     def _startable(self, ranks: int) -> str:
         """The numbers of ranks on either side that leave every axis but the last of rows alone."""
-        free = [size for axis, size in self.axes if axis in DATA_AXES][-1:]
+        free = [size for axis, size in self.axes if axis not in MODEL_AXES][-1:]
         fixed = self.size // math.prod(free)
         below = ranks // fixed * fixed
         if below in (0, ranks):
@@ -91,7 +92,7 @@ class Mesh:
 
         def far(sizes: tuple[int, ...]) -> tuple[int, float, int]:
             pairs = [(new, *axis) for new, axis in zip(sizes, self.axes, strict=True)]
-            changed = sum(new != old for new, axis, old in pairs if axis not in DATA_AXES)
+            changed = sum(new != old for new, axis, old in pairs if axis in MODEL_AXES)
             return changed, sum(abs(math.log(new / old)) for new, _, old in pairs), sizes[-1]
 
         best = min(_factorings(ranks, len(self.axes)), key=far)

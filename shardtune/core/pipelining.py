@@ -22,13 +22,31 @@ class Pipelining:
 
     kind: Kind
     chunks: int = 1
-    """Stages of each rank."""
+    """Stages of each rank; the V-shaped schedule has two."""
+
+    def stages(self, ranks: int) -> int:
+        return ranks * self.chunks
 
     def ranks(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage, in the order of the layers."""
         if self.kind == "zero_bubble":  # down and up again: the first rank has the last stage too
             return (*range(ranks), *reversed(range(ranks)))
         return tuple(stage % ranks for stage in range(ranks * self.chunks))
+
+    def borders(self, ranks: int, rank: int) -> int:
+        """Borders between stages over which a rank sends: activations one way, gradients back."""
+        sides = pairwise(self.ranks(ranks))
+        return sum((here == rank) + (there == rank) for here, there in sides if here != there)
+
+    def runs(self, ranks: int, microbatches: int) -> int:
+        """The micro-batches that really run: the interleaved order takes them in equal rounds.
+
+        The last round is filled up with empty ones, which have no labels.
+        """
+        if self.kind == "interleaved":
+            while microbatches % max(1, microbatches // ranks):
+                microbatches += 1
+        return microbatches
 
     def bubble(self, ranks: int, microbatches: int) -> float:
         """The time that a rank waits, as a share of the time that it works.
@@ -58,6 +76,15 @@ class Pipelining:
             return float(min(microbatches, ranks))
         warmup = 2 * (ranks - rank - 1) + (self.chunks - 1) * ranks + 1
         return min(microbatches * self.chunks, warmup) / self.chunks
+
+
+def stage_costs(layers: Sequence[float], head: float) -> list[float]:
+    """What each layer costs where it stands: the last one has the head behind it.
+
+    All are multiplications for one token, so a layer costs the size of its matrices and the head
+    hidden width x vocabulary. The embedding in front of the first layer looks up a row: nothing.
+    """
+    return [*layers[:-1], layers[-1] + head]
 
 
 def cut(costs: Sequence[float], stages: int) -> tuple[range, ...]:

@@ -70,11 +70,12 @@ class DeepSpeedEngine(NativeEngine):
         scale = self.world.size / max(1, labels)
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(microbatches):
-            self._seed(index)
+            torch.manual_seed(self._seed_of(index))
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            logits, targets = forward(self.engine, self._here(batch), select=self._select)
-            loss = loss_sum(logits, targets)
-            self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
+            with self._stopwatch.running():
+                logits, targets = forward(self.engine, self._here(batch), select=self._select)
+                loss = loss_sum(logits, targets)
+                self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
             total += loss.detach()
             self._passing = _larger(self._passing, self.states.passing())
         if self.world.size > 1:
@@ -89,6 +90,7 @@ class DeepSpeedEngine(NativeEngine):
             tokens=tokens,
             labels=labels,
             applied=applied,
+            busy=self._busy(),
         )
 
     def _update(self, rate: float) -> tuple[float, bool]:

@@ -21,6 +21,8 @@ from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.engines.loss import forward, loss_sum, selects_logits
 from shardtune.engines.optimizer import make_optimizer
+from shardtune.engines.slices import Unsliced
+from shardtune.engines.stopwatch import Stopwatch
 from shardtune.engines.tensors import local, size_of, spread_like, whole
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,19 +51,29 @@ class NativeEngine:
     """
 
     def __init__(
-        self, model: nn.Module, setup: EngineSetup, world: World, peers: Peers | None = None
+        self,
+        model: nn.Module,
+        setup: EngineSetup,
+        world: World,
+        peers: Peers | None = None,
+        slices: Unsliced | None = None,
     ) -> None:
         """Without `peers` every other rank is one: each has rows of its own."""
         self.setup = setup
+        self.slices = slices or Unsliced()
         self.world = world
         self.peers = peers or Peers(world.rank, world.size)
         self.device = torch.device(world.device)
         self.model = model
-        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.trained = self._find_trained()
         self.optimizer = make_optimizer(self.trained, setup.optimizer, setup.schedule.peak)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._select = selects_logits(model)
+        self._stopwatch = Stopwatch(self.device)
+
+    def _find_trained(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
@@ -69,18 +81,7 @@ class NativeEngine:
         self.optimizer.zero_grad(set_to_none=True)
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
-        scale = self.peers.size / max(1, labels)
-        total = torch.zeros((), device=self.device)
-        for index, batch in enumerate(microbatches):
-            self._seed(index)
-            with self._synchronising(last=index == len(microbatches) - 1):
-                with self._autocast():
-                    logits, targets = forward(
-                        self._module(), self._here(batch), select=self._select
-                    )
-                loss = loss_sum(logits, targets)
-                self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        total = self._backward(microbatches, scale=self.peers.size / max(1, labels))
         self.peers.sum(total)
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
@@ -92,17 +93,42 @@ class NativeEngine:
             tokens=tokens,
             labels=labels,
             applied=applied,
+            busy=self._busy(),
         )
+
+    def _backward(self, microbatches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(microbatches):
+            torch.manual_seed(self._seed_of(index))
+            last = index == len(microbatches) - 1
+            with self._stopwatch.running(), self._synchronising(last=last):
+                with self._autocast():
+                    logits, targets = forward(
+                        self._module(), self._here(batch), select=self._select
+                    )
+                loss = self.slices.loss_sum(logits, targets)
+                self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _busy(self) -> float:
+        """Seconds in which a rank computed forward and backward passes, on average over ranks."""
+        seconds = torch.tensor(self._stopwatch.read(), device=self.device)
+        if self.world.size > 1:
+            dist.all_reduce(seconds)
+        return float(seconds) / self.world.size
 
     def _update(self, rate: float) -> tuple[float, bool]:
         """Clips and applies the gradient, unless it isn't finite. All ranks see the same norm."""
+        self._meet()
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-        norm = whole(nn.utils.get_total_norm(gradients)).item()
+        norm = self._norm()
         applied = math.isfinite(norm)
         limit = self.setup.max_grad_norm
-        if limit is not None and applied and norm > limit:
-            torch._foreach_mul_(gradients, limit / norm)
+        if limit is not None and applied and norm > limit and self._gradients():
+            shares = [local(gradient) for gradient in self._gradients().values()]
+            torch._foreach_mul_(shares, limit / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if applied:
@@ -129,26 +155,30 @@ class NativeEngine:
         return self.model
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        return {name: whole(parameter.detach()) for name, parameter in self.trained.items()}
+        return self._own_weights()
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        return {name: self._whole(name, weight.detach()) for name, weight in self.trained.items()}
 
     def held(self) -> Held:
         states = [s for kept in self.optimizer.state.values() for s in kept.values()]
         moments = [s for s in states if isinstance(s, Tensor) and s.ndim > 0]
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
         home = self._home()
         return Held(
             {
-                ("params", home): sum(size_of(p) for p in self.model.parameters()),
-                ("grads", home): sum(size_of(gradient) for gradient in gradients),
+                ("params", home): sum(
+                    size_of(p) for p in self.model.parameters() if not p.is_meta
+                ),
+                ("grads", home): sum(size_of(gradient) for gradient in self._gradients().values()),
                 ("optim", home): sum(size_of(moment) for moment in moments),
             }
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
+        tensors = {f"weight.{name}": weight for name, weight in self._own_weights().items()}
         for name, parameter in self.trained.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = whole(torch.as_tensor(value))
+                tensors[f"{key}.{name}"] = self._whole(name, torch.as_tensor(value))
         numbers = {"taken": float(self.taken)}
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -158,15 +188,16 @@ class NativeEngine:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         with torch.no_grad():
             for name, parameter in self.trained.items():
-                local(parameter).copy_(local(spread_like(tensors[f"weight.{name}"], parameter)))
+                weight = self.slices.side_by_side(name, tensors[f"weight.{name}"])
+                local(parameter).copy_(local(spread_like(weight, parameter)))
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
             if kind != "weight":
                 parameter = self.trained[name]
-                one = value.ndim == 0
-                kept = (
-                    value.to(parameter.device, copy=True) if one else spread_like(value, parameter)
-                )
+                if value.ndim == 0:
+                    kept = value.to(parameter.device, copy=True)
+                else:
+                    kept = spread_like(self.slices.side_by_side(name, value), parameter)
                 self.optimizer.state[parameter][kind] = kept
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
@@ -187,6 +218,20 @@ class NativeEngine:
 
     # Small parts of a step --------------------------------------------------------------------
 
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+    def _meet(self) -> None:
+        """Brings gradients together that have not met in the backward pass."""
+        self.slices.meet(self._gradients())
+
+    def _norm(self) -> float:
+        """The norm of the whole gradient, the same on every rank."""
+        return float(whole(nn.utils.get_total_norm(self._gradients().values())))
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return self.slices.in_order(name, whole(tensor)) if tensor.ndim else tensor
+
     def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
         counts = torch.tensor(
@@ -197,10 +242,10 @@ class NativeEngine:
         tokens, labels = counts.tolist()
         return tokens, labels
 
-    def _seed(self, index: int) -> None:
+    def _seed_of(self, index: int) -> int:
         """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
         key = f"{self.setup.seed}/{self.taken}/{self.peers.rank}/{index}"
-        torch.manual_seed(int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1)
+        return int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
         if self.device.type == "cpu":
