@@ -64,8 +64,6 @@ def tensor_rule() -> AxisRule:
             Move("all_reduce", "scores", "micro_batch", 3.0, per="end"),
             # Between stages what flows is whole.
             Move("all_gather", "hidden", "micro_batch", per="border"),
-            # Stages hand on all tokens, and get whole gradients back.
-            Move("all_gather", "hidden", "micro_batch", per="border"),
             Move("all_reduce", "unsliced", "step"),
         ),
     )
