@@ -257,7 +257,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from shardtune.train import count_steps, open_inputs, open_loader
 
     inputs = open_inputs(job, quiet=False)
-    make_plan(job, int(job.launch.processes), count_steps(job, open_loader(job, inputs, World())))
+    world = World(size=int(job.launch.processes))
+    make_plan(job, world.size, count_steps(job, open_loader(job, inputs, world)))
     sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
     print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
     run.prepare(overwrite=arguments.overwrite)

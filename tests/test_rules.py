@@ -136,6 +136,56 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.optimizer.bits: 32, or offload_optimizer.device: none",
         ),
     ),
+    "tensor-has-no-loss-scale": (
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all slices agree; tensor here has none",
+            "set train.precision: bf16",
+        ),
+    ),
+    "tensor-slices-plain-weights": (
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "model.quantization",
+            "nf4 packs weights in blocks that run across the borders of tensor(2)'s slices",
+            "set model.quantization: none, or use strategy: {type: fsdp}",
+        ),
+    ),
+    "tensor-has-no-dora": (
+        {
+            "adapter": {"type": "lora", "variant": "dora"},
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+        },
+        Problem(
+            "adapter.variant",
+            "dora measures whole columns of each weight in every forward pass; under tensor(2) a "
+            "rank has slices of them",
+            "use variant: plain, rslora or pissa",
+        ),
+    ),
+    "compiled-layers-are-whole": (
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"kernels": "compiled"},
+        },
+        Problem(
+            "train.kernels",
+            "tensor reaches into layers while they run, where compiled ones are closed",
+            "set train.kernels: eager",
+        ),
+    ),
     "checkpoint-interval": (
         {"train": {"steps": 10}, "save": {"every": 11}},
         Problem(
@@ -178,6 +228,19 @@ def test_all_that_is_broken_is_told_at_once() -> None:
         "train.warmup_steps",
         "save.every",
     ]
+
+
+def test_a_mesh_that_does_not_multiply_out_is_told_with_the_rest() -> None:
+    job = resolved(
+        strategy={"type": "fsdp", "tensor": 2},
+        launch={"processes": 5},
+        train={"steps": 3, "epochs": 1.0},
+    )
+    first, second = problems(job)
+    assert first.place == "train.steps"
+    assert second.place == "strategy"
+    assert second.fact == "shard(3) x tensor(2) = 6 != 5 ranks"
+    assert "4 or 6 processes" in second.fix
 
 
 GOOD: dict[str, dict[str, dict[str, Any]]] = {

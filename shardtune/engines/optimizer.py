@@ -22,7 +22,8 @@ def make_optimizer(
         {"params": matrices, "weight_decay": setup.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    # A rank may have nothing to train: a stage of frozen layers still takes part in a step.
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if setup.type == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=setup.momentum)
     if setup.bits == 8:

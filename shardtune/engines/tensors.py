@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The undivided tensor. Every rank has to ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Shares of slices: first each slice, then the whole. At once torch would do the same, and warn.
+    placements = list(tensor.placements)
+    for axis in [axis for axis, at in enumerate(placements) if not at.is_replicate()][:-1]:
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -43,7 +50,7 @@ def gathered(share: Tensor, example: Tensor) -> Tensor:
         shape=example.shape,
         stride=example.stride(),
     )
-    return divided.full_tensor().to(share.device)  # from_local takes it to the mesh's device
+    return whole(divided).to(share.device)  # from_local takes it to the mesh's device
 
 
 def share_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -7,7 +7,7 @@ alone: a model that is built in parts starts as one that is built at once, on ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from hashlib import sha256
 from typing import Any
 
@@ -92,17 +92,28 @@ def _tie_copies(adapted: nn.Module) -> None:
             copy.weight = first.setdefault(wrapper.original_module.weight, copy.weight)
 
 
-def initialise(part: nn.Module, prefix: str, adapter: Adapter, *, seed: int, device: str) -> None:
+def initialise(
+    part: nn.Module,
+    prefix: str,
+    adapter: Adapter,
+    *,
+    seed: int,
+    device: str,
+    absent: Collection[nn.Module] = (),
+) -> None:
     """Gives the adapters in `part` their first values, on `device`, unless they have them already.
 
     The weights that they adapt have to be there already: some variants start from them, and a
-    module that is trained whole starts as a copy. `prefix` is the part's name in the model.
+    module that is trained whole starts as a copy. `prefix` is the part's name in the model;
+    modules in `absent` stay as they are.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for name, layer in part.named_modules(prefix=prefix):
+        if layer in absent:
+            continue
         if isinstance(layer, ModulesToSaveWrapper):
             _copy(layer.original_module, layer.modules_to_save[NAME], copies)
         elif isinstance(layer, BaseTunerLayer) and _materialise(layer):

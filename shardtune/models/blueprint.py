@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -36,7 +36,12 @@ class ModelBlueprint:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return add_adapter(model.to(device), self.adapter, seed=self.train.seed)
 
-    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+    def in_parts(
+        self,
+        device: str,
+        divide: Callable[[nn.Module], None],
+        left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
+    ) -> nn.Module:
         """The model part by part: each decoder layer, then the root, is filled and divided."""
         return build_in_parts(
             self.section,
@@ -47,6 +52,7 @@ class ModelBlueprint:
             compiled=self._compiled,
             device=device,
             divide=divide,
+            left_out=left_out,
         )
 
     @property

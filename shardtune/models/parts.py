@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardtune.models.tokens import ends, grown
 from shardtune.models.weights import WeightFiles
 
 Divide = Callable[[nn.Module], None]
+LeftOut = Callable[[nn.Module], Collection[nn.Module]]
 
 _ADAPTED = "base_model.model."
 _WRAPPINGS = frozenset({"base_layer", "original_module"})
@@ -42,10 +43,12 @@ def build_in_parts(
     compiled: bool,
     device: str,
     divide: Divide,
+    left_out: LeftOut | None = None,
 ) -> nn.Module:
     """The adapted model. Frozen weights are held in `compute`, trained ones in fp32.
 
-    Without an adapter (not even the one that trains all weights) the model is frozen.
+    Without an adapter (not even the one that trains all weights) the model is frozen. What
+    `left_out` names, of the adapted skeleton, stays without memory.
     """
     model = skeleton(section, compute)
     if adapter is None:
@@ -64,10 +67,15 @@ def build_in_parts(
         # After the adapters: some of them look at the weights' shape, which 4-bit ones don't have.
         swap(adapted, linears, section.quantization, compute)
     prefixes = {module: name for name, module in adapted.named_modules()}
+    absent = frozenset(
+        inside for module in (left_out(adapted) if left_out else ()) for inside in module.modules()
+    )
     for part in (*layers, adapted):
+        if part in absent:
+            continue
         prefix = prefixes[part]
-        _fill(part, prefix, names, compute, device)
-        initialise(part, prefix, adapter, seed=seed, device=device)
+        _fill(part, prefix, names, compute, device, absent)
+        initialise(part, prefix, adapter, seed=seed, device=device, absent=absent)
         divide(part)
         _give_back_memory()
     return adapted
@@ -216,12 +224,19 @@ def _some(names: list[str], shown: int = 8) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _fill(part: nn.Module, prefix: str, names: _Names, compute: torch.dtype, device: str) -> None:
+def _fill(
+    part: nn.Module,
+    prefix: str,
+    names: _Names,
+    compute: torch.dtype,
+    device: str,
+    absent: Collection[nn.Module],
+) -> None:
     """Reads what `part` still lacks of the model's own weights; the adapters' are left alone."""
     wanted: dict[str, list[tuple[nn.Module, str]]] = {}
     for module_name, module in part.named_modules(prefix=prefix):
-        if ".modules_to_save." in f"{module_name}.":
-            continue  # filled as a copy of the original
+        if module in absent or ".modules_to_save." in f"{module_name}.":
+            continue  # the latter is filled as a copy of the original
         for leaf, tensor in (*module.named_parameters(recurse=False), *_buffers(module)):
             tensor_name = names.tensor_of.get(_unwrapped(f"{module_name}.{leaf}"))
             if tensor_name is not None and (tensor.is_meta or leaf in module._buffers):

@@ -12,8 +12,13 @@ from pydantic import Field
 from shardtune.strategies.ddp import DDP
 from shardtune.strategies.deepspeed import DeepSpeed
 from shardtune.strategies.fsdp import FSDP
+from shardtune.strategies.layers import Layers
+from shardtune.strategies.pipeline import Pipeline
+from shardtune.strategies.tensor import Tensor
 
-Strategy = Annotated[DDP | FSDP | DeepSpeed, Field(discriminator="type")]
+Strategy = Annotated[
+    DDP | FSDP | DeepSpeed | Tensor | Pipeline | Layers, Field(discriminator="type")
+]
 """Every strategy that a job can name."""
 
-__all__ = ["DDP", "FSDP", "DeepSpeed", "Strategy"]
+__all__ = ["DDP", "FSDP", "DeepSpeed", "Layers", "Pipeline", "Strategy", "Tensor"]

@@ -16,7 +16,9 @@ from pydantic import TypeAdapter
 
 from shardtune.core.document import dotted
 from shardtune.core.footprint import Held, ModelBytes, predict_held, predict_sent
+from shardtune.core.layout import Layout
 from shardtune.core.machine import Machine
+from shardtune.core.mesh import Mesh
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
@@ -27,14 +29,15 @@ from shardtune.models.blueprint import ModelBlueprint
 from shardtune.resolve import resolve
 from shardtune.rules import check
 from shardtune.strategies import DDP, Strategy
-from tests.conformance.table import ADAPTERS, SWAP, Row
+from tests.conformance.slices import sliced
+from tests.conformance.stages import place_of
+from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MODELS, SWAP, Row
 from tests.jobs import make_job
+from tests.models import families
 from tests.numerics.test_factorisations import BATCH, loader
 from tests.ranks import on_ranks
 
 STEPS = 10
-LISTENED = 3  # the step in which collectives are counted
-MICRO_BATCH = 2
 STATES = ("params", "grads", "optim")
 SWAPPABLE = 1 << 20
 """Bytes below which DeepSpeed keeps a share in memory."""
@@ -53,6 +56,8 @@ class Outcome:
     sent: dict[str, int]
     sizes: list[tuple[int, bool]]
     """Elements of each weight as it is stored, and whether it is trained; of the reference."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of all weights, frozen ones too."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,9 @@ class Finding:
     weights: float
     """Largest difference of a weight after the last step."""
     held: dict[str, tuple[int, int]]
-    """Bytes held and predicted, by state; the fullest rank."""
+    """Bytes held and predicted, by state; the rank that exceeds the prediction most."""
     sent: dict[str, tuple[int, int]]
-    """Bytes sent and declared, by kind of collective."""
+    """Bytes sent and declared, by kind of collective; the rank that is farthest off."""
     swapped: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Bytes in files, held and predicted, by state; none but for rows that swap."""
     missing: list[str] = field(default_factory=list)
@@ -75,7 +80,7 @@ class Finding:
     """Files that are left behind."""
 
 
-def blueprint(adapter: str, model: str) -> ModelBlueprint:
+def blueprint(model: str, adapter: str) -> ModelBlueprint:
     settings, quantization = ADAPTERS[adapter]
     chosen = TypeAdapter(Adapter).validate_json(json.dumps(settings))
     section = ModelSection(name=model, quantization=quantization)
@@ -83,7 +88,7 @@ def blueprint(adapter: str, model: str) -> ModelBlueprint:
 
 
 @cache
-def wide() -> str:
+def swappable() -> str:
     """A model whose MLP is so wide that DeepSpeed swaps half of each of its weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,7 +103,7 @@ def wide() -> str:
         num_key_value_heads=4,
         tie_word_embeddings=True,
     )
-    folder = tempfile.mkdtemp(prefix="shardtune-wide-")
+    folder = tempfile.mkdtemp(prefix="shardtune-swappable-")
     atexit.register(shutil.rmtree, folder)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -126,11 +131,12 @@ def setup(ranks: int) -> EngineSetup:
     )
 
 
-def run(world: World, chosen: Strategy, adapter: str, model: str) -> Outcome:
+def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
     """Ten steps on this rank."""
-    data = loader(True, world.rank, world.size, MICRO_BATCH)
+    mesh = chosen.mesh(world.size)
+    data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
     probe = CollectiveProbe()
-    with chosen.build(blueprint(adapter, model), setup(world.size), world) as engine:
+    with chosen.build(blueprint(model, adapter), setup(mesh.data_ranks), world) as engine:
         sizes = [(each.numel(), each.requires_grad) for each in engine.module().parameters()]
         results = []
         for step, given in enumerate(data.steps(0, STEPS)):
@@ -142,14 +148,17 @@ def run(world: World, chosen: Strategy, adapter: str, model: str) -> Outcome:
         held = engine.held()
         weights = {name: w.float().cpu().numpy() for name, w in engine.trained_weights().items()}
         evaluation = engine.evaluate("d", next(data.steps(0, 1))).loss
+        shapes = {name: tuple(w.shape) for name, w in engine.module().named_parameters()}
     losses, norms = zip(*((result.loss, result.grad_norm) for result in results), strict=True)
-    return Outcome(list(losses), list(norms), evaluation, weights, held, dict(probe.bytes), sizes)
+    return Outcome(
+        list(losses), list(norms), evaluation, weights, held, dict(probe.bytes), sizes, shapes
+    )
 
 
 @cache
-def reference(adapter: str, model: str) -> Outcome:
+def reference(model: str, adapter: str) -> Outcome:
     """The same ten steps in one process, with nothing spread."""
-    return on_ranks(1, run, DDP(), adapter, model)[0]
+    return on_ranks(1, run, DDP(), model, adapter)[0]
 
 
 def refusal(row: Row) -> str:
@@ -169,20 +178,31 @@ def refusal(row: Row) -> str:
     return ""
 
 
+@cache
+def folder(model: str) -> str:
+    """What a job would call the model."""
+    if model == TINY:
+        return model
+    path = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, path)
+    families.write(Path(path), "llama", **MODELS[model])
+    return path
+
+
 def examine(row: Row) -> Finding:
     """Runs the row on real ranks and holds it against the reference and against its layout."""
-    model = wide() if row.build else TINY
-    expected = reference(row.adapter, model)
+    model = swappable() if row.build else folder(row.model)
+    expected = reference(model, row.adapter)
     with tempfile.TemporaryDirectory() as swap:
         chosen = strategy_of(row, swap)
-        outcomes: list[Outcome] = on_ranks(row.ranks, run, chosen, row.adapter, model)
+        outcomes: list[Outcome] = on_ranks(row.ranks, run, chosen, model, row.adapter)
         left = [str(path) for path in Path(swap).rglob("*")]
     mesh, layout = chosen.mesh(row.ranks), chosen.layout()
-    trained = sum(weight.nbytes for weight in expected.weights.values())
-    params, grads, optim = (expected.held.of(state) for state in STATES)
-    whole = ModelBytes(params, trained, grads, optim)
-    predicted = predict_held(layout, mesh, whole)
-    declared = predict_sent(layout, mesh, whole, microbatches=microbatches(row.ranks))
+    parts = [part_of(expected, layout, mesh, rank) for rank in range(row.ranks)]
+    predicted = [predict_held(layout, mesh, part) for part in parts]
+    count = microbatches(mesh.data_ranks)
+    declared = [predict_sent(layout, mesh, part, microbatches=count) for part in parts]
+    kinds = {kind for one in (*(o.sent for o in outcomes), *declared) for kind in one}
     first = outcomes[0]
     return Finding(
         difference=max(_apart(outcome, expected) for outcome in outcomes),
@@ -192,14 +212,23 @@ def examine(row: Row) -> Finding:
             if name in first.weights
         ),
         held={
-            state: (max(o.held.of(state) for o in outcomes), predicted.of(state))
+            state: max(
+                ((o.held.of(state), p.of(state)) for o, p in zip(outcomes, predicted, strict=True)),
+                key=lambda pair: pair[0] - pair[1],
+            )
             for state in STATES
         },
         swapped=_in_files(outcomes, expected) if row.build else {},
         left=left,
         sent={
-            kind: (first.sent.get(kind, 0), declared.get(kind, 0))
-            for kind in sorted({*first.sent, *declared})
+            kind: max(
+                (
+                    (o.sent.get(kind, 0), d.get(kind, 0))
+                    for o, d in zip(outcomes, declared, strict=True)
+                ),
+                key=lambda pair: abs(pair[0] - pair[1]),
+            )
+            for kind in sorted(kinds)
         },
         missing=[
             name
@@ -222,6 +251,16 @@ def _in_files(outcomes: list[Outcome], expected: Outcome) -> dict[str, tuple[int
         state: (max(o.held.bytes.get((state, "nvme"), 0) for o in outcomes), size)
         for state, size in predicted.items()
     }
+
+
+def part_of(expected: Outcome, layout: Layout, mesh: Mesh, rank: int) -> ModelBytes:
+    """The bytes of the part of the model that a rank works on, and of what flows through it."""
+    if not {"tensor", "pipeline"} & dict(mesh.axes).keys():
+        trained = sum(weight.nbytes for weight in expected.weights.values())
+        params, grads, optim = (expected.held.of(state) for state in STATES)
+        return ModelBytes(params, trained, grads, optim)
+    place = place_of(expected.shapes, set(expected.weights), layout, mesh, rank)
+    return sliced(expected.shapes, set(expected.weights), mesh, place, rank)
 
 
 def _apart(outcome: Outcome, expected: Outcome) -> float:

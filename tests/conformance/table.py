@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+LISTENED = 3  # the step in which collectives are counted
+MICRO_BATCH = 2
+
 
 @dataclass(frozen=True)
 class Row:
@@ -19,6 +22,8 @@ class Row:
     ranks: int = 2
     needs: str = ""
     """A Python package that this row can't do without."""
+    model: str = "tiny"
+    """`tiny`, or one of `MODELS`."""
     build: bool = False
     """Swaps to files, for which DeepSpeed compiles a part of itself; with a larger model, because
     shares below 1 MiB stay in memory."""
@@ -29,6 +34,14 @@ class Row:
     def id(self) -> str:
         return f"{self.strategy}-{self.adapter}"
 
+
+_COMMON = {"vocab_size": 260, "max_position_embeddings": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "wide": _COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "deep": _COMMON | {"num_hidden_layers": 6, "tie_word_embeddings": True},
+}
+"""Llamas of another shape than `tiny`: `wide` has key-value heads for four ranks and a head of its
+own, `deep` has layers for many stages."""
 
 ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "full": ({"type": "none"}, "none"),
@@ -52,12 +65,21 @@ SWAP = "swap"
 """Stands for a folder that is made for a row."""
 _NVME = {"device": "nvme", "nvme_path": SWAP}
 
+
+def _pipeline(stages: int, schedule: str, **settings: Any) -> dict[str, Any]:
+    return {"type": "pipeline", "stages": stages, "schedule": schedule, **settings}
+
+
 STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
     "ddp": ({"type": "ddp"}, 2, ""),
     "fsdp": ({"type": "fsdp"}, 2, ""),
     "fsdp-keep": ({"type": "fsdp", "reshard_after_forward": False}, 2, ""),
     "fsdp-hybrid": ({"type": "fsdp", "sharding": "hybrid", "replicas": 2}, 4, ""),
     "fsdp-offload": ({"type": "fsdp", "offload": "cpu"}, 2, ""),
+    "tensor2": ({"type": "tensor", "degree": 2}, 2, ""),
+    "tensor4": ({"type": "tensor", "degree": 4}, 4, ""),
+    "tensor2-data2": ({"type": "tensor", "degree": 2}, 4, ""),
+    "fsdp2-tensor2": ({"type": "fsdp", "tensor": 2}, 4, ""),
     "zero0": (_zero(0), 2, "deepspeed"),
     "zero1": (_zero(1), 2, "deepspeed"),
     "zero2": (_zero(2), 2, "deepspeed"),
@@ -67,6 +89,25 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
     "zero3-offload": (_zero(3, offload_optimizer=_CPU, offload_param=_CPU), 2, "deepspeed"),
 }
 """Settings, ranks and the package needed, by the strategy's name in a row's id."""
+
+
+def _fits(strategy: str, adapter: str) -> bool:
+    """4-bit weights are packed in blocks that no slice respects; `rules.py` refuses them."""
+    return not ("tensor" in strategy and adapter == "qlora")
+
+
+STAGES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "layers2": ({"type": "layers", "stages": 2}, 2, "tiny"),
+    "pipeline2-gpipe": (_pipeline(2, "gpipe"), 2, "tiny"),
+    "pipeline2-1f1b": (_pipeline(2, "1f1b"), 2, "tiny"),
+    "pipeline2-interleaved": (_pipeline(2, "interleaved"), 2, "deep"),
+    "pipeline2-zero-bubble": (_pipeline(2, "zero_bubble"), 2, "deep"),
+    "pipeline4": (_pipeline(4, "1f1b"), 4, "deep"),
+    "pipeline2-data2": (_pipeline(2, "1f1b"), 4, "tiny"),
+    "pipeline2-tensor2": (_pipeline(2, "1f1b", tensor=2), 4, "tiny"),
+    "fsdp2-pipeline2": ({"type": "fsdp", "pipeline": 2}, 4, "tiny"),
+}
+"""Settings, ranks and the model of strategies that cut it into stages."""
 
 SWAPPED = _zero(
     3,
@@ -83,9 +124,15 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 ROWS: tuple[Row, ...] = (
     *(
-        Row(name, settings, adapter, ranks, needs)
+        Row(name, settings, adapter, ranks, needs, "wide" if name == "tensor4" else "tiny")
         for name, (settings, ranks, needs) in STRATEGIES.items()
         for adapter in ADAPTERS
+        if _fits(name, adapter)
+    ),
+    *(
+        Row(name, settings, adapter, ranks, model=model)
+        for name, (settings, ranks, model) in STAGES.items()
+        for adapter in ("full", "lora")
     ),
     *(
         Row("zero3-nvme", SWAPPED, adapter, 2, "deepspeed", build=True)

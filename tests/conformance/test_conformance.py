@@ -20,6 +20,9 @@ SENT = {"zero3": {"all_gather": 0.2}}
 comes to them by another way than the forward pass did (tied ones, for instance)."""
 
 SWAPPED = 0.01  # vectors are a group of their own, too small to be swapped
+UNHEARD = {"fsdp2-pipeline": {"all_gather": 0.002, "reduce_scatter": 0.002}}
+"""By how much less may be heard. The last stage gathers the final norm by itself: of `tiny` that is
+a message too small to be told from one by which ranks agree on something."""
 
 
 def slack(table: dict[str, dict[str, float]], row: Row, key: str) -> float:
@@ -53,4 +56,5 @@ def test_row(row: Row) -> None:
         assert predicted - 1 <= held <= most, (state, held, predicted)
     for kind, (sent, declared) in found.sent.items():
         most = declared * (1 + slack(SENT, row, kind)) + 6 * ALIGNED
-        assert declared - 1 <= sent <= most, (kind, sent, declared)
+        least = declared * (1 - slack(UNHEARD, row, kind)) - 1
+        assert least <= sent <= most, (kind, sent, declared)

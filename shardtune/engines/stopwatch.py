@@ -1,0 +1,40 @@
+"""Measures how long a rank computes, so that waiting can be seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Stopwatch:
+    """Adds up the time inside `running`. A GPU's work is timed on the GPU, without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            since = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - since
+
+    def read(self) -> float:
+        """Seconds since it was last read; on a GPU the work must be finished."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        found = self._seconds + sum(begin.elapsed_time(end) / 1e3 for begin, end in self._events)
+        self._seconds, self._events = 0.0, []
+        return found
