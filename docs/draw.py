@@ -136,9 +136,7 @@ class Picture:
                 for column, (state, (_, colour)) in enumerate(STATES.items()):
                     yield from self._cell(rank, row, column, state, colour)
 
-    def _cell(
-        self, rank: int, row: int, column: int, state: State, colour: str
-    ) -> Iterator[str]:
+    def _cell(self, rank: int, row: int, column: int, state: State, colour: str) -> Iterator[str]:
         """A part of the model in one state: an outline, and in it what the rank holds."""
         left, top = self._left(rank) + column * CELL, self._top(row)
         yield _box(left, top, CELL - 3, HIGH - 3, "#f1f1f1")

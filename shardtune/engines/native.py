@@ -166,9 +166,7 @@ class NativeEngine:
         home = self._home()
         return Held(
             {
-                ("params", home): sum(
-                    size_of(p) for p in self.model.parameters() if not p.is_meta
-                ),
+                ("params", home): sum(size_of(p) for p in self.model.parameters() if not p.is_meta),
                 ("grads", home): sum(size_of(gradient) for gradient in self._gradients().values()),
                 ("optim", home): sum(size_of(moment) for moment in moments),
             }

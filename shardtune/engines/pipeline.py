@@ -26,9 +26,9 @@ from shardtune.engines.fsdp import sharing
 from shardtune.engines.gradients import add_up, square
 from shardtune.engines.mesh import device_mesh, peers
 from shardtune.engines.native import COMPUTE, NativeEngine
+from shardtune.engines.parts import Divide, Parts
 from shardtune.engines.relay import Relay
 from shardtune.engines.same_shape import Block, alike
-from shardtune.engines.parts import Divide, Parts
 from shardtune.engines.schedules import TimedStage, make_schedule
 from shardtune.engines.stages import Stage
 
@@ -78,9 +78,7 @@ class PipelineEngine(NativeEngine):
             )
             for number in self.division.mine(self._place)
         }
-        self._relay = Relay(
-            self.anatomy, self.division, self._line, self._place, self._flowing
-        )
+        self._relay = Relay(self.anatomy, self.division, self._line, self._place, self._flowing)
         self._ends: dist.ProcessGroup | None = None
         self._tied = self._tied_weights()
         self._replicated = "data" in dict(mesh.axes)

@@ -60,9 +60,7 @@ class Relay:
         module.register_forward_hook(hook)
 
 
-def _elsewhere(
-    anatomy: Anatomy, module: nn.Module, flowing: torch.dtype
-) -> Callable[..., Tensor]:
+def _elsewhere(anatomy: Anatomy, module: nn.Module, flowing: torch.dtype) -> Callable[..., Tensor]:
     """The forward pass of a module that another rank has: something of the right shape."""
     if module in anatomy.embeddings:
         width = anatomy.hidden

@@ -161,7 +161,10 @@ def examine(row: Row) -> Finding:
         },
         sent={
             kind: max(
-                ((o.sent.get(kind, 0), d.get(kind, 0)) for o, d in zip(outcomes, declared, strict=True)),
+                (
+                    (o.sent.get(kind, 0), d.get(kind, 0))
+                    for o, d in zip(outcomes, declared, strict=True)
+                ),
                 key=lambda pair: abs(pair[0] - pair[1]),
             )
             for kind in sorted(kinds)

@@ -85,11 +85,16 @@ def step(number: int) -> list[MicroBatch]:
     shapes = [(2, 16), (1, 24), (2, 8), (3, 16), (2, 24)]
     found = [batch(10 * number + n, *shape) for n, shape in enumerate(shapes)]
     nothing = torch.full((1, 8), IGNORED)
-    return [*found, MicroBatch(found[2].input_ids[:1], found[2].position_ids[:1], nothing, (), 8, 0)]
+    return [
+        *found,
+        MicroBatch(found[2].input_ids[:1], found[2].position_ids[:1], nothing, (), 8, 0),
+    ]
 
 
 def build(world: World, case: Case) -> Any:
-    chosen: Any = TypeAdapter(Strategy).validate_json(json.dumps(case.settings or DDP().model_dump()))
+    chosen: Any = TypeAdapter(Strategy).validate_json(
+        json.dumps(case.settings or DDP().model_dump())
+    )
     train = TrainSection(precision=case.precision, gradient_checkpointing=case.checkpointing)
     section = ModelSection(name=case.folder, quantization=case.quantization)
     plan = ModelBlueprint(section, case.adapter, train)
@@ -255,7 +260,9 @@ def poisoned(world: World, case: Case) -> tuple[bool, bool, bool]:
                 engine.anatomy.norm.weight[0] = float("inf")
         poisoned = engine.step(step(0))
         after = engine.trained_weights()
-        same = [torch.equal(after[name], old) for name, old in before.items() if ".norm." not in name]
+        same = [
+            torch.equal(after[name], old) for name, old in before.items() if ".norm." not in name
+        ]
         return poisoned.applied, all(same), bool(np.isfinite(poisoned.grad_norm))
 
 
