@@ -160,7 +160,9 @@ def main() -> None:
         rows,
         "The bubble is the time that a rank waits, as a share of the time that it works: "
         "(p - 1) / m for p ranks and m micro-batches, half of that with two stages a rank "
-        f"(`interleaved`), p - 1 for `layers`. Stages sleep: {UNIT * 1e3:.0f} ms for each of "
+        "(`interleaved`), p - 1 for `layers`, and (p - 1) / 6m for `zero_bubble`: gradients are "
+        "clipped by the norm of all stages, so every step begins anew. Stages sleep: "
+        f"{UNIT * 1e3:.0f} ms for each of "
         "forward pass, gradients of inputs and gradients of weights. What is measured above the "
         "formula is torch's and gloo's own time, a few milliseconds for each message.",
     )

@@ -162,3 +162,16 @@ def test_the_job_itself_is_left_alone() -> None:
     job = make_job()
     resolve(job, SERVER)
     assert job == make_job()
+
+
+def test_stages_get_micro_batches_enough() -> None:
+    job = make_job(
+        strategy={"type": "pipeline", "stages": 2},
+        train={"global_batch": 64},
+        data={"sequence_length": 256},
+    )
+    found = resolve(job, Machine(cores=2, gpus=0), ranks=4)
+    assert found.job.train.micro_batch == 4  # 64 / 2 rows of a pipeline, in 4 x 2 micro-batches
+    assert found.reasons["train", "micro_batch"] == (
+        "32 rows a step make 8 micro-batches, so that 2 stages wait little for each other"
+    )

@@ -186,6 +186,30 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.kernels: eager",
         ),
     ),
+    "pipeline-has-no-loss-scale": (
+        {
+            "strategy": {"type": "pipeline", "stages": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all stages agree; there is none here",
+            "set train.precision: bf16",
+        ),
+    ),
+    "zero-bubble-needs-whole-weights": (
+        {
+            "strategy": {"type": "pipeline", "stages": 2, "schedule": "zero_bubble", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "strategy.tensor",
+            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
+            "can't do for the slices of tensor(2)",
+            "use schedule: interleaved, which waits little too, or tensor: 1",
+        ),
+    ),
     "checkpoint-interval": (
         {"train": {"steps": 10}, "save": {"every": 11}},
         Problem(

@@ -53,11 +53,14 @@ class Pipelining:
 
         Narayanan et al. 2021 (arXiv 2104.04473): (p - 1) / m, and a chunk's share of it with
         several stages a rank. One micro-batch in flight: the other p - 1 ranks' work, always.
+        The V-shaped schedule leaves the time until the last rank's first stage can begin, half of
+        a forward pass for each rank before it, which is a sixth of a micro-batch's work. With
+        fewer than 2p - 1 micro-batches there is too little to do meanwhile.
         """
         if self.kind == "layers":
             return float(ranks - 1)
         if self.kind == "zero_bubble":
-            return 0.0 if microbatches >= ranks else (ranks - 1) / microbatches / 3
+            return (ranks - 1) / (microbatches * (6 if microbatches >= 2 * ranks - 1 else 3))
         return (ranks - 1) / (microbatches * self.chunks)
 
     def utilisation(self, ranks: int, microbatches: int) -> float:

@@ -42,8 +42,12 @@ class Block:
         return rows // len(self.seeds), width
 
     def to(self, device: torch.device) -> Block:
-        here = (t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids))
-        return Block(*here, self.targets.to(device, non_blocking=True), self.seeds)
+        return Block(
+            self.input_ids.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            self.seeds,
+        )
 
     def filled(self, rows: int, width: int) -> Block:
         """The same with more rows and positions, none of which is trained.

@@ -21,7 +21,7 @@ from shardtune.engines.stopwatch import Stopwatch
 def make_schedule(
     pipelining: Pipelining,
     ranks: int,
-    stages: list[PipelineStage],
+    stages: list[Any],
     microbatches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:

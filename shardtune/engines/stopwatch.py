@@ -21,7 +21,7 @@ class Stopwatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         if self._cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = _event(), _event()
             begin.record()
             yield
             end.record()
@@ -35,6 +35,11 @@ class Stopwatch:
         """Seconds since it was last read; on a GPU the work must be finished."""
         if self._cuda:
             torch.cuda.synchronize()
-        found = self._seconds + sum(begin.elapsed_time(end) / 1e3 for begin, end in self._events)
+        timed = (float(begin.elapsed_time(end)) for begin, end in self._events)
+        found = self._seconds + sum(timed) / 1e3
         self._seconds, self._events = 0.0, []
         return found
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
