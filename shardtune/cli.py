@@ -115,6 +115,48 @@ a first run, on any machine with the repository at hand:
 
     command = _command(
         commands,
+        "plan",
+        _lazily("plan"),
+        "rank every strategy for a job on a cluster, with reasons",
+        """\
+  shardtune plan recipes/quickstart.yaml --cluster 4xA40
+  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xA100-80GB@400Gbps --write best.yaml
+  shardtune plan recipes/ddp_lora.yaml --cluster 1xRTX4090 model.name=meta-llama/Llama-3.1-8B""",
+    )
+    _cluster_arguments(command)
+    command.add_argument(
+        "--minimise", choices=("time", "cost", "memory"), default="time", help="what to rank by"
+    )
+    command.add_argument("--write", type=Path, metavar="FILE", help="write the best job here")
+    _job_arguments(command)
+
+    command = _command(
+        commands,
+        "estimate",
+        _lazily("estimate"),
+        "say whether a job fits on a cluster, how fast it is, and what it sends",
+        """\
+  shardtune estimate recipes/quickstart.yaml --cluster 1xRTX4090
+  shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json""",
+    )
+    _cluster_arguments(command)
+    _job_arguments(command)
+
+    command = _command(
+        commands,
+        "bench",
+        _lazily("bench"),
+        "measure this machine for `plan` and `estimate`, in about a minute",
+        """\
+  shardtune bench
+  shardtune bench --out node.yaml && shardtune plan JOB --cluster node.yaml
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m shardtune bench --out cluster.yaml""",
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="the profile to write")
+    command.add_argument("--processes", type=int, metavar="N", help="ranks (one per GPU)")
+
+    command = _command(
+        commands,
         "data",
         _data,
         "show what the model will see: trained tokens, lengths, truncations",
@@ -211,6 +253,28 @@ def _command(
     )
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def _lazily(name: str) -> Any:
+    """A command that lives in `shardtune.commands`, imported when it is run."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        from shardtune import commands
+
+        return int(getattr(commands, name)(arguments))
+
+    return run
+
+
+def _cluster_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--cluster",
+        required=True,
+        metavar="SPEC",
+        help="[NODESx]GPUSxTYPE[:pcie|:nvlink][@Gbps], as 2x8xA100-80GB@400Gbps, or a profile",
+    )
+    command.add_argument("--price", type=float, metavar="P", help="price of a GPU for an hour")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _job_arguments(command: argparse.ArgumentParser) -> None:

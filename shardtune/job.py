@@ -15,10 +15,11 @@ from pydantic import Field
 
 from shardtune.core.schedule import ScheduleKind
 from shardtune.core.section import Section
-from shardtune.core.setup import Precision
+from shardtune.core.setup import Loss, Precision
 from shardtune.strategies import DDP, Strategy
 
 Auto = Literal["auto"]
+Kernels = Literal["eager", "compiled"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -210,6 +211,12 @@ class TrainSection(Section):
     gradient_checkpointing: Literal["none", "full"] = "none"
     """`full` recomputes each layer's inside in the backward pass: less memory, about a third more
     time."""
+    loss: Auto | Loss = "auto"
+    """`fused` computes output head and loss together, in pieces: the logits of a micro-batch, often
+    the largest thing of all, never exist at once. `auto` does so on a GPU."""
+    kernels: Auto | Kernels = "auto"
+    """`compiled` fuses the small operations of each layer (torch.compile, some 20 seconds once);
+    `eager` runs each as transformers writes it. `auto` compiles on a GPU."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Longer gradients are scaled down to this length; null never clips."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -38,5 +38,6 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
         schedule=Schedule(train.schedule, train.learning_rate, train.warmup_steps, steps),
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
+        loss="fused" if train.loss == "fused" else "plain",
     )
     return Plan(job.strategy, mesh, job.strategy.layout(), setup)

@@ -57,6 +57,12 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
         )
         train = train.model_copy(update={"micro_batch": micro_batch})
 
+    for field, fast, slow in (("loss", "fused", "plain"), ("kernels", "compiled", "eager")):
+        if getattr(train, field) == "auto":
+            chosen, why = (fast, "a GPU") if machine.gpus else (slow, "no GPU")
+            reasons["train", field] = f"{why} was found"
+            train = train.model_copy(update={field: chosen})
+
     evaluate = job.evaluate
     if evaluate.every == "auto":
         reasons["evaluate", "every"] = "as often as save.every"

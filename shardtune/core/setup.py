@@ -8,6 +8,7 @@ from typing import Literal
 from shardtune.core.schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Loss = Literal["plain", "fused"]
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,5 @@ class EngineSetup:
     """Rows of one forward pass."""
     accumulation: int = 1
     """Micro-batches of a step on each rank; the last step of a run may have fewer."""
+    loss: Loss = "plain"
+    """`fused` never has all logits of a micro-batch at once."""
