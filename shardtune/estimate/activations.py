@@ -174,5 +174,5 @@ def _score(work: Workload) -> float:
 
 def _adapted_inputs(shape: ModelShape, work: Workload) -> int:
     assert work.adapter is not None
-    seen = {w.module: w.shape[1] for w in shape.targeted(work.adapter.targets)}
+    seen = {w.module: w.shape[-1] for w in shape.targeted(work.adapter.targets)}
     return sum(seen.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -113,14 +114,19 @@ def _linear(
     weight: Weight, shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine
 ) -> Busy:
     *many, outputs, inputs = weight.shape
-    copies = many[0] if many else 1
-    rows = tokens
-    if weight.routed:
-        assert shape.experts is not None
-        rows = tokens * shape.experts.per_token / shape.experts.count
+    copies = math.prod(many)
+    rows = tokens * _routed(weight, shape)
     forward = copies * on.product(rows, outputs / cut.tensor, inputs, fp8=work.fp8)
     trained = work.adapter is None
     return Busy(forward, forward * (1 + trained))
+
+
+def _routed(weight: Weight, shape: ModelShape) -> float:
+    """Share of the tokens that one copy of a weight sees: all, or those sent to an expert."""
+    if not weight.routed:
+        return 1.0
+    assert shape.experts is not None
+    return shape.experts.per_token / shape.experts.count
 
 
 def _attention(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
@@ -179,8 +185,8 @@ def _adapters(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: En
     alone = work.kernels != "compiled"
     cast = 2 if work.widths.trained > 2 and alone else 1
     for weight in shape.targeted(work.adapter.targets):
-        outputs, inputs = weight.shape
-        share = weight.times / layers
+        *many, outputs, inputs = weight.shape
+        share = weight.times / layers * math.prod(many) * _routed(weight, shape)
         forward += share * ((1 + dropped) * inputs + (5 if alone else 3) * outputs)
         backward += share * (((4 if alone else 3) + dropped) * inputs + 3 * outputs)
     scale = cast * tokens * work.widths.compute / on.bytes / cut.tensor

@@ -196,11 +196,8 @@ def _sending(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut:
     if mesh.size == 1 and work.buckets is None:
         return 0.0
     if work.buckets is not None:
-        return (
-            2 * work.buckets.reduce * work.widths.compute
-            if work.overlap
-            else (work.buckets.reduce * work.widths.compute)
-        )
+        # One is filled while the other is sent.
+        return (2 if work.overlap else 1) * work.buckets.reduce * work.widths.compute
     if layout.divisor("grads", mesh) == 1:
         return 0.0
     # A layer's, or at last those of the embedding and the head.

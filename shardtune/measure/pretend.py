@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtune.measure.ledger import tensors_in
 
 WHOLE = (torch.int32, torch.int64)
+"""Types of numbers that decide something. Weights are never stored in them."""
+
 SMALL = 1 << 20
 """Bytes up to which something computed from real numbers is real itself."""
 
@@ -42,7 +45,7 @@ def pretending(ranks: int) -> Iterator[None]:
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), Pretence():
+        with FakeTensorMode(allow_non_fake_inputs=True), Pretence():  # type: ignore[no-untyped-call]
             yield
     finally:
         if ranks > 1:
@@ -97,4 +100,4 @@ def _done(tensors: list[Tensor]) -> Any:
     """A finished collective that has its result, which DDP asks for and the fake backend lacks."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    return _create_work_from_future(future).boxed()

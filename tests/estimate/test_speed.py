@@ -7,10 +7,12 @@ from dataclasses import fields, replace
 import pytest
 
 from shardtune.core.cluster import Cluster, parse_cluster
+from shardtune.core.known_models import KnownModel, catalogue, known_model
 from shardtune.core.mesh import Mesh
 from shardtune.core.profile import MatmulPoint, Measured
 from shardtune.core.shape import ModelShape
 from shardtune.estimate.constants import CHIPS, LIKE, beginning_of
+from shardtune.estimate.memory import estimate_memory
 from shardtune.estimate.speed import Speed, estimate_speed
 from shardtune.estimate.workload import PURE_BF16, SHARDED_FP32, Adapter, Workload
 from shardtune.strategies import DDP, FSDP, DeepSpeed
@@ -164,3 +166,14 @@ def test_every_gpu_of_the_catalogue_has_constants() -> None:
     assert beginning_of("A100-40GB") == "A100"
     assert beginning_of("A10G") == "RTX3"
     assert beginning_of("H200-141GB") == "H200"
+
+
+@pytest.mark.parametrize("model", catalogue(), ids=lambda model: model.name)
+def test_every_model_of_the_catalogue_can_be_estimated(model: KnownModel) -> None:
+    shape, cluster = known_model(model.name), parse_cluster("8xH100")
+    for adapter in (None, Adapter(8)):
+        work = replace(WORK, adapter=adapter)
+        speed = estimate_speed(FSDP().layout(), shape, FSDP().mesh(8), cluster, work)
+        memory = estimate_memory(FSDP().layout(), shape, FSDP().mesh(8), work)
+        assert 0 < speed.mfu < 1
+        assert memory.allocated > shape.parameters / 8

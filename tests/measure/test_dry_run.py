@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
@@ -66,6 +69,7 @@ def real(
     microbatches: int = 1,
     packed: bool = False,
 ) -> DryRun:
+    needs(case)
     adapter, quantization = CASES[case]
     section = ModelSection.model_validate({"name": "tiny", "quantization": quantization})
     blueprint = ModelBlueprint(section, adapter, train(checkpointing))
@@ -74,8 +78,10 @@ def real(
 
 
 def needs(case: str) -> None:
+    """Skips what can't run, and lets bitsandbytes make the tables that it keeps for good."""
     if CASES[case][1] == "nf4":
-        pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+        library = pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+        library.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -107,12 +113,11 @@ SPREAD = {
     "hybrid": FSDP(sharding="hybrid", replicas=2),
     "offload": FSDP(offload="cpu"),
 }
-ROWS_OF_TABLE = [("fsdp", case) for case in CASES]
-ROWS_OF_TABLE += [("ddp", "full"), ("ddp", "qlora")]
-ROWS_OF_TABLE += [("fsdp-kept", "lora"), ("hybrid", "full"), ("offload", "lora")]
+SPREAD_CASES = [("fsdp", case) for case in ("full", "lora", "dora-saved", "qlora")]
+SPREAD_CASES += [("ddp", "full"), ("fsdp-kept", "lora"), ("hybrid", "full"), ("offload", "lora")]
 
 
-@pytest.mark.parametrize(("name", "case"), ROWS_OF_TABLE)
+@pytest.mark.parametrize(("name", "case"), SPREAD_CASES)
 def test_four_ranks_hold_and_take_what_the_dry_run_says(name: str, case: str) -> None:
     needs(case)
     expected: DryRun = on_ranks(4, real, SPREAD[name], case)[0]
@@ -120,3 +125,55 @@ def test_four_ranks_hold_and_take_what_the_dry_run_says(name: str, case: str) ->
     assert found.held == expected.held
     assert found.classes == expected.classes
     assert (found.peak, found.moment) == (expected.peak, expected.moment)
+
+
+@pytest.mark.slow
+def test_eight_billion_parameters_take_seconds_and_no_memory(capsys: Any) -> None:
+    from transformers import LlamaConfig
+
+    vocabulary, length, parameters = 128_256, 4096, 8_030_261_248  # Llama-3.1-8B's own count
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    blueprint = EmptyBlueprint.of(config, ModelSection(name="8b"), NoAdapter(), train("full"))
+    found = dry_run(
+        blueprint, FSDP(), setup(), ranks=64, rows=1, length=length, vocabulary=vocabulary
+    )
+    seconds = time.process_time() - begun
+    with capsys.disabled():
+        print(f"\n8 B, FSDP over 64 ranks: {found.peak / GIB:.2f} GiB ({found.moment})", end=", ")
+        print(f"{seconds:.0f} s of processor time")
+    assert seconds < 60  # 15 to 20 seen on two cores with seven others at work
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 600 * 1024  # KiB: Python objects, where the weights alone would be 30 GiB
+    share = parameters * 4 // 64  # every matrix and norm of this model can be divided by 64
+    assert [found.held.of(state) for state in ("params", "grads", "optim")] == [
+        share,
+        share,
+        2 * share,
+    ]
+    # In the loss's backward pass: 16-bit logits, which the step still refers to, and in fp32 the
+    # logarithms, their gradient and the gradient behind the softmax. The last token has no target.
+    logits = (length - 1) * vocabulary
+    assert found.moment == "backward"
+    assert found.classes["logits"] == pytest.approx((2 + 3 * 4) * logits, rel=1e-6)
+    # States, the layers' inputs in 16 bits, little else: the gradients aren't there yet.
+    inputs = 32 * length * 4096 * 2
+    assert found.peak == pytest.approx(14 * logits + 3 * share + inputs, rel=0.03)
+
+
+def test_a_dry_run_of_deepspeed_is_refused_with_the_way_out() -> None:
+    with pytest.raises(JobError, match=r"without --dry-run.*fsdp"):
+        dry(DeepSpeed(stage=3), 4, "full")
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    dry(FSDP(), 8, "lora")
+    assert not torch.distributed.is_initialized()
+    assert torch.ones(3).sum().item() == 3  # a fake tensor would answer otherwise
