@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+
 @dataclass(frozen=True)
 class Machine:
     """Processor cores that we may use, and CUDA devices that we can see."""

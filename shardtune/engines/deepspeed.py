@@ -11,24 +11,22 @@ import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout, State
 from shardtune.core.setup import EngineSetup
-from shardtune.core.step import EvalResult, MicroBatch, StepResult
+from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.world import World
 from shardtune.engines.deepspeed_start import require_async_io, start
 from shardtune.engines.deepspeed_states import States, states_of
-from shardtune.engines.loss import forward, loss_sum
 from shardtune.engines.native import COMPUTE, NativeEngine
 
 
@@ -61,35 +59,21 @@ class DeepSpeedEngine(NativeEngine):
         self.states: States = states_of(self.engine, self.optimizer, layout, self._swap)
         self._passing = Held({})
 
-    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
-        """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
+    def _begin(self) -> None:
         self.engine.train()
-        tokens, labels = self._count(microbatches)
-        # DeepSpeed averages over ranks; the sum over label tokens wants no such division. Its
-        # division by the accumulation is switched off, so a step may have any number of them.
-        scale = self.world.size / max(1, labels)
-        total = torch.zeros((), device=self.device)
-        for index, batch in enumerate(microbatches):
-            self._seed(index)
-            self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            logits, targets = forward(self.engine, self._here(batch), select=self._select)
-            loss = loss_sum(logits, targets)
-            self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
-            total += loss.detach()
-            self._passing = _larger(self._passing, self.states.passing())
-        if self.world.size > 1:
-            dist.all_reduce(total)
-        rate = self.setup.schedule.at(self.taken)
-        norm, applied = self._update(rate)
-        self.taken += 1
-        return StepResult(
-            loss=total.item() / max(1, labels),
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=tokens,
-            labels=labels,
-            applied=applied,
-        )
+
+    def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
+        # DeepSpeed's own division by the accumulation is switched off: a step may have any number
+        # of micro-batches, and the scale says it all.
+        self.engine.set_gradient_accumulation_boundary(last)
+        loss = self._loss(batch)
+        self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
+        self._passing = _larger(self._passing, self.states.passing())
+        return loss.detach()
+
+    def _module(self) -> nn.Module:
+        engine: nn.Module = self.engine
+        return engine
 
     def _update(self, rate: float) -> tuple[float, bool]:
         for group in self.engine.optimizer.param_groups:

@@ -19,7 +19,8 @@ from shardtune.core.layout import Home
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
-from shardtune.engines.loss import forward, loss_sum, selects_logits
+from shardtune.engines.fused_loss import fused_loss
+from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_logits
 from shardtune.engines.optimizer import make_optimizer
 from shardtune.engines.tensors import local, size_of, spread_like, whole
 
@@ -43,25 +44,18 @@ class NativeEngine:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._select = selects_logits(model)
+        self._fused = fused_loss(model) if setup.loss == "fused" else None
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._begin()
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
         scale = self.world.size / max(1, labels)
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(microbatches):
             self._seed(index)
-            with self._synchronising(last=index == len(microbatches) - 1):
-                with self._autocast():
-                    logits, targets = forward(
-                        self._module(), self._here(batch), select=self._select
-                    )
-                loss = loss_sum(logits, targets)
-                self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            total += self._pass(batch, scale, last=index == len(microbatches) - 1)
         if self.world.size > 1:
             dist.all_reduce(total)
         rate = self.setup.schedule.at(self.taken)
@@ -98,11 +92,8 @@ class NativeEngine:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in microbatches:
             with self._autocast():
-                logits, targets = forward(self.model, self._here(batch), select=self._select)
-            counted = targets != IGNORED
-            sums[0] += loss_sum(logits, targets)
-            sums[1] += ((logits.argmax(-1) == targets) & counted).sum()
-            sums[2] += counted.sum()
+                sums[:2] += self._judge(batch)
+            sums[2] += batch.labels
         if self.world.size > 1:
             dist.all_reduce(sums)
         loss, correct, labels = sums.tolist()
@@ -169,6 +160,40 @@ class NativeEngine:
         pass
 
     # Small parts of a step --------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
+        """Forward and backward; returns the summed loss."""
+        with self._synchronising(last=last):
+            with self._autocast():
+                loss = self._loss(batch)
+            self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch, ready for the backward pass."""
+        kept = kept_positions(batch) if self._select else None
+        here = self._here(batch)
+        targets = here.targets if kept is None else here.targets[:, kept]
+        if self._fused is None:
+            return loss_sum(forward(self._module(), here, kept), targets.flatten())
+        with self._fused.summing(targets):
+            return forward(self._module(), here, kept)
+
+    def _judge(self, batch: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch, and how many of its targets the model would choose."""
+        kept = kept_positions(batch) if self._select else None
+        here = self._here(batch)
+        targets = here.targets if kept is None else here.targets[:, kept]
+        if self._fused is not None:
+            with self._fused.judging(targets):
+                return forward(self.model, here, kept)
+        logits, targets = forward(self.model, here, kept), targets.flatten()
+        correct = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
+        return torch.stack([loss_sum(logits, targets), correct])
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""

@@ -11,7 +11,13 @@ from torch import nn
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter
 from shardtune.models.load import DTYPES, held_precision, load_base
-from shardtune.models.parts import Frame, Names, build_in_parts, without_memory
+from shardtune.models.parts import (
+    Frame,
+    Names,
+    build_in_parts,
+    compile_layers,
+    without_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class ModelBlueprint:
         if self.section.quantization != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
+        if self._compiled:
+            compile_layers(model)
         if self._checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return add_adapter(model.to(device), self.adapter, seed=self.train.seed)
@@ -43,9 +51,14 @@ class ModelBlueprint:
             compute=DTYPES[self.train.precision],
             seed=self.train.seed,
             checkpointing=self._checkpointing,
+            compiled=self._compiled,
             device=device,
             divide=divide,
         )
+
+    @property
+    def _compiled(self) -> bool:
+        return self.train.kernels == "compiled"
 
     @property
     def _checkpointing(self) -> bool:

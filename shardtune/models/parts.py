@@ -38,6 +38,7 @@ def build_in_parts(
     compute: torch.dtype,
     seed: int,
     checkpointing: bool,
+    compiled: bool,
     device: str,
     divide: Divide,
 ) -> nn.Module:
@@ -46,6 +47,8 @@ def build_in_parts(
     Without an adapter (not even the one that trains all weights) the model is frozen.
     """
     model = skeleton(section, compute)
+    if compiled:
+        compile_layers(model)
     names = Names.of(model, WeightFiles.find(section), section)
     frame = Frame.of(model, names, section, adapter, compute=compute, checkpointing=checkpointing)
     return frame.fill(device, divide, seed=seed)
@@ -151,6 +154,12 @@ def decoder_layers(model: Any) -> list[nn.Module]:
         fix = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
         raise ModelError(Problem(PLACE, fact, fix))
     return layers
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Each layer is compiled when it first runs; layers that are alike share the result."""
+    for layer in decoder_layers(model):
+        layer.compile()
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def _base(section: ModelSection, precision: Precision) -> Any:
         compute=DTYPES[precision],
         seed=0,  # nothing is drawn
         checkpointing=False,
+        compiled=False,
         device="cpu",
         divide=lambda part: None,
     )
