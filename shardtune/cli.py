@@ -19,6 +19,7 @@ from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 if TYPE_CHECKING:
     from shardtune.checkpoint.rundir import RunDir
+    from shardtune.forecast import Forecast
     from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
     from shardtune.resolve import ResolvedJob
@@ -111,6 +112,9 @@ a first run, on any machine with the repository at hand:
     )
     again.add_argument(
         "--overwrite", action="store_true", help="replace the run that is in save.directory"
+    )
+    command.add_argument(
+        "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"
     )
 
     command = _command(
@@ -288,12 +292,13 @@ def _job_arguments(command: argparse.ArgumentParser) -> None:
 def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
     from shardtune.core.machine import Machine
     from shardtune.core.world import outside_ranks
+    from shardtune.fit import planned
     from shardtune.jobfile import load_job
     from shardtune.resolve import resolve
     from shardtune.rules import check
 
-    loaded = load_job(arguments.job, arguments.overrides)
-    resolved = resolve(loaded.job, Machine.here(), outside_ranks())
+    loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
+    resolved = planned(resolve(loaded.job, machine, outside_ranks()), machine)
     check(resolved.job, loaded.place)
     return loaded, resolved
 
@@ -307,18 +312,23 @@ def _train(arguments: argparse.Namespace) -> int:
     loaded, resolved = _read(arguments)
     job = resolved.job
     run = _run_directory(arguments, loaded, job)
+    foretold = _foretold(arguments, job)
 
     from shardtune.core.document import dump_document
     from shardtune.launch.local import run_local
     from shardtune.plan import make_plan
     from shardtune.report.opening import print_opening
+    from shardtune.report.plan import print_outlook
     from shardtune.report.summary import print_summary
     from shardtune.train import count_steps, open_inputs, open_loader
 
     inputs = open_inputs(job, quiet=False)
-    make_plan(job, int(job.launch.processes), count_steps(job, open_loader(job, inputs, World())))
+    steps = count_steps(job, open_loader(job, inputs, World()))
+    make_plan(job, int(job.launch.processes), steps)
     sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
     print_opening(job, resolved.reasons, sources)
+    if foretold is not None:
+        print_outlook(foretold, steps)
     run.prepare(overwrite=arguments.overwrite)
     with tempfile.TemporaryDirectory() as folder:
         # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
@@ -354,11 +364,23 @@ def _train_as_rank(arguments: argparse.Namespace) -> int:
 def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
     """What our own launcher does before it starts ranks. No rank writes before all have joined."""
     run = _run_directory(arguments, loaded, job)
+    _foretold(arguments, job)
     if arguments.overwrite and os.environ["RANK"] == "0":
         from shardtune.train import open_inputs
 
         open_inputs(job, quiet=True)  # what is wrong must not cost the old run
         run.prepare(overwrite=True)
+
+
+def _foretold(arguments: argparse.Namespace, job: Job) -> Forecast | None:
+    """What the run will take here; refuses what doesn't fit, before anything is opened."""
+    from shardtune.core.machine import Machine
+    from shardtune.fit import look, require_fit
+
+    found = look(job, Machine.here())
+    if found is not None and not arguments.ignore_forecast:
+        require_fit(found)
+    return found
 
 
 def _run_directory(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> RunDir:

@@ -60,7 +60,8 @@ def require_fit(found: Forecast) -> None:
     """Refuses a job that will not fit, before any weight is loaded, and offers what will."""
     if found.fits:
         return
-    raise JobError(Problem("memory", shortage(found), offer(found.job, found.shape, found.cluster)))
+    fix = f"{offer(found.job, found.shape, found.cluster)}; --ignore-forecast runs it as it is"
+    raise JobError(Problem("memory", shortage(found), fix))
 
 
 def shortage(found: Forecast) -> str:
@@ -70,10 +71,9 @@ def shortage(found: Forecast) -> str:
         return f"a node needs {found.host / GIB:.1f} GiB of main memory and has {room:.1f}"
     largest = sorted(found.memory.gpu.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    return (
-        f"needs {found.memory.peak / GIB:.1f} GiB on each {found.cluster.gpu.name} and there are "
-        f"{found.cluster.gpu.memory_gib:.1f}: {parts}"
-    )
+    gpu = found.cluster.gpu
+    needed = f"needs {found.memory.required / GIB:.1f} GiB on each {gpu.name}"
+    return f"{needed} and there are {gpu.memory_gib:.1f}: {parts}"
 
 
 def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
@@ -85,7 +85,9 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
         return f"{change}  ({how}; leaves {left:.1f} GiB)"
     larger = smallest_cluster(job, shape, cluster)
     if larger is not None and larger.found is not None:
-        return f"{larger.found.cluster.name} with {larger.name} would do"
+        rows = larger.found.job.train.global_batch
+        more = f" and train.global_batch={rows}" if rows > job.train.global_batch else ""
+        return f"{larger.found.cluster.name} with {larger.name}{more}: {larger.why}"
     return "no cluster of such devices that we know of would do"
 
 

@@ -6,15 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtune.core.cluster import Cluster
-from shardtune.core.layout import Layout
+from shardtune.core.footprint import Held, predict_held
+from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.shape import ModelShape
 from shardtune.estimate.comms import Sent, group_of
 from shardtune.estimate.memory import Memory, estimate_memory
 from shardtune.estimate.speed import Speed, estimate_speed
-from shardtune.estimate.workload import NF4_DOUBLE_BITS, Adapter, Buckets, Widths, Workload
+from shardtune.estimate.workload import (
+    NF4_DOUBLE_BITS,
+    Adapter,
+    Buckets,
+    Widths,
+    Workload,
+    whole_bytes,
+)
 from shardtune.job import IA3, AdamW, Job, LoRA, NoAdapter
-from shardtune.strategies import DeepSpeed
+from shardtune.strategies import DDP, DeepSpeed
 
 GIB = float(1 << 30)
 INT8_BITS = 8.0
@@ -44,7 +52,7 @@ class Forecast:
     @property
     def over(self) -> float:
         """Bytes that are missing on a GPU; negative where some are left."""
-        return self.memory.peak - self.capacity
+        return self.memory.required - self.capacity
 
     @property
     def host(self) -> float:
@@ -63,6 +71,12 @@ class Forecast:
         return self.over <= 0 and self.host_over <= 0
 
     @property
+    def held(self) -> Held:
+        """What a rank holds between two steps, by state: the same type as an engine's answer."""
+        whole = whole_bytes(self.shape, self.work)
+        return predict_held(self.layout.without_masters(), self.mesh, whole)
+
+    @property
     def hours(self) -> float | None:
         """Of the whole run; None where only the data can tell how many steps it has."""
         steps = self.job.train.steps
@@ -77,7 +91,7 @@ class Forecast:
         """The figures, for `--json`."""
         memory, speed = self.memory, self.speed
         gpu: dict[str, float] = {name: size / GIB for name, size in memory.gpu.items()}
-        gpu["overhead"] = (memory.fragmentation + memory.context) / GIB
+        gpu["overhead"] = memory.overhead / GIB
         step = speed.step
         return {
             "fits": self.fits,
@@ -86,6 +100,7 @@ class Forecast:
             "gpu_gib": {
                 **gpu,
                 "peak": memory.peak / GIB,
+                "required": memory.required / GIB,
                 "capacity": self.capacity / GIB,
                 "moment": memory.moment,
                 "moments": {name: size / GIB for name, size in memory.moments.items()},
@@ -116,6 +131,21 @@ class Forecast:
             "reasons": list(self.reasons),
         }
 
+    def beside(
+        self, held: Held, *, peak: float | None, tokens_per_second: float | None
+    ) -> dict[str, Any]:
+        """Predicted beside measured, for a run's report. `peak` is in bytes; None where the device
+        doesn't count what is allocated on it."""
+        states: tuple[State, ...] = ("params", "grads", "optim")
+        found = {
+            "held_bytes": {s: _pair(self.held.of(s), held.of(s)) for s in states},
+            "peak_gib": None if peak is None else _pair(self.memory.allocated / GIB, peak / GIB),
+            "tokens_per_second": None,
+        }
+        if tokens_per_second:
+            found["tokens_per_second"] = _pair(self.speed.tokens_per_second, tokens_per_second)
+        return found
+
     def _traffic(self) -> dict[str, Any]:
         """Bytes that one GPU sends in a step, by link and by move."""
         moves = [
@@ -141,6 +171,11 @@ class Forecast:
         return rounds * each.total * (ranks - 1) / ranks
 
 
+def _pair(predicted: float, measured: float) -> dict[str, float | None]:
+    error = predicted / measured - 1 if measured else None
+    return {"predicted": predicted, "measured": measured, "error": error}
+
+
 def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """What `job` will hold, send and take on all GPUs of `cluster`."""
     mesh, layout = job.strategy.mesh(cluster.gpus), job.strategy.layout()
@@ -161,6 +196,9 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     train = job.train
     shares = mesh.size // (mesh.size_of("tensor") * mesh.size_of("pipeline"))
     micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
+    native = not isinstance(job.strategy, DeepSpeed)
+    # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
+    autocast = isinstance(job.strategy, DDP) and train.precision != "fp32"
     quantised = {"none": None, "nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}[job.model.quantization]
     return Workload(
         micro_batch=micro,
@@ -170,10 +208,13 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         adapter=adapter(job, shape),
         packed_bits=quantised,
         checkpointing="full" if train.gradient_checkpointing == "full" else "none",
-        attention="eager" if job.model.attention == "eager" else "flash",
-        loss="fused" if train.loss == "fused" else "plain",
+        attention="eager" if job.model.attention == "eager" else "sdpa",
+        loss="pieces" if train.loss == "fused" else "plain",
         kernels="compiled" if train.kernels == "compiled" else "eager",
-        buckets=Buckets() if isinstance(job.strategy, DeepSpeed) else None,
+        counted=True,
+        autocast=autocast,
+        packed_inputs=False,
+        buckets=None if native else Buckets(),
         sequence_parallel=mesh.size_of("tensor") > 1,
     )
 

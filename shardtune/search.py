@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardtune.core.cluster import Cluster
+from shardtune.core.cluster import Cluster, find_gpu, parse_cluster
 from shardtune.core.shape import ModelShape
 from shardtune.errors import JobError
 from shardtune.forecast import GIB, Forecast, forecast
@@ -21,6 +21,8 @@ from shardtune.strategies import DDP, FSDP, DeepSpeed, Strategy
 Aim = Literal["time", "cost", "memory"]
 ALIKE = 0.01  # steps that differ by less are equally fast, for all that a forecast can say
 MOST_NODES = 1024
+HOST_GIB = 256  # of main memory for each GPU, in a node that nobody has described
+LARGE_GPUS = ("A100-80GB", "H200-141GB")  # which people rent when a layer is too large for theirs
 
 
 @dataclass(frozen=True)
@@ -330,29 +332,43 @@ def _written(prefix: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def smallest_cluster(job: Job, shape: ModelShape, cluster: Cluster) -> Candidate | None:
-    """The fewest GPUs of this kind on which some strategy fits; nodes are filled first."""
-    per_node = 1
-    while per_node < 8:
-        per_node *= 2
-        if per_node > cluster.gpus:
-            best = rank(job, shape, _sized(cluster, 1, per_node)).best
-            if best is not None:
-                return best
-    nodes = max(2, cluster.nodes * 2)
-    while nodes <= MOST_NODES:
-        best = rank(job, shape, _sized(cluster, nodes, 8)).best
+    """The fewest GPUs on which some strategy fits: of this kind, or of a larger one where a single
+    layer is too much for this. Nodes are filled first.
+
+    Every rank needs a row: with more ranks than rows the global batch grows with them.
+    """
+    for larger in _larger(cluster):
+        rows = max(job.train.global_batch, larger.gpus)
+        train = job.train.model_copy(update={"global_batch": rows})
+        best = rank(job.model_copy(update={"train": train}), shape, larger).best
         if best is not None:
             return best
-        nodes *= 2
     return None
 
 
-def _sized(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
-    return replace(
-        cluster,
-        nodes=nodes,
-        gpus_per_node=per_node,
-        name=f"{nodes}x{per_node}x{cluster.gpu.name}"
-        if nodes > 1
-        else f"{per_node}x{cluster.gpu.name}",
-    )
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    for nodes, per_node in _sizes():
+        if nodes * per_node > cluster.gpus:
+            name = _spec(nodes, per_node, cluster.gpu.name)
+            host = cluster.host_gib or HOST_GIB * per_node
+            yield replace(cluster, nodes=nodes, gpus_per_node=per_node, name=name, host_gib=host)
+    for gpu in LARGE_GPUS:
+        if find_gpu(gpu).memory_gib > cluster.gpu.memory_gib:
+            for nodes, per_node in _sizes():
+                network = f"@{cluster.inter_node_gbps:g}Gbps" if nodes > 1 else ""
+                found = parse_cluster(_spec(nodes, per_node, gpu) + network)
+                yield replace(found, host_gib=HOST_GIB * per_node)
+
+
+def _spec(nodes: int, per_node: int, gpu: str) -> str:
+    return f"{per_node}x{gpu}" if nodes == 1 else f"{nodes}x{per_node}x{gpu}"
+
+
+def _sizes() -> Iterator[tuple[int, int]]:
+    """Nodes, and GPUs in each: every size twice the one before."""
+    for per_node in (1, 2, 4, 8):
+        yield 1, per_node
+    nodes = 2
+    while nodes <= MOST_NODES:
+        yield nodes, 8
+        nodes *= 2

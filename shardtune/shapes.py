@@ -12,6 +12,12 @@ from shardtune.errors import ModelError, Problem
 from shardtune.job import ModelSection
 
 PLACE = "model.name"
+TINY = {
+    "model_type": "llama", "vocab_size": 260, "num_hidden_layers": 2, "hidden_size": 64,
+    "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Of the built-in model of this name (`models/tiny.py`), which isn't in the catalogue."""
 BUILT_IN = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
 """Names of our own, and the published model of the same shape."""
 
@@ -22,6 +28,8 @@ def shape_of(section: ModelSection) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     if file.name.endswith(".json") and file.is_file():
         return ModelShape.from_config(_read(file), section.name)
+    if section.name == "tiny":
+        return ModelShape.from_config(TINY, "tiny")
     name = BUILT_IN.get(section.name, section.name)
     if section.revision is None and is_known(name):
         return known_model(name)

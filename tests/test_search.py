@@ -98,6 +98,24 @@ def test_every_model_of_the_catalogue_gets_a_useful_answer_on_one_small_card() -
     assert silent == []
 
 
+def test_a_layer_that_is_too_large_for_a_card_wants_a_larger_one() -> None:
+    """A layer of Llama-3.1-405B has 3.2 B weights: gathered twice in 16 bits, 12 of 24 GiB."""
+    name = "llama-3.1-405b"
+    found = smallest_cluster(job(name, adapter=LORA), known_model(name), parse_cluster("1xRTX4090"))
+    assert found is not None
+    assert found.found is not None
+    assert found.found.cluster.gpu.name == "A100-80GB"
+
+
+def test_more_gpus_than_rows_take_more_rows() -> None:
+    what = job("llama-3.1-70b", train={"global_batch": 8})
+    found = smallest_cluster(what, known_model("llama-3.1-70b"), parse_cluster("8xA100-80GB"))
+    assert found is not None
+    assert found.found is not None
+    assert found.found.cluster.gpus > 8
+    assert found.found.job.train.global_batch == found.found.cluster.gpus
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "sections"),
     [

@@ -8,11 +8,15 @@ from functools import cached_property
 
 from shardtune.core.cluster import Cluster
 from shardtune.core.shape import LAYERS, MULTIPLIED, ModelShape, Weight
-from shardtune.estimate.activations import mlp_width, norm_count
+from shardtune.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
 from shardtune.estimate.constants import Chip, TimeConstants
 from shardtune.estimate.parts import Cut
-from shardtune.estimate.workload import Workload
+from shardtune.estimate.workload import Loss, Workload
 
+LOSS_PASSES: dict[Loss, int] = {
+    "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 16,
+}  # fmt: skip
+"""Bytes that pass for a logit, forward and backward, beside the head's own products."""
 LOSS_LAUNCHES = 30
 """Operations of embedding, last norm, head and loss in a forward pass."""
 
@@ -89,6 +93,8 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Bu
     total += _small(shape, work, cut, tokens, on)
     if work.adapter is not None:
         total += _adapters(shape, work, cut, tokens, on)
+    if work.autocast:
+        total += _casts(work.trained(shape) - _ends(shape, work), on, layers * cut.tensor)
     if work.packed_bits is not None:
         unpack = shape.quantisable() / layers / cut.tensor * (work.packed_bits / 8 + 2) / on.bytes
         total += Busy(unpack, unpack)
@@ -101,13 +107,28 @@ def loss_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Bus
     vocab = shape.vocab / cut.tensor
     product = on.product(tokens, vocab, shape.hidden)
     trained = work.adapter is None
-    passes = {"plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16}[work.loss]
-    small = tokens * vocab * passes / on.bytes
+    small = tokens * vocab * LOSS_PASSES[work.loss] / on.bytes
+    head = vocab * shape.hidden
+    if work.autocast and trained:
+        small += _casts(head, on, 1).both
+    if work.loss == "pieces" and trained:
+        # Each piece's share of the head's gradient in 16 bits, added to an fp32 sum.
+        small += -(-tokens // piece_rows(shape)) * head * (4 + 8) / on.bytes
     host = LOSS_LAUNCHES * on.time.launch
     return Busy(
         _slower(product + small / 2, host, on),
         _slower(product * (1 + trained) + small / 2, 2 * host, on),
     )
+
+
+def _ends(shape: ModelShape, work: Workload) -> int:
+    return shape.embedding_parameters if work.adapter is None else 0
+
+
+def _casts(weights: float, on: Engine, shares: float) -> Busy:
+    """Weights from fp32 to 16 bits before a product, and their gradients back after it."""
+    scale = weights / shares / on.bytes
+    return Busy((4 + 2) * scale, (2 + 4) * scale)
 
 
 def _linear(
@@ -153,6 +174,10 @@ def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engin
     by_hand = eager and shape.norm == "rms"
     norms = norm_count(shape)
     hidden = Busy(norms * (16 if by_hand else 2) + 6, norms * (30 if by_hand else 4) + 6)
+    if work.wide_stream:
+        # All of it in fp32; and on its own, every linear casts its input.
+        casts = 3 * len(stream_readers(shape))
+        hidden = hidden + (Busy(6 + casts, 6 + casts) if eager else hidden)
     if work.dropout:
         hidden += Busy(5, 5)
     rotary = (12.0, 14.0) if eager else (2.0, 2.0)

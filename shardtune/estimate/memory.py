@@ -61,6 +61,11 @@ class Memory:
         return sum(self.gpu.values())
 
     @property
+    def overhead(self) -> float:
+        """What the device has in use beside what is allocated."""
+        return self.fragmentation + self.cached + self.context
+
+    @property
     def reserved(self) -> float:
         """What torch's allocator takes from the device."""
         return self.allocated + self.fragmentation + self.cached
@@ -88,20 +93,14 @@ def estimate_memory(
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     peak = moments[moment]
     passing = peak["activations"] + peak["logits"] + peak["buffers"]
-    # Blocks that gradients had, or the layer at work, are not fit for the loss; nor the reverse.
-    loss, layer = moments["forward"]["logits"], working_bytes(shape, work, cut)
-    if work.checkpointing != "none":
-        layer += layer_bytes(shape, work, cut)
-    stale = 0.0 if work.in_backward else max(0.0, _on_gpu(held, "grads") - peak["gradients"])
-    cached = min(loss, layer) * k.mismatch + stale * k.stale
-    if work.variable_lengths:
-        cached += (peak["activations"] + peak["logits"]) * k.variable
+    cached = _cached(shape, work, cut, held, moments["forward"]["logits"], peak, k)
     neighbours = min(mesh.size, NODE)
     return Memory(
         gpu=peak,
         fragmentation=passing * k.fragmentation,
         cached=cached,
-        context=k.context + (k.collective * neighbours if mesh.size > 1 else 0.0),
+        context=(k.own_context if work.counted else k.context)
+        + (k.collective * neighbours if mesh.size > 1 else 0.0),
         moment=moment,
         moments={name: sum(sizes.values()) for name, sizes in moments.items()},
         host=_at(held, "cpu"),
@@ -109,6 +108,31 @@ def estimate_memory(
         host_building_whole=whole_bytes(shape, work).params + _at(held, "cpu"),
         nvme=_at(held, "nvme"),
     )
+
+
+def _cached(
+    shape: ModelShape,
+    work: Workload,
+    cut: Cut,
+    held: Held,
+    loss: float,
+    peak: Sizes,
+    k: MemoryConstants,
+) -> float:
+    """Blocks that gradients or the layer at work had aren't fit for the loss; nor the reverse."""
+    layer = working_bytes(shape, work, cut)
+    if work.checkpointing != "none":
+        layer += layer_bytes(shape, work, cut)
+    stale = 0.0 if work.in_backward else max(0.0, _on_gpu(held, "grads") - peak["gradients"])
+    if work.counted:
+        # Seen on an H200: gradients fit where activations were, and so do the pieces of a loss,
+        # unless the head's gradient comes to lie between them.
+        stale = 0.0
+        loss = 0.0 if work.loss == "pieces" and work.adapter is not None else loss
+    cached = min(loss, layer) * k.mismatch + stale * k.stale
+    if work.variable_lengths:
+        cached += (peak["activations"] + peak["logits"]) * k.variable
+    return cached
 
 
 def _moments(
@@ -124,9 +148,12 @@ def _moments(
     grads = 0.0 if work.in_backward else _on_gpu(held, "grads")
     before = grads if work.microbatches > 1 else 0.0  # summed up by the micro-batches before
     at_loss, gathered = _gathered(layout, shape, mesh, work, cut)
+    casts = _casts(shape, work, cut)
     sending = _sending(layout, shape, mesh, work, cut)
     stack, layer = stack_bytes(shape, work, cut), layer_bytes(shape, work, cut)
     at_work = working_bytes(shape, work, cut) + (0.0 if work.checkpointing == "none" else layer)
+    if work.counted and work.checkpointing == "full":
+        at_work -= boundary_bytes(shape, work, cut)  # what the layer begins with is in the stack
     logits = logit_bytes(shape, work, cut, k)
     head = _head_gradient(shape, work, cut)
 
@@ -139,17 +166,22 @@ def _moments(
         gradients=before + head,
         activations=stack + at_work,
         logits=kept_logit_bytes(shape, work, cut),
-        buffers=gathered + (head * work.widths.reduced / work.widths.compute if sending else 0.0),
+        buffers=gathered
+        + casts.backward
+        + (head * work.widths.reduced / work.widths.compute if sending else 0.0),
     )
     # The last layer's turn: nothing is kept any more but what it works on.
     end = sizes(
-        gradients=grads,
+        gradients=max(before, grads - _still_to_come(shape, work, grads)),
         activations=layer + working_bytes(shape, work, cut),
-        buffers=gathered + sending,
+        buffers=gathered + sending + casts.layer,
     )
     return {
         "forward": sizes(
-            gradients=before + head, activations=stack, logits=logits, buffers=at_loss
+            gradients=before + (head if work.loss == "pieces" or not work.counted else 0.0),
+            activations=stack,
+            logits=logits,
+            buffers=at_loss + casts.forward,
         ),
         "backward": max(start, end, key=lambda each: sum(each.values())),
         "optimizer": sizes(gradients=grads, buffers=_updating(layout, shape, mesh, held, work)),
@@ -160,6 +192,40 @@ def _moments(
         ),
         "save": sizes(buffers=gathered),
     }
+
+
+@dataclass(frozen=True)
+class _Casts:
+    """16-bit copies of fp32 weights: at the loss, as the backward pass begins, and of a layer."""
+
+    forward: float
+    backward: float
+    layer: float
+
+
+def _casts(shape: ModelShape, work: Workload, cut: Cut) -> _Casts:
+    if not work.autocast:
+        return _Casts(0.0, 0.0, 0.0)
+    width = work.widths.compute / cut.tensor
+    layers = shape.layers + shape.encoder_layers
+    if work.adapter is not None:
+        every, head = work.trained(shape) * width / cut.pipeline, 0.0
+    else:
+        every = (shape.parameters - shape.embedding_parameters) * width / cut.pipeline
+        head = 0.0 if work.loss == "pieces" else shape.vocab * shape.hidden * width
+    one = every / layers * cut.pipeline
+    if work.checkpointing == "none":
+        return _Casts(every + head, every, one)
+    # Autocast remembers its casts until the forward pass is over; what is compiled has its own.
+    return _Casts((0.0 if work.kernels == "compiled" else every) + head, one, one)
+
+
+def _still_to_come(shape: ModelShape, work: Workload, grads: float) -> float:
+    """Gradients that aren't there yet while the last layer is at work: its own, the embedding's."""
+    if not work.counted or work.adapter is not None:
+        return 0.0
+    missing = shape.largest_layer + (0 if shape.tied else shape.parameters_in("embedding"))
+    return grads * missing / shape.parameters
 
 
 def _gathered(
@@ -212,7 +278,10 @@ def _head_gradient(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """The first gradient that there is, while all activations are still there."""
     if work.adapter is not None:
         return 0.0
-    return shape.vocab * shape.hidden * work.widths.compute / cut.tensor
+    # Autocast's backward pass ends in the width of the weight; so does our loss in pieces.
+    wide = work.autocast or work.loss == "pieces"
+    width = work.widths.gradients if wide else work.widths.compute
+    return shape.vocab * shape.hidden * width / cut.tensor
 
 
 def _updating(layout: Layout, shape: ModelShape, mesh: Mesh, held: Held, work: Workload) -> float:

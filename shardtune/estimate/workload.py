@@ -19,10 +19,11 @@ between the layers."""
 Attention = Literal["sdpa", "flash", "eager"]
 """`sdpa` is what torch picks (cuDNN on Hopper), `flash` FlashAttention 2; neither ever writes the
 scores down. `eager` does."""
-Loss = Literal["plain", "shifted", "compiled", "chunked", "fused"]
+Loss = Literal["plain", "shifted", "compiled", "chunked", "fused", "pieces"]
 """`plain` turns the logits into fp32 at once; `shifted` copies them once more to drop the last
 token, as transformers did until 4.45; `compiled` leaves no copy between logits and loss; `chunked`
-walks over pieces of the logits; `fused` never has the logits."""
+walks over pieces of the logits; `fused` never has the logits (Liger); `pieces` is our own, which
+has a piece of them at a time."""
 Kernels = Literal["eager", "fused", "compiled"]
 """How the small operations run: each on its own as transformers writes them, by hand-fused kernels
 (Liger, Megatron, Transformer Engine), or by torch.compile."""
@@ -106,6 +107,15 @@ class Workload:
     returns_logits: bool = False
     """The logits live on beside the loss until the step is over, as in Hugging Face's Trainer."""
     kernels: Kernels = "eager"
+    counted: bool = False
+    """One of our own engines: each tensor that it makes is counted, where for other tools a fitted
+    constant stands in for what isn't known of them."""
+    autocast: bool = False
+    """Weights that are trained are held in fp32 and cast to 16 bits for each product, by
+    torch.autocast. The casts are kept for the backward pass, and so are the inputs' where there are
+    any: of fp32 norms and embeddings, and of what peft hands to an adapter in fp32."""
+    packed_inputs: bool = True
+    """Quantised linears keep their input for the backward pass, as those of bitsandbytes do."""
     dropout: bool = False
     """Whether the model drops activations in training."""
     overlap: bool = True
@@ -132,6 +142,11 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
         return self.micro_batch * self.sequence
+
+    @property
+    def wide_stream(self) -> bool:
+        """Whether what flows between the layers is in fp32: it begins in the embedding."""
+        return self.autocast and self.adapter is None
 
     def trained(self, shape: ModelShape) -> int:
         """Numbers that the optimizer changes."""

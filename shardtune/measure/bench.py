@@ -33,7 +33,8 @@ GPU_SHAPES = (
     (2048, 8192, 28672), (8192, 8192, 28672), (2048, 4096, 128256), (16384, 4096, 16),
 )  # fmt: skip
 CPU_SHAPES = ((1024, 1024, 1024), (2048, 576, 1536), (512, 2048, 2048), (256, 576, 49152))
-SECONDS = 0.3  # spent on one figure, at least three times
+SECONDS = 0.3  # spent on one figure, after as long for the clocks to rise to what they can hold
+ROUNDS = 5
 
 
 def bench(world: World, folder: Path, say: Callable[[str], None]) -> Profile:
@@ -148,24 +149,27 @@ def _message(op: Op, size: int, world: World, device: torch.device) -> Callable[
 
 
 def timed(work: Callable[[], object], device: torch.device, *, group: bool = False) -> float:
-    """Seconds of one piece of work: the median of several rounds, the first not counted.
+    """Seconds of one piece of work: the median of several rounds.
 
-    With `group` the number of rounds is agreed upon: every rank has to send as often.
+    A round is as many pieces as take its time, without waiting in between: a GPU that is waited for
+    after each of them stands still while the next is prepared, which training never lets it do.
+    With `group` the number of pieces is agreed upon: every rank has to send as often.
     """
 
-    def once() -> float:
+    def each(pieces: int) -> float:
         _settle(device)
         begun = time.perf_counter()
-        work()
+        for _ in range(pieces):
+            work()
         _settle(device)
-        return time.perf_counter() - begun
+        return (time.perf_counter() - begun) / pieces
 
-    once()
-    first = once()
-    if group:
-        first = _longest(first)
-    rounds = max(3, min(30, int(SECONDS / max(first, 1e-6))))
-    return sorted(once() for _ in range(rounds))[rounds // 2]
+    each(1)  # which may compile, or choose a kernel
+    first = _longest(each(1)) if group else each(1)
+    pieces = max(1, int(SECONDS / ROUNDS / max(first, 1e-5)))
+    if device.type == "cuda":
+        each(ROUNDS * pieces)
+    return sorted(each(pieces) for _ in range(ROUNDS))[ROUNDS // 2]
 
 
 def _settle(device: torch.device) -> None:

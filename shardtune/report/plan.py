@@ -25,6 +25,17 @@ def print_forecast(found: Forecast, console: Console) -> None:
         console.print(Text(reason, style="dim"))
 
 
+def print_outlook(found: Forecast, steps: int, console: Console | None = None) -> None:
+    """The forecast in a line, for a run that is about to start."""
+    peak, room = found.memory.peak / GIB, found.capacity / GIB
+    line = f"forecast: {peak:.2f} of {room:.1f} GiB on each {found.cluster.gpu.name}"
+    # Of a processor nobody has measured we know too little to name a time.
+    if found.cluster.gpu.name != "CPU" or found.cluster.measured.matmul:
+        seconds = found.speed.step.total
+        line += f", {seconds:.3g} s a step, {duration(seconds * steps)} for {steps:,} steps"
+    (console or Console()).print(Text(line))
+
+
 def _verdict(found: Forecast) -> Text:
     peak, room = found.memory.peak / GIB, found.capacity / GIB
     words = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
@@ -53,7 +64,7 @@ def _memory(found: Forecast) -> Table:
     table.add_column()
     memory = found.memory
     sizes: dict[str, float] = dict(memory.gpu.items())
-    sizes["overhead"] = memory.fragmentation + memory.context
+    sizes["overhead"] = memory.overhead
     for name, size in sizes.items():
         bar = "█" * min(2 * BAR, round(BAR * size / found.capacity))
         table.add_row(name, f"{size / GIB:.2f}", bar)
