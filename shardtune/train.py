@@ -9,6 +9,7 @@ from typing import Any
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.core.cache import cache_dir
 from shardtune.core.families import require_divisible
+from shardtune.core.machine import Machine
 from shardtune.core.progress import Progress
 from shardtune.core.world import World
 from shardtune.data.loader import Loader
@@ -16,6 +17,7 @@ from shardtune.data.prepare import prepare
 from shardtune.data.prepared import PreparedData
 from shardtune.errors import Problem, RunError
 from shardtune.evaluate.judge import Judge
+from shardtune.fit import look
 from shardtune.job import Job
 from shardtune.launch.join import join
 from shardtune.measure.meter import Meter
@@ -51,7 +53,8 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
                 world.device,
             )
             files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
-            run = Run(job, world, engine, judge, files, view, inputs.data.digests())
+            foretold = look(job, Machine.here())
+            run = Run(job, world, engine, judge, files, view, inputs.data.digests(), foretold)
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
             return run.finish(progress, probe=next(data.steps(0, 1))[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardtune.core.layout import Home, Layout, Op, State
+from shardtune.core.layout import Home, Layout, Move, Op, Per, State
 from shardtune.core.mesh import Mesh
 
 
@@ -50,6 +50,18 @@ class ModelBytes:
         """Weights that the backward pass needs again."""
         return self.params - self.idle
 
+    def times(self, per: Per) -> int:
+        """How many of a move there are for a micro-batch, or a step."""
+        counts: dict[Per, int] = {
+            "model": 1,
+            "layer": self.layers,
+            "return": self.returns,
+            "start": self.starts,
+            "end": self.ends,
+            "border": self.borders,
+        }
+        return counts[per]
+
 
 @dataclass(frozen=True)
 class Held:
@@ -77,6 +89,29 @@ def predict_held(layout: Layout, mesh: Mesh, whole: ModelBytes) -> Held:
     )
 
 
+@dataclass(frozen=True)
+class Message:
+    """A declared move as a rank sends it: how large one is, and how many a step has."""
+
+    axis: str
+    move: Move
+    size: float
+    """Bytes of the tensor that it gathers or reduces."""
+    times: int
+
+
+def predict_messages(
+    layout: Layout, mesh: Mesh, whole: ModelBytes, *, microbatches: int
+) -> tuple[Message, ...]:
+    """Every collective that a rank takes part in during a step."""
+    found = []
+    for axis, move in layout.moves(mesh):
+        size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
+        times = microbatches if move.when == "micro_batch" else 1
+        found.append(Message(axis, move, size, times * whole.times(move.per)))
+    return tuple(found)
+
+
 def predict_sent(
     layout: Layout, mesh: Mesh, whole: ModelBytes, *, microbatches: int
 ) -> dict[Op, int]:
@@ -85,17 +120,7 @@ def predict_sent(
     A collective counts with the bytes of the tensor that it gathers or reduces.
     """
     sent: dict[Op, int] = {}
-    for axis, move in layout.moves(mesh):
-        size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
-        times = microbatches if move.when == "micro_batch" else 1
-        counts = {
-            "model": 1,
-            "layer": whole.layers,
-            "return": whole.returns,
-            "start": whole.starts,
-            "end": whole.ends,
-            "border": whole.borders,
-        }
-        times *= counts[move.per]
-        sent[move.op] = sent.get(move.op, 0) + round(size * times)
+    for each in predict_messages(layout, mesh, whole, microbatches=microbatches):
+        op = each.move.op
+        sent[op] = sent.get(op, 0) + round(each.size * each.times)
     return sent

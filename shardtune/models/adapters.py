@@ -153,17 +153,28 @@ def _materialise(layer: nn.Module) -> bool:
 def _first_values(layer: Any, adapter: Adapter, device: str) -> None:
     if isinstance(adapter, IA3):
         layer.reset_ia3_parameters(NAME)
-        layer.ia3_l.to(device)
+        _move(layer.ia3_l, device)
         return
     assert isinstance(adapter, LoRA)
     layer.reset_lora_parameters(NAME, True)
-    layer.lora_A.to(device)
-    layer.lora_B.to(device)
+    _move(layer.lora_A, device)
+    _move(layer.lora_B, device)
     if adapter.variant == "pissa":
         layer.pissa_init(NAME, "pissa")
     if adapter.variant == "dora":
         layer.lora_variant[NAME].init(layer, adapter_name=NAME)
-        layer.lora_magnitude_vector.to(device=device, dtype=torch.float32)
+        _move(layer.lora_magnitude_vector, device)
+
+
+def _move(adapter: nn.Module, device: str) -> None:
+    """Brings trained weights to `device`, in fp32.
+
+    Not by `Module.to`, which changes parameters in place: fake tensors can't do that.
+    """
+    for module in adapter.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            moved = parameter.detach().to(device=device, dtype=torch.float32)
+            setattr(module, name, nn.Parameter(moved, requires_grad=parameter.requires_grad))
 
 
 def _seed(seed: int, name: str) -> int:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter
 from shardtune.models.load import DTYPES, held_precision, load_base
-from shardtune.models.parts import build_in_parts, compile_layers
+from shardtune.models.parts import (
+    Frame,
+    Names,
+    build_in_parts,
+    compile_layers,
+    without_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,39 @@ class ModelBlueprint:
     @property
     def _checkpointing(self) -> bool:
         return self.train.gradient_checkpointing == "full"
+
+
+@dataclass(frozen=True)
+class EmptyBlueprint:
+    """The same sizes in the same places, but nothing in the weights: for a dry run.
+
+    Made before fake tensors are switched on, used once while they are.
+    """
+
+    frame: Frame
+
+    @classmethod
+    def of(
+        cls, config: Any, section: ModelSection, adapter: Adapter, train: TrainSection
+    ) -> EmptyBlueprint:
+        """The model that transformers builds from `config`; no file is opened."""
+        import peft  # noqa: F401 - it makes tensors when imported, which must not become fake
+
+        compute = DTYPES[train.precision]
+        model = without_memory(config, section, compute)
+        checkpointing = train.gradient_checkpointing == "full"
+        names = Names.nothing(model)
+        return cls(
+            Frame.of(model, names, section, adapter, compute=compute, checkpointing=checkpointing)
+        )
+
+    def whole(self, device: str) -> nn.Module:
+        """The whole model on `device`."""
+        return self.in_parts(device, _leave)
+
+    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+        """The model part by part, each handed to `divide` as soon as it has its size."""
+        return self.frame.fill(device, divide, seed=0)
 
 
 def _leave(part: nn.Module) -> None:

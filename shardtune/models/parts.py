@@ -23,7 +23,7 @@ from shardtune.models.catalogue import PLACE
 from shardtune.models.load import load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, swap
 from shardtune.models.tokens import ends, grown
-from shardtune.models.weights import WeightFiles
+from shardtune.models.weights import NoFiles, WeightFiles
 
 Divide = Callable[[nn.Module], None]
 LeftOut = Callable[[nn.Module], Collection[nn.Module]]
@@ -51,34 +51,66 @@ def build_in_parts(
     `left_out` names, of the adapted skeleton, stays without memory.
     """
     model = skeleton(section, compute)
-    if adapter is None:
-        model.requires_grad_(False)
-        adapter = NoAdapter()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     if compiled:
         compile_layers(model)
-    layers = decoder_layers(model)
-    names = _Names.of(model, WeightFiles.find(section), section)
-    saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
-    linears = quantisable(layers, saved) if section.quantization != "none" else set()
-    adapted = insert(model, adapter)
-    if section.quantization != "none":
-        # After the adapters: some of them look at the weights' shape, which 4-bit ones don't have.
-        swap(adapted, linears, section.quantization, compute)
-    prefixes = {module: name for name, module in adapted.named_modules()}
-    absent = frozenset(
-        inside for module in (left_out(adapted) if left_out else ()) for inside in module.modules()
-    )
-    for part in (*layers, adapted):
-        if part in absent:
-            continue
-        prefix = prefixes[part]
-        _fill(part, prefix, names, compute, device, absent)
-        initialise(part, prefix, adapter, seed=seed, device=device, absent=absent)
-        divide(part)
-        _give_back_memory()
-    return adapted
+    names = Names.of(model, WeightFiles.find(section), section)
+    frame = Frame.of(model, names, section, adapter, compute=compute, checkpointing=checkpointing)
+    return frame.fill(device, divide, seed=seed, left_out=left_out)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An adapted model without memory, and where its weights will come from. It is filled once."""
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+    names: Names
+    adapter: Adapter
+    compute: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        names: Names,
+        section: ModelSection,
+        adapter: Adapter | None,
+        *,
+        compute: torch.dtype,
+        checkpointing: bool,
+    ) -> Frame:
+        """Puts adapters and quantised layers into a skeleton."""
+        if adapter is None:
+            model.requires_grad_(False)
+            adapter = NoAdapter()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        layers = decoder_layers(model)
+        saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
+        linears = quantisable(layers, saved) if section.quantization != "none" else set()
+        adapted = insert(model, adapter)
+        if section.quantization != "none":
+            # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
+            swap(adapted, linears, section.quantization, compute)
+        return cls(adapted, tuple(layers), names, adapter, compute)
+
+    def fill(
+        self, device: str, divide: Divide, *, seed: int, left_out: LeftOut | None = None
+    ) -> nn.Module:
+        """Gives each part its weights on `device`, and hands it to `divide`; what is `left_out`
+        stays without memory."""
+        prefixes = {module: name for name, module in self.model.named_modules()}
+        missing = left_out(self.model) if left_out else ()
+        absent = frozenset(inside for module in missing for inside in module.modules())
+        for part in (*self.layers, self.model):
+            if part in absent:
+                continue
+            prefix = prefixes[part]
+            _fill(part, prefix, self.names, self.compute, device, absent)
+            initialise(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
+            divide(part)
+            _give_back_memory()
+        return self.model
 
 
 def _give_back_memory() -> None:
@@ -94,10 +126,18 @@ def _give_back_memory() -> None:
 
 def skeleton(section: ModelSection, dtype: torch.dtype) -> Any:
     """The model in eval mode, its parameters without memory, its buffers real."""
+    model = without_memory(load_config(section), section, dtype)
+    generation = load_generation_config(section)
+    if generation is not None:
+        model.generation_config = generation
+    return model
+
+
+def without_memory(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
+    """The model that `config` describes, as `skeleton` makes it."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    config = load_config(section)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config,
@@ -106,9 +146,6 @@ def skeleton(section: ModelSection, dtype: torch.dtype) -> Any:
             trust_remote_code=section.trust_remote_code,
         )
     model.tie_weights()  # the context above made two parameters of a shared one
-    generation = load_generation_config(section)
-    if generation is not None:
-        model.generation_config = generation
     return model.eval()
 
 
@@ -137,16 +174,24 @@ def compile_layers(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Names:
+class Names:
     """Which tensor of the files fills which weight of the model, by the weight's own name."""
 
-    files: WeightFiles
+    files: WeightFiles | NoFiles
     tensor_of: dict[str, str]
     growing: frozenset[str]
     """The tensors of embedding and output head where they may have fewer rows than the model."""
 
     @classmethod
-    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> _Names:
+    def nothing(cls, model: nn.Module) -> Names:
+        """Weights of the right shapes that no file holds."""
+        groups = _shared(model)
+        shapes = {group[0]: tuple(model.get_parameter(group[0]).shape) for group in groups}
+        tensor_of = {name: group[0] for group in groups for name in group}
+        return cls(NoFiles(shapes), tensor_of, frozenset())
+
+    @classmethod
+    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> Names:
         """Raises ModelError naming every weight without a tensor and every tensor without one."""
         written, converted = _own_names(model, files.file_of)
         tensor_of: dict[str, str] = {}
@@ -227,7 +272,7 @@ def _some(names: list[str], shown: int = 8) -> str:
 def _fill(
     part: nn.Module,
     prefix: str,
-    names: _Names,
+    names: Names,
     compute: torch.dtype,
     device: str,
     absent: Collection[nn.Module],

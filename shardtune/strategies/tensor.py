@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks hold slices of every layer; ranks beyond them have rows of their own."""
+"""Tensor parallelism: ranks hold slices of every layer; ranks beyond them have their own rows."""
 
 from __future__ import annotations
 
