@@ -125,8 +125,8 @@ a first run, on any machine with the repository at hand:
         "rank every strategy for a job on a cluster, with reasons",
         """\
   shardtune plan recipes/quickstart.yaml --cluster 4xA40
-  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xA100-80GB@400Gbps --write best.yaml
-  shardtune plan recipes/ddp_lora.yaml --cluster 1xRTX4090 model.name=meta-llama/Llama-3.1-8B""",
+  shardtune plan recipes/ddp_lora.yaml --cluster 8xH100 model.name=llama-3.1-8b
+  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xA100@400Gbps --write best""",
     )
     _cluster_arguments(command)
     command.add_argument(
@@ -154,8 +154,8 @@ a first run, on any machine with the repository at hand:
         "measure this machine for `plan` and `estimate`, in about a minute",
         """\
   shardtune bench
-  shardtune bench --out node.yaml && shardtune plan JOB --cluster node.yaml
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m shardtune bench --out cluster.yaml""",
+  shardtune bench --out profile
+  torchrun --nproc-per-node 8 -m shardtune bench --out profile""",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="the profile to write")
     command.add_argument("--processes", type=int, metavar="N", help="ranks (one per GPU)")

@@ -40,7 +40,7 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
         micro_batch=micro_batch,
-        accumulation=max(1, -(-train.global_batch // (ranks * micro_batch))),
+        accumulation=max(1, -(-train.global_batch // (mesh.data_ranks * micro_batch))),
         loss="fused" if train.loss == "fused" else "plain",
     )
     return Plan(job.strategy, mesh, job.strategy.layout(), setup)

@@ -327,6 +327,8 @@ def _lacking(job: Job, machine: Machine) -> list[Problem]:
 
 def _mesh_problems(job: Job) -> tuple[Problem, ...]:
     """A mesh that doesn't multiply out to the processes that are to be started."""
+    if isinstance(job.strategy, DeepSpeed):
+        return ()  # it has a word of its own for its groups
     try:
         job.strategy.mesh(_processes(job)).require(_processes(job))
     except JobError as error:

@@ -174,18 +174,6 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "use variant: plain, rslora or pissa",
         ),
     ),
-    "compiled-layers-are-whole": (
-        {
-            "strategy": {"type": "tensor", "degree": 2},
-            "launch": {"processes": 2},
-            "train": {"kernels": "compiled"},
-        },
-        Problem(
-            "train.kernels",
-            "tensor reaches into layers while they run, where compiled ones are closed",
-            "set train.kernels: eager",
-        ),
-    ),
     "pipeline-has-no-loss-scale": (
         {
             "strategy": {"type": "pipeline", "stages": 2},
@@ -196,6 +184,18 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "train.precision",
             "fp16 needs a loss scale on which all stages agree; there is none here",
             "set train.precision: bf16",
+        ),
+    ),
+    "compiled-layers-are-whole": (
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"kernels": "compiled"},
+        },
+        Problem(
+            "train.kernels",
+            "tensor reaches into layers while they run, where compiled ones are closed",
+            "set train.kernels: eager",
         ),
     ),
     "zero-bubble-needs-whole-weights": (
