@@ -124,8 +124,8 @@ a first run, on any machine with the repository at hand:
         "rank every strategy for a job on a cluster, with reasons",
         """\
   shardtune plan recipes/quickstart.yaml --cluster 4xA40
-  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xA100-80GB@400Gbps --write best.yaml
-  shardtune plan recipes/ddp_lora.yaml --cluster 1xRTX4090 model.name=meta-llama/Llama-3.1-8B""",
+  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xH100 --write best.yaml
+  shardtune plan recipes/ddp_lora.yaml --cluster 2xA40 model.name=qwen3-8b""",
     )
     _cluster_arguments(command)
     command.add_argument(
@@ -141,9 +141,13 @@ a first run, on any machine with the repository at hand:
         "say whether a job fits on a cluster, how fast it is, and what it sends",
         """\
   shardtune estimate recipes/quickstart.yaml --cluster 1xRTX4090
-  shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json""",
+  shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json
+  shardtune estimate recipes/fsdp_full.yaml --cluster 4xA40 --dry-run""",
     )
     _cluster_arguments(command)
+    command.add_argument(
+        "--dry-run", action="store_true", help="also replay a step on tensors without memory"
+    )
     _job_arguments(command)
 
     command = _command(
@@ -153,8 +157,8 @@ a first run, on any machine with the repository at hand:
         "measure this machine for `plan` and `estimate`, in about a minute",
         """\
   shardtune bench
-  shardtune bench --out node.yaml && shardtune plan JOB --cluster node.yaml
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m shardtune bench --out cluster.yaml""",
+  shardtune bench --out node.yaml
+  torchrun --nproc-per-node 8 -m shardtune bench --out node.yaml""",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="the profile to write")
     command.add_argument("--processes", type=int, metavar="N", help="ranks (one per GPU)")
