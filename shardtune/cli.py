@@ -125,8 +125,8 @@ a first run, on any machine with the repository at hand:
         "rank every strategy for a job on a cluster, with reasons",
         """\
   shardtune plan recipes/quickstart.yaml --cluster 4xA40
-  shardtune plan recipes/ddp_lora.yaml --cluster 8xH100 model.name=llama-3.1-8b
-  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xA100@400Gbps --write best""",
+  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xH100 --write best.yaml
+  shardtune plan recipes/ddp_lora.yaml --cluster 2xA40 model.name=qwen3-8b""",
     )
     _cluster_arguments(command)
     command.add_argument(
@@ -142,9 +142,13 @@ a first run, on any machine with the repository at hand:
         "say whether a job fits on a cluster, how fast it is, and what it sends",
         """\
   shardtune estimate recipes/quickstart.yaml --cluster 1xRTX4090
-  shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json""",
+  shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json
+  shardtune estimate recipes/fsdp_full.yaml --cluster 4xA40 --dry-run""",
     )
     _cluster_arguments(command)
+    command.add_argument(
+        "--dry-run", action="store_true", help="also replay a step on tensors without memory"
+    )
     _job_arguments(command)
 
     command = _command(
@@ -154,8 +158,8 @@ a first run, on any machine with the repository at hand:
         "measure this machine for `plan` and `estimate`, in about a minute",
         """\
   shardtune bench
-  shardtune bench --out profile
-  torchrun --nproc-per-node 8 -m shardtune bench --out profile""",
+  shardtune bench --out node.yaml
+  torchrun --nproc-per-node 8 -m shardtune bench --out node.yaml""",
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="the profile to write")
     command.add_argument("--processes", type=int, metavar="N", help="ranks (one per GPU)")

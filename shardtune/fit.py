@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from shardtune.core.cache import cache_dir
@@ -97,12 +98,13 @@ def planned(resolved: ResolvedJob, machine: Machine) -> ResolvedJob:
     if not isinstance(job.strategy, AutoStrategy):
         return resolved
     shape, cluster = shape_of(job.model), cluster_here(machine, int(job.launch.processes))
-    ranking = rank(job, shape, cluster)
+    ranking = rank(job, shape, cluster, deepspeed=find_spec("deepspeed") is not None)
     best = ranking.best
     if best is None or best.found is None:
         first = ranking.candidates[0]
         fact = f"no strategy fits on {cluster.name}; nearest is {first.name}: {first.why}"
-        raise JobError(Problem("strategy", fact, offer(job, shape, cluster)))
+        assert first.found is not None  # data parallelism is refused for the job's own faults only
+        raise JobError(Problem("strategy", fact, offer(first.found.job, shape, cluster)))
     runner_up = next((each for each in ranking.candidates[1:] if each.why), None)
     reason = f"planned: {best.name} {best.why}"
     if runner_up is not None:

@@ -53,9 +53,23 @@ class Ranking:
         return first if first.fits else None
 
 
-def rank(job: Job, shape: ModelShape, cluster: Cluster, aim: Aim = "time") -> Ranking:
-    """Every strategy on all GPUs of the cluster, each with the settings that suit it best."""
-    found = [_best(name, job, strategy, shape, cluster, aim) for name, strategy in choices(cluster)]
+def rank(
+    job: Job,
+    shape: ModelShape,
+    cluster: Cluster,
+    aim: Aim = "time",
+    *,
+    deepspeed: bool = True,
+) -> Ranking:
+    """Every strategy on all GPUs of the cluster, each with the settings that suit it best.
+
+    Without `deepspeed`, which may not be installed, only those of PyTorch.
+    """
+    found = [
+        _best(name, job, strategy, shape, cluster, aim)
+        for name, strategy in choices(cluster)
+        if deepspeed or not isinstance(strategy, DeepSpeed)
+    ]
     found.sort(key=lambda each: _order(each, aim))
     best = found[0]
     return Ranking(tuple(replace(each, why=_why(each, best)) for each in found), aim)
@@ -73,6 +87,8 @@ def choices(cluster: Cluster) -> Iterator[tuple[str, Strategy]]:
             yield "fsdp hybrid", FSDP(sharding="hybrid", replicas=cluster.nodes)
             if cluster.gpus_per_node > 1:
                 yield "zero3 + hpZ", _zero(3, zero_hpz_partition_size=cluster.gpus_per_node)
+    if cluster.gpu.name == "CPU":
+        return  # all is in main memory anyway
     yield "zero2, optimizer in main memory", _zero(2, offload_optimizer=cpu)
     yield "fsdp, all in main memory", FSDP(offload="cpu")
     yield "zero3, all in main memory", _zero(3, offload_optimizer=cpu, offload_param=cpu)
@@ -292,7 +308,8 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:
     if cluster.gpus > 1:
         yield FSDP()
-    yield FSDP(offload="cpu")
+    if cluster.gpu.name != "CPU":
+        yield FSDP(offload="cpu")
 
 
 def _other_results(
@@ -348,7 +365,7 @@ def smallest_cluster(job: Job, shape: ModelShape, cluster: Cluster) -> Candidate
 
 def _larger(cluster: Cluster) -> Iterator[Cluster]:
     for nodes, per_node in _sizes():
-        if nodes * per_node > cluster.gpus:
+        if nodes * per_node > cluster.gpus and cluster.gpu.name != "CPU":
             name = _spec(nodes, per_node, cluster.gpu.name)
             host = cluster.host_gib or HOST_GIB * per_node
             yield replace(cluster, nodes=nodes, gpus_per_node=per_node, name=name, host_gib=host)
