@@ -21,11 +21,12 @@ from tests.ranks import on_ranks
 MIB = 1 << 20
 LAYERS, LAYER = 24, 8.2 * MIB
 CONSTANT = 24 * MIB  # the engine's own buffers, hooks and Python objects
-SHARES = {"fsdp": 1, "zero3": 2}
+SHARES = {"fsdp": 1, "zero3": 2, "pipeline": 1}
 """Times its share that a rank holds at most: DeepSpeed copies it into one piece when it starts."""
 STRATEGIES = {
     "fsdp": {"type": "fsdp"},
     "zero3": {"type": "deepspeed", "zero_optimization": {"stage": 3}},
+    "pipeline": {"type": "pipeline", "stages": 4},
 }
 
 
@@ -35,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     large, small = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("small")
     shape = {"hidden_size": 512, "intermediate_size": 704, "num_key_value_heads": 4}
     write(large, "llama", num_hidden_layers=LAYERS, shard="50MB", **shape)
-    write(small, "llama")
+    write(small, "llama", num_hidden_layers=4)
     return str(large), str(small)
 
 
