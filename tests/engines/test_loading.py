@@ -22,7 +22,7 @@ from tests.ranks import on_ranks
 MIB = 1 << 20
 LAYERS, LAYER = 24, 8.2 * MIB
 CONSTANT = 28 * MIB  # the engine's own buffers and Python objects
-HOOKS = {"fsdp": 0, "deepspeed": 24 << 10}
+HOOKS = {"fsdp": 0, "deepspeed": 24 << 10, "pipeline": 0}
 """And for each module: DeepSpeed makes two classes of autograd functions for every single one."""
 FSDP, ZERO3 = {"type": "fsdp"}, {"type": "deepspeed", "zero_optimization": {"stage": 3}}
 CASES: dict[str, tuple[dict[str, Any], Adapter]] = {
@@ -30,6 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], Adapter]] = {
     "fsdp-full": (FSDP, NoAdapter()),
     "zero3-lora": (ZERO3, LoRA(rank=4, targets=("q_proj", "v_proj"))),
     "zero3-full": (ZERO3, NoAdapter()),
+    "pipeline-full": ({"type": "pipeline", "stages": 4}, NoAdapter()),
 }
 
 
