@@ -20,7 +20,7 @@ from typing import Any
 from shardtune.core.world import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "peft"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 TIMEOUT = 240  # seconds without an answer of any rank
 
 
