@@ -27,6 +27,8 @@ from shardtune.strategies import DDP, Strategy
 from tests.models.families import write
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.long
+
 STORIES = Path(__file__).parents[2] / "../shared/models/stories260K"
 STEPS = 3
 SAME = {"rtol": 1e-5, "atol": 1e-6}

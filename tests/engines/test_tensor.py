@@ -28,6 +28,8 @@ from shardtune.strategies import DDP, Strategy
 from tests.models import families
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.long
+
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 STEPS = 3
 WORDS = 67  # odd: the ranks' runs of the vocabulary differ in length
