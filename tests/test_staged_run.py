@@ -11,7 +11,7 @@ import pytest
 
 from shardtune.cli import main
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 JOB = """\
 model: {{name: {model}}}
 adapter: {{type: none}}

@@ -22,7 +22,10 @@ from shardtune.strategies import Strategy
 from tests.engines.test_deepspeed import batches
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs shardtune[quant]")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs shardtune[quant]"),
+]
 
 STEPS = 10
 TRACKS = 1e-3
