@@ -73,6 +73,8 @@ class Slices(Unsliced):
         _compute_locally(layer, once=_biases_of(layer, rows), ranks=flow.size)
         _before(layer, lambda hidden: flow.scatter(hidden) if first else hidden)
         layer.register_forward_pre_hook(self._note_tokens, with_kwargs=True, prepend=True)
+        if first:
+            layer.register_forward_pre_hook(self._draw_apart)
         for block in (family.attention, family.mlp):
             _before(layer.get_submodule(block), flow.gather)
         for name in rows:
@@ -160,6 +162,13 @@ class Slices(Unsliced):
     def _note_tokens(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Asked anew in every layer: the backward pass may run an earlier micro-batch again."""
         self.flow.tokens = kwargs["position_ids"].shape[-1]
+
+    def _draw_apart(self, layer: nn.Module, args: Any) -> None:
+        """From here on ranks have other tokens, heads and columns: dropout must not drop the same
+        of each. Before, they drop alike what all of them have. Where the layer is computed again
+        the generator is back at the seed that it had, and so draws the same again."""
+        if layer.training:
+            torch.manual_seed((torch.initial_seed() + self.flow.rank) % 2**63)
 
 
 def _whole(name: str, shape: Sequence[int]) -> None:
