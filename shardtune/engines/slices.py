@@ -27,6 +27,9 @@ from shardtune.engines.token_flow import Flow
 from shardtune.engines.vocabulary import Run, join_when_asked, slice_lookup, sliced_loss_sum
 
 CutOf = Callable[[str, Sequence[int]], Cut | None]
+APART = 2_654_435_761
+"""Between the seeds of two ranks. Those of two stages are one apart, and a CPU's generator reads
+32 bits of a seed: no rank may draw what another one draws in another stage."""
 
 
 class Unsliced:
@@ -168,7 +171,7 @@ class Slices(Unsliced):
         of each. Before, they drop alike what all of them have. Where the layer is computed again
         the generator is back at the seed that it had, and so draws the same again."""
         if layer.training:
-            torch.manual_seed((torch.initial_seed() + self.flow.rank) % 2**63)
+            torch.manual_seed((torch.initial_seed() + self.flow.rank * APART) % 2**63)
 
 
 def _whole(name: str, shape: Sequence[int]) -> None:
