@@ -146,11 +146,36 @@ def working_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """What a layer needs beyond what it keeps while its backward pass runs: the gradients of the
     MLP's wide tensors, and with sequence parallelism the rows gathered from the other slices."""
     tokens = work.tokens / cut.context * work.widths.compute
-    if work.counted and work.kernels == "compiled":
-        return tokens * _compiled_working(shape, work) / cut.tensor
+    if work.counted:
+        compiled = work.kernels == "compiled"
+        count = _compiled_working(shape, work) if compiled else _eager_working(shape, work)
+        # On its own, a weight's gradient is there in 16 bits before it is turned to fp32.
+        weight = shape.largest_linear if work.wide_stream and not compiled else 0
+        return (tokens * count + weight * work.widths.compute) / cut.tensor
     wide = (3 if shape.gated else 2) * mlp_width(shape) / cut.tensor
     gathered = 3 * shape.hidden if work.sequence_parallel and cut.tensor > 1 else 0
     return (wide + gathered) * tokens
+
+
+def passing_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What a layer needs in the forward pass beyond what it keeps: peft turns the input of the
+    last linear, the widest, to fp32, which a compiler doesn't write down."""
+    if not work.autocast or work.kernels != "eager" or not _adapts_last(shape, work):
+        return 0.0
+    return 3 * mlp_width(shape) * work.widths.compute * work.tokens / cut.context / cut.tensor
+
+
+def _adapts_last(shape: ModelShape, work: Workload) -> bool:
+    return not MLP_OUTPUTS.isdisjoint(work.adapts(shape))
+
+
+def _eager_working(shape: ModelShape, work: Workload) -> float:
+    """Numbers a token: gradients of the MLP's products, and of the stream. An adapter's input has
+    a gradient of its own, in fp32 where peft had turned it to that."""
+    wide = 2 if shape.gated else 1
+    if work.autocast and _adapts_last(shape, work):
+        return (wide + 1) * mlp_width(shape) + 6 * shape.hidden
+    return wide * mlp_width(shape) + 2.25 * shape.hidden
 
 
 def _compiled_working(shape: ModelShape, work: Workload) -> float:
@@ -159,7 +184,8 @@ def _compiled_working(shape: ModelShape, work: Workload) -> float:
     The counts are those that an H200 showed (docs/benchmarks/planner_gpu.md)."""
     if work.adapter is None:
         return mlp_width(shape) + 2 * shape.hidden * _stream(work) / work.widths.compute
-    return 5 * mlp_width(shape) + 1.5 * shape.hidden
+    wide = 5 if work.packed_bits is None else 4
+    return wide * mlp_width(shape) + 1.5 * shape.hidden
 
 
 def mlp_width(shape: ModelShape) -> float:
@@ -232,7 +258,8 @@ def _attention(shape: ModelShape, work: Workload) -> float:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
     kept = 2 * q + 2 * kv
     if shape.qk_norm:
-        kept += (3 if work.kernels == "eager" else 1) * (q + kv)
+        frozen = work.counted and work.adapter is not None  # the norms' own weights
+        kept += ((2 if frozen else 3) if work.kernels == "eager" else 1) * (q + kv)
     if work.autocast and not ATTENTION_OUTPUTS.isdisjoint(work.adapts(shape)):
         kept += q  # the result once more, cast to fp32 and back for the adapter
     return kept
@@ -240,11 +267,7 @@ def _attention(shape: ModelShape, work: Workload) -> float:
 
 def _mlp(shape: ModelShape, work: Workload) -> float:
     width = mlp_width(shape)
-    last = (
-        work.adapter is None
-        or _keeps_packed_inputs(work)
-        or not MLP_OUTPUTS.isdisjoint(work.adapts(shape))
-    )
+    last = work.adapter is None or _keeps_packed_inputs(work) or _adapts_last(shape, work)
     if not shape.gated:
         return width * (1 + last)
     return width * ((3 if work.kernels == "eager" else 2) + last)

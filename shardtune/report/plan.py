@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +37,13 @@ def print_outlook(found: Forecast, steps: int, console: Console | None = None) -
         seconds = found.speed.step.total
         line += f", {seconds:.3g} s a step, {duration(seconds * steps)} for {steps:,} steps"
     (console or Console()).print(Text(line))
+
+
+def print_dry_run(seen: Mapping[str, Any], console: Console) -> None:
+    """What a dry run found, beside the closed form of the same."""
+    line = f"dry run: {seen['allocated_gib']:.2f} GiB allocated, most in the {seen['moment']} pass"
+    closed = f"; by the closed form {seen['closed_form_gib']:.2f} ({seen['difference']:+.1%})"
+    console.print(Text(f"{line}{closed}, each operation on its own"))
 
 
 def _verdict(found: Forecast) -> Text:
