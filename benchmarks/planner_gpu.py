@@ -222,8 +222,8 @@ def main() -> int:
         "*in use* is all that the card had given away after the run: what the allocator reserved, "
         "and CUDA's own. Random weights of the true shape, every token trained, bf16; median of "
         f"{STEPS} steps. LoRA of rank 16 on all linear layers. The model of memory and time was "
-        "corrected after two earlier runs of these jobs, whose errors were up to 19 % and 61 %, then "
-        "4 % and 15 %; the predictions here were made before this run.",
+        "corrected after two earlier runs of these jobs (errors up to 19 % and 61 %, and "
+        "then 4 % and 15 %); the predictions here were made before this run.",
     )
     return 0
 
