@@ -19,6 +19,7 @@ from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 if TYPE_CHECKING:
     from shardtune.checkpoint.rundir import RunDir
+    from shardtune.core.document import KeyPath
     from shardtune.forecast import Forecast
     from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
@@ -293,7 +294,10 @@ def _job_arguments(command: argparse.ArgumentParser) -> None:
 # The commands ------------------------------------------------------------------------------------
 
 
-def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
+def _read(
+    arguments: argparse.Namespace, *, runs_here: bool = False
+) -> tuple[LoadedJob, ResolvedJob]:
+    """The job, checked; where it is to run here, against what this machine has, too."""
     from shardtune.core.machine import Machine
     from shardtune.core.world import outside_ranks
     from shardtune.fit import planned
@@ -303,7 +307,7 @@ def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
 
     loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
     resolved = planned(resolve(loaded.job, machine, outside_ranks()), machine)
-    check(resolved.job, loaded.place)
+    check(resolved.job, loaded.place, machine if runs_here else None)
     return loaded, resolved
 
 
@@ -313,7 +317,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if outside_ranks() is not None:
         return _train_as_rank(arguments)
 
-    loaded, resolved = _read(arguments)
+    loaded, resolved = _read(arguments, runs_here=True)
     job = resolved.job
     run = _run_directory(arguments, loaded, job)
     foretold = _foretold(arguments, job)
@@ -327,10 +331,11 @@ def _train(arguments: argparse.Namespace) -> int:
     from shardtune.train import count_steps, open_inputs, open_loader
 
     inputs = open_inputs(job, quiet=False)
-    steps = count_steps(job, open_loader(job, inputs, World()))
-    make_plan(job, int(job.launch.processes), steps)
+    world = World(size=int(job.launch.processes))
+    steps = count_steps(job, open_loader(job, inputs, world))
+    make_plan(job, world.size, steps)
     sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-    print_opening(job, resolved.reasons, sources)
+    print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
     if foretold is not None:
         print_outlook(foretold, steps)
     run.prepare(overwrite=arguments.overwrite)
@@ -350,12 +355,21 @@ def _train(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _model_reasons(job: Job) -> dict[KeyPath, str]:
+    """What only the model's files tell about a value of the job."""
+    from shardtune.models.load import growth
+
+    if not job.model.add_tokens:
+        return {}
+    return {("model", "add_tokens"): str(growth(job.model))}
+
+
 def _train_as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, or torchrun, has started."""
     from shardtune.launch.last_words import leaving_last_words
 
     with leaving_last_words():
-        loaded, resolved = _read(arguments)
+        loaded, resolved = _read(arguments, runs_here=True)
         if STARTED_BY_US not in os.environ:
             _look_first(arguments, loaded, resolved.job)
 

@@ -194,7 +194,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
 def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     """The job as the estimator sees it."""
     train = job.train
-    shares = mesh.size // (mesh.size_of("tensor") * mesh.size_of("pipeline"))
+    shares = mesh.data_ranks
     micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
     native = not isinstance(job.strategy, DeepSpeed)
     # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.

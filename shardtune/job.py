@@ -15,7 +15,7 @@ from pydantic import Field
 
 from shardtune.core.schedule import ScheduleKind
 from shardtune.core.section import Section
-from shardtune.core.setup import Loss, Precision
+from shardtune.core.setup import Bits, Loss, Precision
 from shardtune.strategies import DDP, Strategy
 
 Auto = Literal["auto"]
@@ -33,6 +33,10 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub id."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Which attention implementation of transformers computes the forward pass."""
+    add_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Special tokens that the tokenizer shall have besides its own, such as `<|im_start|>`. Where
+    the embedding has no spare rows for them it grows, and with it the output head; a new row starts
+    as the mean of the others. An adapter trains them through `modules_to_save`."""
     stop_tokens: Auto | tuple[str, ...] = "auto"
     """Tokens that end an answer. `auto` takes the tokenizer's and the generation config's."""
     quantization: Literal["none", "nf4", "int8"] = "none"
@@ -176,6 +180,9 @@ class AdamW(Section):
     """Keeps the division by the root of the mean square from blowing up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Share of a weight that is taken off in each step, times the learning rate."""
+    bits: Bits = 32
+    """Of each of the two means. 8 stores them block-wise, a byte a number and a scale for 256 of
+    them: a quarter of the memory, slightly other steps. Needs `shardtune[quant]`."""
 
 
 class SGD(Section):

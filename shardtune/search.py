@@ -124,7 +124,7 @@ def _tried(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast | str:
 def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
     launch = job.launch.model_copy(update={"processes": cluster.gpus})
     mesh = strategy.mesh(cluster.gpus)
-    shares = mesh.size // (mesh.size_of("tensor") * mesh.size_of("pipeline"))
+    shares = mesh.data_ranks
     rows = -(-job.train.global_batch // shares)
     micro = 1
     while micro <= rows:
@@ -236,9 +236,8 @@ def _named(part: str, found: Forecast) -> str:
     if not found.speed.sent:
         return "communication"
     largest = max(found.speed.sent, key=lambda each: each.total)
-    what = {"params": "weights", "trained": "weights", "grads": "gradients"}.get(
-        largest.move.what, "activations"
-    )
+    names = {**dict.fromkeys(("params", "recalled", "trained"), "weights"), "grads": "gradients"}
+    what = names.get(largest.move.what, "activations")
     kind = {
         "all_gather": f"gathers of {what}",
         "reduce_scatter": f"reductions of {what}",

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.core.cache import cache_dir
+from shardtune.core.families import require_divisible
 from shardtune.core.machine import Machine
 from shardtune.core.progress import Progress
 from shardtune.core.world import World
@@ -119,21 +120,24 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     tokenizer = load.load_tokenizer(job.model)
     load.check_fits_data(config, tokenizer, job.data.sequence_length)
     load.check_weights(job.model, job.adapter, config)
+    require_divisible(config, job.strategy.mesh(int(job.launch.processes)))
     stops = load.stop_ids(job.model, tokenizer)
     data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
     return Inputs(tokenizer, stops, data)
 
 
 def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:
-    """This rank's share of every step."""
+    """This rank's share of every step. Ranks that hold parts of one model share their rows."""
+    mesh = job.strategy.mesh(world.size)
+    mesh.require(world.size)
     return Loader(
         inputs.data,
         job.data,
         seed=job.train.seed,
         global_batch=job.train.global_batch,
         micro_batch=int(job.train.micro_batch),
-        rank=world.rank,
-        ranks=world.size,
+        rank=mesh.data_rank(world.rank),
+        ranks=mesh.data_ranks,
         pad_id=inputs.tokenizer.pad_token_id or 0,
         epochs=job.train.epochs,
     )

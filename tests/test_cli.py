@@ -24,10 +24,8 @@ from shardtune.jobfile import leaves
 from tests.jobs import make_job, write_job
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = [
-    *("train", "plan", "estimate", "bench", "data", "show", "schema", "generate", "merge"),
-    *("models", "models list", "models pull"),
-]
+COMMANDS = ["plan", "estimate", "bench", "train", "data", "show", "schema", "generate", "merge",
+            "models", "models list", "models pull"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
 
 

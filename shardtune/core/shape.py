@@ -1,7 +1,7 @@
 """What a transformer is made of: every tensor of it, from its config.json alone.
 
 The list of tensors is the one truth. Counts, bytes, floating-point operations and what an adapter
-trains are sums over it. `shardtune.core.families` writes the list for each architecture.
+trains are sums over it. `shardtune.core.architectures` writes the list for each architecture.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ModelShape:
     @staticmethod
     def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         """The shape of the model that a config.json describes; ModelError if it can't be told."""
-        from shardtune.core.families import read_shape  # it imports this module
+        from shardtune.core.architectures import read_shape  # it imports this module
 
         return read_shape(config, name)
 
@@ -232,7 +232,7 @@ class ModelShape:
         feedforward: Literal["auto"] | Collection[str] = "auto",
     ) -> int:
         """What IA3 trains: a factor for each output of a target, or each input of a feedforward."""
-        from shardtune.core.families import ia3_modules  # it imports this module
+        from shardtune.core.architectures import ia3_modules  # it imports this module
 
         chosen, inputs = ia3_modules(self, targets, feedforward)
         self._check("adapter.targets", "linear layer", chosen, [w.module for w in self.linears])

@@ -25,7 +25,11 @@ from shardtune.core.layout import Layout, State
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.deepspeed_start import require_async_io, start
+from shardtune.engines.deepspeed_start import (
+    freed_memory_goes_back,
+    require_async_io,
+    start,
+)
 from shardtune.engines.deepspeed_states import States, states_of
 from shardtune.engines.native import COMPUTE, NativeEngine
 
@@ -47,15 +51,16 @@ class DeepSpeedEngine(NativeEngine):
             require_async_io(deepspeed)
         self._linear = nn.functional.linear
         stage = config["zero_optimization"]["stage"]
-        if stage == 3:
-            divide = _Divide(deepspeed, config, COMPUTE[setup.precision])
-            model = blueprint.in_parts(world.device, divide)
-        else:
-            model = blueprint.whole(world.device)
-        super().__init__(model, setup, world)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=dict(config), dist_init_required=False
-        )
+        with freed_memory_goes_back():
+            if stage == 3:
+                divide = _Divide(deepspeed, config, COMPUTE[setup.precision])
+                model = blueprint.in_parts(world.device, divide)
+            else:
+                model = blueprint.whole(world.device)
+            super().__init__(model, setup, world)
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self.optimizer, config=dict(config), dist_init_required=False
+            )
         self.states: States = states_of(self.engine, self.optimizer, layout, self._swap)
         self._passing = Held({})
 
@@ -104,9 +109,10 @@ class DeepSpeedEngine(NativeEngine):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
-        for name, parameter in self.trained.items():
-            for key, value in self.states.moments(parameter).items():
-                tensors[f"{key}.{name}"] = value
+        with self.states.unpacked():
+            for name, parameter in self.trained.items():
+                for key, value in self.states.moments(parameter).items():
+                    tensors[f"{key}.{name}"] = value
         return tensors, {"taken": float(self.taken), **self.states.scale_state()}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:

@@ -8,7 +8,8 @@ order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home, Layout, State
+from shardtune.engines.eight_bit import is_8bit, packed, unpacked
+from shardtune.engines.optimizer import moment_tensors
 
 Loaded = Mapping[nn.Parameter, tuple[Tensor, Mapping[str, Tensor]]]
 """For each trained weight its value and its moments, whole."""
@@ -38,7 +41,6 @@ class States:
         self.layout = layout
         self.swap = swap
         self.keys = _moment_keys(optimizer)
-        self._linked = False
 
     # Reading and writing ----------------------------------------------------------------------
 
@@ -50,7 +52,8 @@ class States:
         return whole.detach().clone()
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's whole tensors for a weight; none before the first step."""
+        """The optimizer's whole tensors for a weight; none before the first step. Ask for them
+        inside of `unpacked`."""
         if not self.keys or not self.optimizer.state:
             return {}
         found = {key: self._moment(parameter, key).detach().clone() for key in self.keys}
@@ -58,6 +61,27 @@ class States:
 
     def load(self, loaded: Loaded) -> None:
         """Puts back what `weight` and `moments` gave."""
+        with self.unpacked(writing=True):
+            self._load(loaded)
+
+    @contextmanager
+    def unpacked(self, *, writing: bool = False) -> Iterator[None]:
+        """Moments of 8 bits are read and written in 32: DeepSpeed's accessors cut them at any
+        place, and a byte means something only in its block."""
+        if not is_8bit(self.optimizer):
+            yield
+            return
+        state = self.optimizer.state
+        kept = dict(state)
+        for master, moments in kept.items():
+            state[master] = unpacked(moments)
+        self._link()
+        yield
+        for master, moments in state.items():
+            state[master] = packed(moments, self.optimizer) if writing else kept[master]
+        self._link()
+
+    def _load(self, loaded: Loaded) -> None:
         if any(moments for _, moments in loaded.values()):
             self._make_moments()
         for parameter, (value, moments) in loaded.items():
@@ -87,6 +111,9 @@ class States:
                 if "exp_avg" in made:
                     made["step"] = torch.zeros((), device=master.device)
                 self.optimizer.state[master] = made
+
+    def _link(self) -> None:
+        """Lets the accessors see the moments that there are now."""
 
     def _set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         raise NotImplementedError
@@ -152,18 +179,12 @@ class States:
         """Bytes of weights and optimizer states at this moment, gradients not counted."""
         found: Counter[tuple[State, Home]] = Counter()
         self._count_weights(found)
-        if self.layout.home.get("optim") == "nvme":
+        home = self.layout.home.get("optim", "gpu")
+        if home == "nvme":
             files = (f for f in self.swap["optim"].rglob("*.swp") if "gradient" not in f.name)
             found["optim", "nvme"] += sum(file.stat().st_size for file in files)
-        else:
-            moments = [
-                value
-                for kept in self.optimizer.state.values()
-                for value in kept.values()
-                if isinstance(value, Tensor) and value.ndim > 0
-            ]
-            home = self.layout.home.get("optim", "gpu")
-            found["optim", home] += stored(self.masters() + moments)
+            home = "cpu"  # where small ones stay; of the others there is nothing in memory now
+        found["optim", home] += stored(self.masters() + moment_tensors(self.optimizer))
         return Held(dict(found))
 
     def _count_weights(self, found: Counter[tuple[State, Home]]) -> None:
@@ -237,16 +258,23 @@ class Fragments(States):
     """Stages 1 and 2: each rank has a stretch of the flat fp32 weights, which may begin and end
     inside a tensor."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._linked = False
+
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's whole tensors for a weight; none before the first step."""
         # DeepSpeed links weights to their moments when the first group has taken its first step,
         # and finds none of the groups that come after it. By now all of them have.
+        if not self._linked:
+            self._link()
+        return super().moments(parameter)
+
+    def _link(self) -> None:
         zero = self.engine.optimizer
-        if self.optimizer.state and not self._linked:
+        if self.optimizer.state:
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
             self._linked = True
-        return super().moments(parameter)
 
     def masters(self) -> list[Tensor]:
         inner = self.engine.optimizer
@@ -268,7 +296,7 @@ class Fragments(States):
 
     def _make_moments(self) -> None:
         super()._make_moments()
-        self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self._link()
 
     def _set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import TracebackType
 
@@ -19,12 +19,30 @@ from shardtune.core.layout import Home
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
+from shardtune.engines.eight_bit import is_8bit, packed, unpacked
 from shardtune.engines.fused_loss import fused_loss
 from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_logits
-from shardtune.engines.optimizer import make_optimizer
-from shardtune.engines.tensors import local, size_of, spread_like, whole
+from shardtune.engines.optimizer import make_optimizer, moment_tensors
+from shardtune.engines.slices import Unsliced
+from shardtune.engines.stopwatch import Stopwatch
+from shardtune.engines.tensors import gathered, local, share_of, size_of, spread_like, whole
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that compute other rows of the same step as this one."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+    """None is every rank."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Adds up over them, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
 
 
 class NativeEngine:
@@ -34,30 +52,45 @@ class NativeEngine:
     gradients meet (`_synchronising`) and in tensors that may be a rank's share of a larger one.
     """
 
-    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
+    fuses = True
+    """Whether the model's own forward pass ends with its output head."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setup: EngineSetup,
+        world: World,
+        peers: Peers | None = None,
+        slices: Unsliced | None = None,
+    ) -> None:
+        """Without `peers` every other rank is one: each has rows of its own."""
         self.setup = setup
+        self.slices = slices or Unsliced()
         self.world = world
+        self.peers = peers or Peers(world.rank, world.size)
         self.device = torch.device(world.device)
         self.model = model
-        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trained, setup.optimizer, setup.schedule.peak)
+        self.trained = self._find_trained()
+        # The update knows nothing of other ranks: it sees the shares, as weights of their own.
+        self.shares = {name: share_of(parameter) for name, parameter in self.trained.items()}
+        self.optimizer = make_optimizer(self.shares, setup.optimizer, setup.schedule.peak)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._select = selects_logits(model)
-        self._fused = fused_loss(model) if setup.loss == "fused" else None
+        wished = self.fuses and slices is None and setup.loss == "fused"
+        self._fused = fused_loss(model) if wished else None
+        self._stopwatch = Stopwatch(self.device)
+
+    def _find_trained(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
         self._begin()
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
-        scale = self.world.size / max(1, labels)
-        total = torch.zeros((), device=self.device)
-        for index, batch in enumerate(microbatches):
-            self._seed(index)
-            total += self._pass(batch, scale, last=index == len(microbatches) - 1)
-        if self.world.size > 1:
-            dist.all_reduce(total)
+        total = self._backward(microbatches, scale=self.peers.size / max(1, labels))
+        self.peers.sum(total)
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -68,21 +101,40 @@ class NativeEngine:
             tokens=tokens,
             labels=labels,
             applied=applied,
+            busy=self._busy(),
         )
+
+    def _backward(self, microbatches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(microbatches):
+            torch.manual_seed(self._seed_of(index))
+            with self._stopwatch.running():
+                total += self._pass(batch, scale, last=index == len(microbatches) - 1)
+        return total
+
+    def _busy(self) -> float:
+        """Seconds in which a rank computed forward and backward passes, on average over ranks."""
+        seconds = torch.tensor(self._stopwatch.read(), device=self.device)
+        if self.world.size > 1:
+            dist.all_reduce(seconds)
+        return float(seconds) / self.world.size
 
     def _update(self, rate: float) -> tuple[float, bool]:
         """Clips and applies the gradient, unless it isn't finite. All ranks see the same norm."""
+        self._meet()
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-        norm = whole(nn.utils.get_total_norm(gradients)).item()
+        norm = self._norm()
         applied = math.isfinite(norm)
         limit = self.setup.max_grad_norm
-        if limit is not None and applied and norm > limit:
-            torch._foreach_mul_(gradients, limit / norm)
+        if limit is not None and applied and norm > limit and self._gradients():
+            shares = [local(gradient) for gradient in self._gradients().values()]
+            torch._foreach_mul_(shares, limit / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if applied:
-            self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
+            with self._shares_bound():
+                self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
         self.scaler.update()
         return norm, applied
 
@@ -94,8 +146,7 @@ class NativeEngine:
             with self._autocast():
                 sums[:2] += self._judge(batch)
             sums[2] += batch.labels
-        if self.world.size > 1:
-            dist.all_reduce(sums)
+        self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
 
@@ -103,26 +154,29 @@ class NativeEngine:
         return self.model
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        return {name: whole(parameter.detach()) for name, parameter in self.trained.items()}
+        return self._own_weights()
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        return {name: self._whole(name, weight.detach()) for name, weight in self.trained.items()}
 
     def held(self) -> Held:
-        states = [s for kept in self.optimizer.state.values() for s in kept.values()]
-        moments = [s for s in states if isinstance(s, Tensor) and s.ndim > 0]
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+        moments = moment_tensors(self.optimizer)
         home = self._home()
         return Held(
             {
-                ("params", home): sum(size_of(p) for p in self.model.parameters()),
-                ("grads", home): sum(size_of(gradient) for gradient in gradients),
+                ("params", home): sum(size_of(p) for p in self.model.parameters() if not p.is_meta),
+                ("grads", home): sum(size_of(gradient) for gradient in self._gradients().values()),
                 ("optim", home): sum(size_of(moment) for moment in moments),
             }
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
+        tensors = {f"weight.{name}": weight for name, weight in self._own_weights().items()}
         for name, parameter in self.trained.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = whole(torch.as_tensor(value))
+            for key, value in self._moments(name).items():
+                tensors[f"{key}.{name}"] = (
+                    self.slices.in_order(name, gathered(value, parameter)) if value.ndim else value
+                )
         numbers = {"taken": float(self.taken)}
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -132,16 +186,25 @@ class NativeEngine:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         with torch.no_grad():
             for name, parameter in self.trained.items():
-                local(parameter).copy_(local(spread_like(tensors[f"weight.{name}"], parameter)))
+                weight = self.slices.side_by_side(name, tensors[f"weight.{name}"])
+                local(parameter).copy_(local(spread_like(weight, parameter)))
+        kept: dict[str, dict[str, Tensor]] = {name: {} for name in self.trained}
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
             if kind != "weight":
                 parameter = self.trained[name]
-                one = value.ndim == 0
-                kept = (
-                    value.to(parameter.device, copy=True) if one else spread_like(value, parameter)
+                kept[name][kind] = (
+                    local(spread_like(self.slices.side_by_side(name, value), parameter))
+                    if value.ndim
+                    else value.to(parameter.device, copy=True)
                 )
-                self.optimizer.state[parameter][kind] = kept
+        eight_bit = is_8bit(self.optimizer)
+        for name, moments in kept.items():
+            if moments:
+                share = self.shares[name]
+                self.optimizer.state[share] = (
+                    packed(moments, self.optimizer) if eight_bit else moments
+                )
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -159,11 +222,31 @@ class NativeEngine:
     ) -> None:
         pass
 
+    def _moments(self, name: str) -> Mapping[str, Tensor]:
+        """A weight's moments of this rank in fp32; none before the first step."""
+        kept = self.optimizer.state.get(self.shares[name], {})
+        return unpacked(kept) if kept and is_8bit(self.optimizer) else kept
+
+    @contextlib.contextmanager
+    def _shares_bound(self) -> Iterator[None]:
+        """Lets the update see weights and gradients where they now lie; FSDP2 moves them."""
+        divided = [
+            (parameter, share)
+            for parameter, share in zip(self.trained.values(), self.shares.values(), strict=True)
+            if share is not parameter
+        ]
+        for parameter, share in divided:
+            share.data = local(parameter.detach())
+            share.grad = None if parameter.grad is None else local(parameter.grad)
+        yield
+        for _, share in divided:
+            share.grad = None
+
     # Small parts of a step --------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
     def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
         """Forward and backward; returns the summed loss."""
@@ -175,19 +258,24 @@ class NativeEngine:
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, ready for the backward pass."""
-        kept = kept_positions(batch) if self._select else None
-        here = self._here(batch)
-        targets = here.targets if kept is None else here.targets[:, kept]
+        here, kept, targets = self._asked(batch)
         if self._fused is None:
-            return loss_sum(forward(self._module(), here, kept), targets.flatten())
+            logits = forward(self._module(), here, kept)
+            return self.slices.loss_sum(logits, targets.flatten())
         with self._fused.summing(targets):
             return forward(self._module(), here, kept)
 
+    def _asked(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor | None, Tensor]:
+        """The batch on this device, the positions at which it has labels, and those labels."""
+        here = self._here(batch)
+        if not self._select:
+            return here, None, here.targets
+        kept = kept_positions(batch).to(self.device, non_blocking=True)
+        return here, kept, here.targets[:, kept]
+
     def _judge(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, and how many of its targets the model would choose."""
-        kept = kept_positions(batch) if self._select else None
-        here = self._here(batch)
-        targets = here.targets if kept is None else here.targets[:, kept]
+        here, kept, targets = self._asked(batch)
         if self._fused is not None:
             with self._fused.judging(targets):
                 return forward(self.model, here, kept)
@@ -195,21 +283,34 @@ class NativeEngine:
         correct = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
         return torch.stack([loss_sum(logits, targets), correct])
 
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+    def _meet(self) -> None:
+        """Brings gradients together that have not met in the backward pass."""
+        self.slices.meet(self._gradients())
+
+    def _norm(self) -> float:
+        """The norm of the whole gradient, the same on every rank."""
+        return float(whole(nn.utils.get_total_norm(self._gradients().values())))
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return self.slices.in_order(name, whole(tensor)) if tensor.ndim else tensor
+
     def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
         counts = torch.tensor(
             [sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)],
             device=self.device,
         )
-        if self.world.size > 1:
-            dist.all_reduce(counts)
+        self.peers.sum(counts)
         tokens, labels = counts.tolist()
         return tokens, labels
 
-    def _seed(self, index: int) -> None:
+    def _seed_of(self, index: int) -> int:
         """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
-        key = f"{self.setup.seed}/{self.taken}/{self.world.rank}/{index}"
-        torch.manual_seed(int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1)
+        key = f"{self.setup.seed}/{self.taken}/{self.peers.rank}/{index}"
+        return int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
         if self.device.type == "cpu":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.shape import ModelShape
-from shardtune.estimate.parts import Cut, held_share
+from shardtune.estimate.parts import WEIGHTS, Cut, held_share
 from shardtune.estimate.workload import Workload
 
 
@@ -61,7 +61,7 @@ def gathered_bytes(
     if work.packed_bits is not None:
         layer *= work.packed_bits / 8 / width
     ends = shape.embedding_parameters * width / cut.tensor
-    gathers = [move for rule in layout.rules for move in rule.moves if move.what == "params"]
+    gathers = [move for rule in layout.rules for move in rule.moves if move.what in WEIGHTS]
     if len(gathers) == 1 and "params" not in _copied(layout):
         whole = shape.parameters * held_share(shape, cut) * width + unpacked
         return whole, whole

@@ -57,8 +57,8 @@ class Engine:
     def flops(self) -> float:
         """FLOP/s of a large product."""
         found = [point.tflops for point in self.cluster.measured.matmul if point.dtype != "fp8"]
-        measured = max(found, default=0.0) * 1e12 * self.chip.burst
-        return (measured or self.peak * self.chip.ceiling) * self.chip.matmul
+        ceiling = max(found) * 1e12 if found else self.peak * self.chip.ceiling
+        return ceiling * self.chip.matmul
 
     @cached_property
     def bytes(self) -> float:

@@ -85,10 +85,6 @@ class Chip:
     """The same for what torch picks."""
     memory: float
     """Of the memory's bandwidth, for small operations. Fitted."""
-    burst: float = 1.0
-    """Speed of a product in a step against one that is repeated without end, which `shardtune
-    bench` measures: that one heats the GPU until its power limit slows it down, while a step has
-    much else to do. Fitted where we could measure both."""
     fp8: float = 1.73
     """Speed of an 8-bit product against a 16-bit one. Fitted on the H100."""
     link: float = 0.8
@@ -105,7 +101,7 @@ TIME = TimeConstants()
 
 A100 = Chip(0.869, 0.921, 0.382, 0.382, 0.762, link=1.0, network=1.0, clash=0.227)
 H100 = Chip(0.803, 0.935, 0.219, 0.61, 0.577, link=0.935, clash=0.599)
-H200 = replace(H100, matmul=1.0, memory=0.631, burst=1.15)
+H200 = replace(H100, matmul=1.0, memory=0.631)
 POWER_LIMITED = replace(
     H100, matmul=1.0, attention=0.235, memory=0.326, fp8=2.0, link=1.0, clash=0.102
 )

@@ -33,8 +33,9 @@ GPU_SHAPES = (
     (2048, 8192, 28672), (8192, 8192, 28672), (2048, 4096, 128256), (16384, 4096, 16),
 )  # fmt: skip
 CPU_SHAPES = ((1024, 1024, 1024), (2048, 576, 1536), (512, 2048, 2048), (256, 576, 49152))
-SECONDS = 0.3  # spent on one figure, after as long for the clocks to rise to what they can hold
+SECONDS = 0.3  # spent on one figure
 ROUNDS = 5
+BURST, REST = 0.02, 0.1  # seconds that a GPU works, and rests, in a round
 
 
 def bench(world: World, folder: Path, say: Callable[[str], None]) -> Profile:
@@ -153,6 +154,8 @@ def timed(work: Callable[[], object], device: torch.device, *, group: bool = Fal
 
     A round is as many pieces as take its time, without waiting in between: a GPU that is waited for
     after each of them stands still while the next is prepared, which training never lets it do.
+    Rounds of a GPU are bursts: products without end bring it to its power limit and lower its clock
+    (an H200 fell from 800 to 690 TFLOP/s), which a training step, with its pauses, doesn't.
     With `group` the number of pieces is agreed upon: every rank has to send as often.
     """
 
@@ -166,10 +169,13 @@ def timed(work: Callable[[], object], device: torch.device, *, group: bool = Fal
 
     each(1)  # which may compile, or choose a kernel
     first = _longest(each(1)) if group else each(1)
-    pieces = max(1, int(SECONDS / ROUNDS / max(first, 1e-5)))
-    if device.type == "cuda":
-        each(ROUNDS * pieces)
-    return sorted(each(pieces) for _ in range(ROUNDS))[ROUNDS // 2]
+    gpu = device.type == "cuda"
+    pieces = max(1, int((BURST if gpu else SECONDS / ROUNDS) / max(first, 1e-5)))
+    rounds = []
+    for _ in range(ROUNDS):
+        time.sleep(REST if gpu else 0)
+        rounds.append(each(pieces))
+    return sorted(rounds)[ROUNDS // 2]
 
 
 def _settle(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,12 @@ class ModelBlueprint:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return add_adapter(model.to(device), self.adapter, seed=self.train.seed)
 
-    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+    def in_parts(
+        self,
+        device: str,
+        divide: Callable[[nn.Module], None],
+        left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
+    ) -> nn.Module:
         """The model part by part: each decoder layer, then the root, is filled and divided."""
         return build_in_parts(
             self.section,
@@ -54,6 +59,7 @@ class ModelBlueprint:
             compiled=self._compiled,
             device=device,
             divide=divide,
+            left_out=left_out,
         )
 
     @property
@@ -93,9 +99,14 @@ class EmptyBlueprint:
         """The whole model on `device`."""
         return self.in_parts(device, _leave)
 
-    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+    def in_parts(
+        self,
+        device: str,
+        divide: Callable[[nn.Module], None],
+        left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
+    ) -> nn.Module:
         """The model part by part, each handed to `divide` as soon as it has its size."""
-        return self.frame.fill(device, divide, seed=0)
+        return self.frame.fill(device, divide, seed=0, left_out=left_out)
 
 
 def _leave(part: nn.Module) -> None:

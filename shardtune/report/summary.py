@@ -82,6 +82,8 @@ def _facts(report: Mapping[str, Any]) -> Table:
         grid.add_row("left out", f"{training['skipped']} updates whose gradient was not finite")
     if training["tokens_per_second"]:
         grid.add_row("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks")
+    if training.get("utilisation") is not None:
+        grid.add_row("", f"ranks computed {training['utilisation']:.0%} of the time")
     memory = f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks"
     grid.add_row("peak memory", memory)
     for number, line in enumerate(_foretold(report.get("forecast"))):

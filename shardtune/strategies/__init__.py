@@ -13,10 +13,24 @@ from shardtune.strategies.auto import AutoStrategy, spelt_out
 from shardtune.strategies.ddp import DDP
 from shardtune.strategies.deepspeed import DeepSpeed
 from shardtune.strategies.fsdp import FSDP
+from shardtune.strategies.layers import Layers
+from shardtune.strategies.pipeline import Pipeline
+from shardtune.strategies.tensor import Tensor
 
 Strategy = Annotated[
-    AutoStrategy | DDP | FSDP | DeepSpeed, BeforeValidator(spelt_out), Field(discriminator="type")
+    AutoStrategy | DDP | FSDP | DeepSpeed | Tensor | Pipeline | Layers,
+    BeforeValidator(spelt_out),
+    Field(discriminator="type"),
 ]
 """Every strategy that a job can name."""
 
-__all__ = ["DDP", "FSDP", "AutoStrategy", "DeepSpeed", "Strategy"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "AutoStrategy",
+    "DeepSpeed",
+    "Layers",
+    "Pipeline",
+    "Strategy",
+    "Tensor",
+]

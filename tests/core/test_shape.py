@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from shardtune.core.families import FAMILIES
+from shardtune.core.architectures import FAMILIES
 from shardtune.core.shape import LAYERS, ModelShape
 from shardtune.errors import ModelError
 from shardtune.job import IA3, LoRA

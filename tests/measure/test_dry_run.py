@@ -20,6 +20,8 @@ from shardtune.models.blueprint import EmptyBlueprint, ModelBlueprint
 from shardtune.strategies import DDP, FSDP, DeepSpeed, Strategy
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.long
+
 GIB = 1 << 30
 ROWS, LENGTH = 3, 128
 CASES: dict[str, tuple[Adapter, str]] = {

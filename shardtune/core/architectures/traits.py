@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardtune.core.families.fields import Fields
+from shardtune.core.architectures.fields import Fields
 
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")

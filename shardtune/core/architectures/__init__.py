@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardtune.core.families.deepseek import deepseek
-from shardtune.core.families.fields import Fields
-from shardtune.core.families.gpt import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, phi
-from shardtune.core.families.ia3 import ia3_modules
-from shardtune.core.families.llama import llama_like
-from shardtune.core.families.seq2seq import bart, t5
-from shardtune.core.families.traits import TRAITS
+from shardtune.core.architectures.deepseek import deepseek
+from shardtune.core.architectures.fields import Fields
+from shardtune.core.architectures.gpt import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, phi
+from shardtune.core.architectures.ia3 import ia3_modules
+from shardtune.core.architectures.llama import llama_like
+from shardtune.core.architectures.seq2seq import bart, t5
+from shardtune.core.architectures.traits import TRAITS
 from shardtune.core.shape import ModelShape
 from shardtune.errors import ModelError, Problem, did_you_mean
 

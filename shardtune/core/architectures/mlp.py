@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.core.families.tensors import Tensors, linear, matrix
-from shardtune.core.families.traits import Traits
+from shardtune.core.architectures.tensors import Tensors, linear, matrix
+from shardtune.core.architectures.traits import Traits
 from shardtune.core.shape import Experts
 
 

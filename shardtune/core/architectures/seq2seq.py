@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.core.families.fields import Fields
-from shardtune.core.families.tensors import Tensors, head, linear, norm, placed, table
+from shardtune.core.architectures.fields import Fields
+from shardtune.core.architectures.tensors import Tensors, head, linear, norm, placed, table
 from shardtune.core.shape import ModelShape
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardtune.core.families.fields import Fields
-from shardtune.core.families.mlp import mlp, routed
-from shardtune.core.families.tensors import Tensors, buffer, head, linear, norm, placed, table
-from shardtune.core.families.traits import EXPERT, PRE_NORMS, Traits
+from shardtune.core.architectures.fields import Fields
+from shardtune.core.architectures.mlp import mlp, routed
+from shardtune.core.architectures.tensors import Tensors, buffer, head, linear, norm, placed, table
+from shardtune.core.architectures.traits import EXPERT, PRE_NORMS, Traits
 from shardtune.core.shape import Experts, ModelShape
 
 

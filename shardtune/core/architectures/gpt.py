@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardtune.core.families.fields import Fields
-from shardtune.core.families.tensors import Tensors, head, linear, norm, placed, table
+from shardtune.core.architectures.fields import Fields
+from shardtune.core.architectures.tensors import Tensors, head, linear, norm, placed, table
 from shardtune.core.shape import ModelShape
 from shardtune.core.weight import Kind
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardtune.core.families.fields import Fields
-from shardtune.core.families.mlp import mlp, routed
-from shardtune.core.families.tensors import Tensors, head, linear, norm, placed, table, vector
-from shardtune.core.families.traits import TRAITS, Traits
+from shardtune.core.architectures.fields import Fields
+from shardtune.core.architectures.mlp import mlp, routed
+from shardtune.core.architectures.tensors import Tensors, head, linear, norm, placed, table, vector
+from shardtune.core.architectures.traits import TRAITS, Traits
 from shardtune.core.shape import Experts, ModelShape
 
 
