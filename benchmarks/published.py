@@ -17,6 +17,7 @@ from typing import Literal
 from benchmarks.published_models import gpt_shape, shape_of
 from shardtune.core.layout import AxisRule, Layout
 from shardtune.core.mesh import Mesh
+from shardtune.core.pipelining import Pipelining
 from shardtune.core.shape import ModelShape
 from shardtune.estimate.workload import (
     MIXED,
@@ -307,7 +308,7 @@ def _megatron_bridge(row: Row) -> Settings:
         fp8=True,
         kernels="fused",
         sequence_parallel=True,
-        interleaved=_degree(row, "VP"),
+        pipelining=Pipelining("interleaved", _degree(row, "VP")),
     )
     return Settings(layout, mesh, work, "allocated", WIDTHS)
 

@@ -29,9 +29,10 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     tokens = work.tokens / cut.context
     width = work.widths.compute
     spread = cut.tensor if work.sequence_parallel else 1
-    total = (
-        _norms(shape, work) / spread + (_attention(shape, work) + _mlp(shape, work)) / cut.tensor
-    )
+    norms, readers = _norms(shape, work), _read(shape, work)
+    # Our slices read what was gathered, all tokens of it, and keep that.
+    total = norms / spread + readers / (1 if work.counted else spread)
+    total += (_attention(shape, work) + _mlp(shape, work)) / cut.tensor
     total *= width * tokens
     if work.attention == "eager":
         total += tokens * work.sequence * shape.heads / cut.tensor * _score(work)
@@ -77,17 +78,16 @@ def stack_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
 
 
 def in_flight(work: Workload, cut: Cut) -> float:
-    """Micro-batches whose activations the first pipeline stage holds at once (1F1B)."""
+    """Micro-batches whose activations a rank holds at once."""
     if cut.pipeline == 1:
         return 1.0
-    most = min(cut.pipeline, work.microbatches)
-    if work.interleaved == 1:
-        return most
-    return most * (1 + (cut.pipeline - 1) / (cut.pipeline * work.interleaved))
+    return work.pipelining.in_flight(cut.pipeline, work.microbatches, cut.place)
 
 
 def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants) -> float:
-    """What the loss takes at its worst."""
+    """What the loss takes at its worst, where the head is."""
+    if not cut.ends:
+        return 0.0
     tokens = work.tokens / cut.context * work.scored
     if work.loss == "fused":
         return tokens * shape.hidden * k.fused_hidden
@@ -95,7 +95,9 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants)
         return _piece_bytes(shape, work, cut, tokens)
     if work.counted:
         # Log-probabilities, their gradient and that of the logits are there together, in fp32.
-        return tokens * (12 * shape.vocab / cut.tensor + _top(shape, work))
+        # Slices need no log-probabilities; they keep the logits in 16 bits.
+        each = 12 if cut.tensor == 1 else 8 + work.widths.compute
+        return tokens * (each * shape.vocab / cut.tensor + _top(shape, work))
     each = {
         "plain": k.plain_logit if cut.tensor == 1 else k.sliced_logit,
         "shifted": k.shifted_logit,
@@ -136,7 +138,7 @@ def _top(shape: ModelShape, work: Workload) -> float:
 
 def kept_logit_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """Logits that the model returned beside the loss live on while the backward pass runs."""
-    if not work.returns_logits:
+    if not work.returns_logits or not cut.ends:
         return 0.0
     width = 4 if work.loss == "shifted" else 2
     return work.tokens / cut.context * work.scored * shape.vocab / cut.tensor * width
@@ -212,35 +214,41 @@ def _norms(shape: ModelShape, work: Workload) -> float:
     norms = norm_count(shape)
     if work.autocast:
         return _cast_norms(shape, work, norms) * shape.hidden
-    adapted = work.adapts(shape)
-    # Four-bit linears of bitsandbytes keep their input, though their weight is frozen.
-    every = work.adapter is None or _keeps_packed_inputs(work)
-    readers = sum(
-        every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS)
-    )
     if work.kernels == "eager" and shape.norm == "rms":
         # Turned to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
         inside = 2.0 if work.adapter is not None else 3.0
     else:
         inside = 1.0
-    return (inside * norms + min(readers, norms)) * shape.hidden
+    return inside * norms * shape.hidden
 
 
 def _cast_norms(shape: ModelShape, work: Workload, norms: int) -> float:
-    """The same under autocast, in hidden sizes.
-
-    On its own, every linear casts its input anew and keeps that. Compiled, one cast serves all
-    that read it; and of the stream only its beginning is kept in fp32, with what was added to it.
-    """
-    if work.adapter is None:
-        if work.kernels == "compiled":
-            return 2 * norms + 1
-        return (4 if shape.norm == "rms" else 2) * norms + len(stream_readers(shape))
-    adapted = work.adapts(shape)
+    """The same under autocast, in hidden sizes. Compiled, only the beginning of the stream is kept
+    in fp32, with what was added to it."""
+    if work.adapter is not None:
+        return norms if work.kernels == "compiled" else 2 * norms
     if work.kernels == "compiled":
-        sides = sum(not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS))
-        return norms + min(sides, norms)
-    return 2 * norms + len(stream_readers(shape) & frozenset(adapted))
+        return norms + 1
+    return (4 if shape.norm == "rms" else 2) * norms
+
+
+def _read(shape: ModelShape, work: Workload) -> float:
+    """What the linears behind the norms keep of their input, in numbers of 16 bits a token.
+
+    Under autocast every linear on its own casts its input anew and keeps that. Compiled, or where
+    there is nothing to cast, attention and MLP each keep one.
+    """
+    adapted = work.adapts(shape)
+    # Four-bit linears of bitsandbytes keep their input, though their weight is frozen.
+    every = work.adapter is None or (_keeps_packed_inputs(work) and not work.autocast)
+    if work.autocast and work.kernels != "compiled":
+        readers = stream_readers(shape)
+        return len(readers if every else readers & frozenset(adapted)) * shape.hidden
+    sides = sum(every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS))
+    norms = norm_count(shape)
+    if work.autocast and work.adapter is None:
+        sides = norms  # one behind each
+    return min(sides, norms) * shape.hidden
 
 
 def stream_readers(shape: ModelShape) -> frozenset[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.shape import ModelShape
-from shardtune.estimate.parts import WEIGHTS, Cut, held_share
+from shardtune.estimate.parts import WEIGHTS, Cut, end_parameters, held_share
 from shardtune.estimate.workload import Workload
 
 
@@ -41,7 +41,7 @@ def casts_of(shape: ModelShape, work: Workload, cut: Cut) -> Casts:
 
 def in_shares(layout: Layout, work: Workload) -> bool:
     """Our own engine for weights in shares (FSDP2), be it on one rank."""
-    divided = any("params" in rule.divides for rule in layout.rules)
+    divided = any(rule.by == "share" and "params" in rule.divides for rule in layout.rules)
     return work.counted and work.buckets is None and divided
 
 
@@ -60,7 +60,7 @@ def gathered_bytes(
     layer = shape.largest_layer * width / cut.tensor
     if work.packed_bits is not None:
         layer *= work.packed_bits / 8 / width
-    ends = shape.embedding_parameters * width / cut.tensor
+    ends = end_parameters(shape, cut) * width / cut.tensor
     gathers = [move for rule in layout.rules for move in rule.moves if move.what in WEIGHTS]
     if len(gathers) == 1 and "params" not in _copied(layout):
         whole = shape.parameters * held_share(shape, cut) * width + unpacked
@@ -88,7 +88,7 @@ def sending_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload,
     if layout.divisor("grads", mesh) == 1:
         return 0.0
     # A layer's, or at last those of the embedding and the head.
-    ends = shape.embedding_parameters // (2 if work.ends_apart and not shape.tied else 1)
+    ends = end_parameters(shape, cut) // (2 if work.ends_apart and not shape.tied else 1)
     largest = max(shape.largest_layer, ends)
     if work.adapter is not None:
         largest = work.trained(shape) // (shape.layers + shape.encoder_layers)

@@ -75,11 +75,18 @@ def estimate_memory(
     layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, k: MemoryConstants = MEMORY
 ) -> Memory:
     """The bytes of the rank that holds most."""
-    cut = Cut.of(mesh)
+    places = Cut.extremes(mesh, work.pipelining)
+    found = [_at_place(layout, shape, mesh, work, cut, k) for cut in places]
+    return max(found, key=lambda memory: memory.required)
+
+
+def _at_place(
+    layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: Cut, k: MemoryConstants
+) -> Memory:
     share = held_share(shape, cut)
     part = scaled(whole_bytes(shape, work), share)
     held = predict_held(layout.without_masters(), mesh, part)
-    moments = moments_of(layout, shape, mesh, work, held, k)
+    moments = moments_of(layout, shape, mesh, work, cut, held, k)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     peak = moments[moment]
     passing = peak["activations"] + peak["logits"] + peak["buffers"]

@@ -28,7 +28,7 @@ from shardtune.estimate.buffers import (
     updating_bytes,
 )
 from shardtune.estimate.constants import MemoryConstants
-from shardtune.estimate.parts import Cut
+from shardtune.estimate.parts import Cut, end_parameters, held_share
 from shardtune.estimate.workload import Workload
 
 Moment = Literal["forward", "backward", "optimizer", "evaluation", "save"]
@@ -41,11 +41,12 @@ def moments_of(
     shape: ModelShape,
     mesh: Mesh,
     work: Workload,
+    cut: Cut,
     held: Held,
     k: MemoryConstants,
 ) -> dict[Moment, Sizes]:
     """Of the rank that holds most; `held` is what it holds between steps."""
-    step = _Step(layout, shape, mesh, work, Cut.of(mesh), held, k)
+    step = _Step(layout, shape, mesh, work, cut, held, k)
     return {
         "forward": _largest(step.loss(), step.last_layer()),
         "backward": _largest(*step.turns()),
@@ -133,18 +134,25 @@ class _Step:
         the embedding and the head are whole until all others are done."""
         widths, adapter = self.work.widths, self.work.adapter
         each = widths.compute + widths.reduced
-        trained = self.work.trained(self.shape)
-        ends = 0 if adapter is not None else self.shape.embedding_parameters
-        layer = self.shape.largest_layer if adapter is None else trained // self.shape.layers
-        table = self.shape.embedding_parameters * widths.gathered
+        trained = self.work.trained(self.shape) * held_share(self.shape, self.cut)
+        slices = self.cut.tensor
+        ends = 0.0 if adapter is not None else self.ends / slices
+        layer = self.shape.largest_layer / slices
+        if adapter is not None:
+            layer = trained * self.cut.pipeline / self.shape.layers
+        table = self.ends / slices * widths.gathered
         tokens = self.work.tokens / self.cut.context
-        head = 0.0 if adapter is not None else self.shape.vocab * self.shape.hidden * widths.compute
+        head = 0.0
+        if adapter is None and self.cut.ends:
+            head = self.shape.vocab * self.shape.hidden * widths.compute / slices
         kept = self.stack - (self.layer if self.work.checkpointing == "none" else 0.0)
         first = {"gradients": self.before + head}
         late = max(self.before, self.grads * (1 - (ends + layer) / trained))
         last = max(self.before, self.grads * (1 - ends / trained))
         on_its_way = self.gathered + layer * widths.reduced  # while the next layer is at work
-        answer = self.shape.vocab * self.work.scored if self.work.loss == "plain" else 0.0
+        answer = 0.0
+        if self.work.loss == "plain" and self.cut.ends:
+            answer = self.shape.vocab * self.work.scored / slices
         return (
             # Embedding and head come again, once as they are sent and once as they are used.
             self.sizes(
@@ -202,6 +210,10 @@ class _Step:
         return self.working + again
 
     @property
+    def ends(self) -> int:
+        return end_parameters(self.shape, self.cut)
+
+    @property
     def grads(self) -> float:
         return 0.0 if self.work.in_backward else on_gpu(self.held, "grads")
 
@@ -213,13 +225,13 @@ class _Step:
     @property
     def bucketed(self) -> bool:
         """Our engine for whole copies of the model: gradients live in DDP's buckets, for good."""
-        whole = self.layout.divisor("grads", self.mesh) == 1
-        return self.work.autocast and whole and self.mesh.size > 1
+        whole = self.layout.divisor("grads", self.mesh) == 1 and self.cut.tensor == 1
+        return self.work.autocast and whole and self.mesh.size > 1 and self.cut.pipeline == 1
 
     @cached_property
     def head(self) -> float:
         """The first gradient that there is, while all activations are still there."""
-        if self.work.adapter is not None:
+        if self.work.adapter is not None or not self.cut.ends:
             return 0.0
         # Autocast's backward pass ends in the width of the weight; so does our loss in pieces.
         wide = self.work.autocast or self.work.loss == "pieces"

@@ -31,6 +31,7 @@ def job(
     length: int,
     *,
     ranks: int = 1,
+    copies: int = 0,
     loss: str = "plain",
     recompute: str = "none",
     steps: int = 1,
@@ -41,7 +42,7 @@ def job(
         "data": {"train": [{"path": "-", "format": "chat"}], "sequence_length": length},
         "train": {
             "micro_batch": rows,
-            "global_batch": rows * ranks * steps,
+            "global_batch": rows * (copies or ranks) * steps,
             "steps": 10,
             "loss": loss,
             "kernels": "eager",
@@ -63,6 +64,21 @@ QUICK = {
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
 }
 SLOW = {
+    "all, fsdp hybrid on 4": job(
+        SMALL, 2, 2048, ranks=4, strategy={"type": "fsdp", "sharding": "hybrid", "replicas": 2}
+    ),
+    "all, tensor on 2": job(
+        SMALL, 2, 2048, ranks=2, copies=1, strategy={"type": "tensor", "degree": 2}
+    ),
+    "lora, tensor on 4": job(
+        LARGE, 1, 2048, ranks=4, copies=1, strategy={"type": "tensor", "degree": 4}, **LORA
+    ),
+    "all, fsdp and tensor on 4": job(
+        SMALL, 2, 2048, ranks=4, copies=2, strategy={"type": "fsdp", "tensor": 2}
+    ),
+    "lora, recomputed, fused, ddp on 2": job(
+        QWEN, 4, 1024, ranks=2, loss="fused", recompute="full", **LORA
+    ),
     "all, recomputed, fused": job(SMALL, 2, 8192, loss="fused", recompute="full"),
     "all, norms of queries and keys": job(QK_NORMS, 2, 2048),
     "all, two micro-batches": job(SMALL, 2, 2048, steps=2),
