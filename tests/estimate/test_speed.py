@@ -177,7 +177,7 @@ def test_every_gpu_of_the_catalogue_has_constants() -> None:
     for name in known_gpus():
         assert beginning_of(name) in CHIPS
     assert beginning_of("A100-40GB") == "A100"
-    assert beginning_of("A10G") == "RTX3"
+    assert beginning_of("A10G") == "A40"
     assert beginning_of("H200-141GB") == "H200"
 
 
