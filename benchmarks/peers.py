@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published import Case, Metric, ddp
+from benchmarks.cases import Case, Metric, ddp
 from benchmarks.published_models import shape_of
 from shardtune.estimate.workload import NF4_DOUBLE_BITS, PURE_BF16, Adapter, Widths, Workload
 

@@ -18,6 +18,7 @@ from shardtune.core.known_models import catalogue, known_model
 from shardtune.fit import offer, shortage
 from shardtune.forecast import GIB, Forecast, forecast
 from shardtune.job import Job
+from shardtune.resolve import leaves_layers_alone
 from shardtune.search import Candidate, rank
 
 PAGE = Path(__file__).with_name("scenarios.md")
@@ -91,10 +92,11 @@ def compared(rows: dict[str, tuple[Job, str]]) -> list[str]:
 
 def _forecast(what: Job, spec: str) -> Forecast:
     cluster = parse_cluster(spec)
-    launch = what.launch.model_copy(update={"processes": cluster.gpus})
-    return forecast(
-        what.model_copy(update={"launch": launch}), known_model(what.model.name), cluster
-    )
+    update = {"launch": what.launch.model_copy(update={"processes": cluster.gpus})}
+    if leaves_layers_alone(what.strategy, what.strategy.mesh(cluster.gpus)):
+        plain = {"kernels": "eager", "loss": "plain"}
+        update["train"] = what.train.model_copy(update=plain)
+    return forecast(what.model_copy(update=update), known_model(what.model.name), cluster)
 
 
 def thirteen_billion() -> list[str]:

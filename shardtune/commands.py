@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardtune.core.cluster import Cluster
     from shardtune.core.shape import ModelShape
+    from shardtune.forecast import Forecast
     from shardtune.job import Job
 
 
@@ -24,18 +25,58 @@ def estimate(arguments: argparse.Namespace) -> int:
     summary = found.summary()
     if not found.fits:
         summary["reasons"] += [shortage(found), offer(found.job, shape, cluster)]
+    if arguments.dry_run:
+        summary["dry_run"] = _dry_run(found)
     if arguments.json:
         print(json.dumps(summary, indent=2))
         return int(not found.fits)
     from rich.console import Console
 
-    from shardtune.report.plan import print_forecast
+    from shardtune.report.plan import print_dry_run, print_forecast
 
     console = Console()
     print_forecast(found, console)
+    if arguments.dry_run:
+        print_dry_run(summary["dry_run"], console)
     if not found.fits:
         print(f"{shortage(found)}\n    fix: {offer(found.job, shape, cluster)}", file=sys.stderr)
     return int(not found.fits)
+
+
+def _dry_run(found: Forecast) -> dict[str, Any]:
+    """One rank's steps on tensors without memory, beside the closed form of the same.
+
+    Operations run on their own there: what a compiler would make of them can't be seen.
+    """
+    from shardtune.forecast import GIB, forecast
+    from shardtune.measure.dry_run import dry_run
+    from shardtune.models.blueprint import EmptyBlueprint
+    from shardtune.models.load import config_from
+    from shardtune.plan import make_plan
+    from shardtune.shapes import config_of
+
+    train = found.job.train.model_copy(update={"kernels": "eager"})
+    job = found.job.model_copy(update={"train": train})
+    closed = forecast(job, found.shape, found.cluster)
+    setup = make_plan(job, found.mesh.size, job.train.steps or job.train.warmup_steps + 1).setup
+    seen = dry_run(
+        EmptyBlueprint.of(config_from(config_of(job.model)), job.model, job.adapter, train),
+        job.strategy,
+        setup,
+        ranks=found.mesh.size,
+        rows=closed.work.micro_batch,
+        length=closed.work.sequence,
+        microbatches=closed.work.microbatches,
+        vocabulary=found.shape.vocab,
+    )
+    return {
+        "kernels": "eager",
+        "allocated_gib": seen.peak / GIB,
+        "moment": seen.moment,
+        "gpu_gib": {name: size / GIB for name, size in seen.classes.items()},
+        "closed_form_gib": closed.memory.allocated / GIB,
+        "difference": closed.memory.allocated / seen.peak - 1,
+    }
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -14,8 +14,9 @@ from shardtune.core.shape import ModelShape
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.forecast import GIB, Forecast, forecast
 from shardtune.job import Job
+from shardtune.remedy import smallest_change, smallest_cluster
 from shardtune.resolve import ResolvedJob
-from shardtune.search import rank, smallest_change, smallest_cluster
+from shardtune.search import rank
 from shardtune.shapes import shape_of
 from shardtune.strategies import AutoStrategy
 

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtune.core.cluster import Cluster
+from shardtune.core.families import require_cuttable
 from shardtune.core.footprint import Held, predict_held
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.shape import ModelShape
 from shardtune.estimate.comms import Sent, group_of
 from shardtune.estimate.memory import Memory, estimate_memory
+from shardtune.estimate.parts import Cut, held_share, scaled
 from shardtune.estimate.speed import Speed, estimate_speed
 from shardtune.estimate.workload import (
+    ALTERNATING,
     NF4_DOUBLE_BITS,
     Adapter,
     Buckets,
@@ -22,7 +25,7 @@ from shardtune.estimate.workload import (
     whole_bytes,
 )
 from shardtune.job import IA3, AdamW, Job, LoRA, NoAdapter
-from shardtune.strategies import DDP, DeepSpeed
+from shardtune.strategies import DeepSpeed
 
 GIB = float(1 << 30)
 INT8_BITS = 8.0
@@ -72,9 +75,10 @@ class Forecast:
 
     @property
     def held(self) -> Held:
-        """What a rank holds between two steps, by state: the same type as an engine's answer."""
-        whole = whole_bytes(self.shape, self.work)
-        return predict_held(self.layout.without_masters(), self.mesh, whole)
+        """What the first rank holds between two steps, by state: as an engine's own answer."""
+        cut = Cut.of(self.mesh, self.work.pipelining)
+        part = scaled(whole_bytes(self.shape, self.work), held_share(self.shape, cut))
+        return predict_held(self.layout.without_masters(), self.mesh, part)
 
     @property
     def hours(self) -> float | None:
@@ -180,6 +184,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """What `job` will hold, send and take on all GPUs of `cluster`."""
     mesh, layout = job.strategy.mesh(cluster.gpus), job.strategy.layout()
     mesh.require(cluster.gpus)
+    require_cuttable(shape, mesh)
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)
@@ -198,7 +203,10 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
     native = not isinstance(job.strategy, DeepSpeed)
     # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
-    autocast = isinstance(job.strategy, DDP) and train.precision != "fp32"
+    shared = "shard" in dict(mesh.axes)
+    autocast = native and not shared and train.precision != "fp32"
+    whole = mesh.data_ranks == mesh.size  # layers that are cut leave the logits to the model
+    order = job.strategy.layout().pipelining
     quantised = {"none": None, "nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}[job.model.quantization]
     return Workload(
         micro_batch=micro,
@@ -209,13 +217,14 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         packed_bits=quantised,
         checkpointing="full" if train.gradient_checkpointing == "full" else "none",
         attention="eager" if job.model.attention == "eager" else "sdpa",
-        loss="pieces" if train.loss == "fused" else "plain",
+        loss="pieces" if train.loss == "fused" and whole else "plain",
         kernels="compiled" if train.kernels == "compiled" else "eager",
         counted=True,
         autocast=autocast,
         packed_inputs=False,
         buckets=None if native else Buckets(),
         sequence_parallel=mesh.size_of("tensor") > 1,
+        pipelining=order or ALTERNATING,
     )
 
 

@@ -224,6 +224,9 @@ class TrainSection(Section):
     kernels: Auto | Kernels = "auto"
     """`compiled` fuses the small operations of each layer (torch.compile, some 20 seconds once);
     `eager` runs each as transformers writes it. `auto` compiles on a GPU."""
+    rehearse: bool = True
+    """Try the largest micro-batch, an evaluation and the disk before the first step, so that what
+    doesn't fit shows at once and not hours later. It changes nothing that is computed."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Longer gradients are scaled down to this length; null never clips."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

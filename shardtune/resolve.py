@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from shardtune.core.document import KeyPath
 from shardtune.core.machine import Machine
+from shardtune.core.mesh import Mesh
 from shardtune.core.setup import OptimizerSetup
 from shardtune.job import Job, Source
-from shardtune.strategies import DeepSpeed, deepspeed_json
+from shardtune.strategies import DeepSpeed, Strategy, deepspeed_json
 
 MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond buys little speed
 MICRO_BATCHES_A_STAGE = 4  # a rank then waits for at most a fifth of its time
@@ -114,9 +115,15 @@ def _fast_path(job: Job, machine: Machine, processes: int, fast: str, slow: str)
     if not machine.gpus:
         return slow, "no GPU was found"
     mesh = job.strategy.mesh(processes)
-    if isinstance(job.strategy, DeepSpeed) or mesh.data_ranks != mesh.size:
+    if leaves_layers_alone(job.strategy, mesh):
         return slow, f"strategy {job.strategy.type} works on layers as they are"
     return fast, "a GPU was found"
+
+
+def leaves_layers_alone(strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether an engine needs layers as transformers writes them: it cuts them or hooks into them,
+    and can't be given compiled ones, nor a loss that is fused with the head."""
+    return isinstance(strategy, DeepSpeed) or mesh.data_ranks != mesh.size
 
 
 def _facts(job: Job) -> deepspeed_json.Facts:

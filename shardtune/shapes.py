@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.known_models import is_known, known_model
+from shardtune.core.known_models import find_model, is_known
 from shardtune.core.shape import ModelShape
 from shardtune.errors import ModelError, Problem
 from shardtune.job import ModelSection
 
 PLACE = "model.name"
-TINY = {
+TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 260, "num_hidden_layers": 2, "hidden_size": 64,
     "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
@@ -23,19 +23,22 @@ BUILT_IN = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
 
 
 def shape_of(section: ModelSection) -> ModelShape:
+    """The model's shape; ModelError if it can't be told."""
+    return ModelShape.from_config(config_of(section), section.name)
+
+
+def config_of(section: ModelSection) -> dict[str, Any]:
     """From a folder or config.json, the catalogue, or at last the hub; weights are never opened."""
     path = Path(section.name).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if file.name.endswith(".json") and file.is_file():
-        return ModelShape.from_config(_read(file), section.name)
+        return _read(file)
     if section.name == "tiny":
-        return ModelShape.from_config(TINY, "tiny")
+        return TINY
     name = BUILT_IN.get(section.name, section.name)
-    if section.revision is None and is_known(name):
-        return known_model(name)
-    if "/" not in name:
-        return known_model(name)  # which says what is near
-    return ModelShape.from_config(_read(_from_hub(section)), section.name)
+    if "/" not in name or (section.revision is None and is_known(name)):
+        return find_model(name).config
+    return _read(_from_hub(section))
 
 
 def _read(file: Path) -> dict[str, Any]:

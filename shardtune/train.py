@@ -25,6 +25,7 @@ from shardtune.models import load
 from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.isolation import require_isolation
 from shardtune.plan import make_plan
+from shardtune.rehearsal import rehearse
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
 
@@ -55,6 +56,7 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
             files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
             foretold = look(job, Machine.here())
             run = Run(job, world, engine, judge, files, view, inputs.data.digests(), foretold)
+            rehearse(run, data)
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
             return run.finish(progress, probe=next(data.steps(0, 1))[0])

@@ -97,3 +97,26 @@ def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFix
     arguments = ["plan", str(job), "--cluster", "4xA40", "model.name=llama-3.1-8c"]
     assert main(arguments) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_estimate_replays_a_step_without_memory(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(job), "--cluster", "2xA40", "--dry-run", "model.name=tiny"]
+    assert main([*words, "strategy.type=fsdp", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["dry_run"]
+    assert found["kernels"] == "eager"
+    assert found["allocated_gib"] == pytest.approx(sum(found["gpu_gib"].values()))
+    assert found["difference"] == pytest.approx(
+        found["closed_form_gib"] / found["allocated_gib"] - 1
+    )
+    assert main(words) == 0
+    assert "dry run: " in capsys.readouterr().out
+
+
+def test_what_deepspeed_holds_cannot_be_replayed(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(job), "--cluster", "8xH100-80GB", "--dry-run"]
+    assert main([*words, "strategy.type=deepspeed"]) == 2
+    assert "estimate without --dry-run" in capsys.readouterr().err

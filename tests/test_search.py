@@ -12,7 +12,8 @@ from shardtune.core.cluster import parse_cluster
 from shardtune.core.known_models import catalogue, known_model
 from shardtune.forecast import GIB, forecast
 from shardtune.job import Job
-from shardtune.search import rank, smallest_change, smallest_cluster
+from shardtune.remedy import smallest_change, smallest_cluster
+from shardtune.search import rank
 
 
 def job(name: str, **sections: Any) -> Job:
@@ -99,12 +100,47 @@ def test_every_model_of_the_catalogue_gets_a_useful_answer_on_one_small_card() -
 
 
 def test_a_layer_that_is_too_large_for_a_card_wants_a_larger_one() -> None:
-    """A layer of Llama-3.1-405B has 3.2 B weights: gathered twice in 16 bits, 12 of 24 GiB."""
-    name = "llama-3.1-405b"
+    """A layer of DeepSeek-V3 has 11.5 B weights, 21 of 24 GiB in 16 bits; nobody has said how it is
+    cut, so it has to be gathered."""
+    name = "deepseek-v3"
     found = smallest_cluster(job(name, adapter=LORA), known_model(name), parse_cluster("1xRTX4090"))
     assert found is not None
     assert found.found is not None
     assert found.found.cluster.gpu.name == "A100-80GB"
+
+
+def test_a_layer_that_can_be_cut_needs_no_larger_card() -> None:
+    """A layer of Llama-3.1-405B gathered twice takes 12 GiB, an eighth of it 0.8."""
+    name = "llama-3.1-405b"
+    found = smallest_cluster(job(name, adapter=LORA), known_model(name), parse_cluster("1xRTX4090"))
+    assert found is not None
+    assert found.found is not None
+    assert found.found.cluster.gpu.name == "RTX4090"
+    assert "tensor(8)" in found.name
+
+
+def test_models_are_cut_where_somebody_has_said_how() -> None:
+    cluster = parse_cluster("2x4xA100-80GB@400Gbps")
+    llama = rank(job("llama-2-7b"), known_model("llama-2-7b"), cluster).candidates
+    names = {each.name.split("(")[0] for each in llama}
+    assert {"tensor", "pipeline", "fsdp + tensor", "fsdp + pipeline"} <= names
+    degrees = {name: each.found.mesh for each in llama if (name := each.name) and each.found}
+    sliced = next(mesh for name, mesh in degrees.items() if name.startswith("tensor("))
+    assert sliced.size_of("tensor") <= 4  # slices stay inside a node
+    other = rank(job("mixtral-8x7b-v0.1"), known_model("mixtral-8x7b-v0.1"), cluster).candidates
+    refused = next(each for each in other if each.found is None)
+    assert "'mixtral'" in refused.why
+
+
+def test_a_candidate_is_what_would_run() -> None:
+    """DeepSpeed and cut layers take them as transformers writes them; others are compiled."""
+    shape, cluster = known_model("llama-2-7b"), parse_cluster("8xA100-80GB")
+    for each in rank(job("llama-2-7b"), shape, cluster).candidates:
+        assert each.found is not None
+        train = each.found.job.train
+        native = each.name.startswith(("ddp", "fsdp")) and "+" not in each.name
+        expected = ("compiled", "fused") if native else ("eager", "plain")
+        assert (train.kernels, train.loss) == expected, each.name
 
 
 def test_more_gpus_than_rows_take_more_rows() -> None:

@@ -267,6 +267,8 @@ def test_train_in_this_process(tmp_path: Path, held_out: bool) -> None:
     assert report["finished"]
     assert report["training"]["step"] == 3
     assert report["result"]["largest_difference"] == 0.0
+    held = report["forecast"]["held_bytes"]  # on a processor nothing else can be measured
+    assert [held[state]["error"] for state in ("params", "grads", "optim")] == [0, 0, 0]
     assert list(report["evaluation"]) == (["e"] if held_out else [])
     assert len(report["samples"]) == (2 if held_out else 0)
     if held_out:

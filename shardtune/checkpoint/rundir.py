@@ -27,7 +27,10 @@ from shardtune.jobfile import leaves, load_job
 
 _FILES = ("job.yaml", "environment.json", "metrics.jsonl", "answers.json", "report.json")
 # What a resumed run may change: none of these alters what is computed.
-_FREE = {("train", "micro_batch"), ("train", "gradient_checkpointing"), ("data", "workers")}
+_FREE = {
+    *(("train", key) for key in ("micro_batch", "gradient_checkpointing", "rehearse")),
+    ("data", "workers"),
+}
 _FOLDERS = ("checkpoints", "result", "logs")
 
 

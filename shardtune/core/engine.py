@@ -25,6 +25,11 @@ class Engine(Protocol):
         """Forward, backward, clip, update, schedule: one optimizer step over all ranks."""
         ...
 
+    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Takes the memory that a step of these micro-batches would take, and gives it back.
+        Changes nothing."""
+        ...
+
     def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
         """Loss and token accuracy over all ranks' micro-batches. Changes nothing."""
         ...

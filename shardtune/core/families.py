@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from shardtune.core.mesh import Mesh
 from shardtune.core.pipelining import Pipelining
+from shardtune.core.shape import ModelShape
 from shardtune.errors import ModelError, Problem
 
 Slicing = Literal["column", "row", "column_of_three"]
@@ -165,7 +166,11 @@ FAMILIES: Mapping[str, Family] = {
 
 def family_of(config: Any) -> Family:
     """The family of the model that a configuration of transformers describes."""
-    kind = config.get_text_config().model_type
+    return family_named(config.get_text_config().model_type)
+
+
+def family_named(kind: str) -> Family:
+    """The family by transformers' `model_type`; ModelError for one that isn't here."""
     if kind not in FAMILIES:
         fact = f"nobody has said yet how a {kind!r} model is cut into stages and slices"
         fix = f"use strategy: {{type: fsdp}}, or a model of {', '.join(sorted(FAMILIES))}"
@@ -179,11 +184,32 @@ def require_slices(config: Any, degree: int) -> Family:
     A vocabulary needn't divide: its runs may differ in length.
     """
     family, text = family_of(config), config.get_text_config()
-    counts = {
-        "heads": text.num_attention_heads,
-        "key-value heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        "MLP columns": _inner(text),
-    }
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    _require_counts(text.num_attention_heads, kv_heads, _inner(text), degree)
+    return family
+
+
+def degrees_of(shape: ModelShape) -> list[int]:
+    """Over how many ranks the layers of a model can be sliced; only 1 if nobody has said how."""
+    common = math.gcd(shape.heads, shape.kv_heads, shape.ffn) if shape.family in FAMILIES else 1
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def require_cuttable(shape: ModelShape, mesh: Mesh) -> None:
+    """As `require_divisible`, for a model of which only the shape is known."""
+    stages, slices = mesh.size_of("pipeline"), mesh.size_of("tensor")
+    if stages == slices == 1:
+        return
+    family_named(shape.family)
+    if slices > 1:
+        _require_counts(shape.heads, shape.kv_heads, shape.ffn, slices)
+    if stages > shape.layers:
+        fact = f"{shape.layers} layers can't make {stages} stages"
+        raise ModelError(Problem("strategy", fact, f"use at most {shape.layers} stages"))
+
+
+def _require_counts(heads: int, kv_heads: int, columns: int, degree: int) -> None:
+    counts = {"heads": heads, "key-value heads": kv_heads, "MLP columns": columns}
     common = math.gcd(*counts.values())
     possible = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
     problems = [
@@ -197,7 +223,6 @@ def require_slices(config: Any, degree: int) -> Family:
     ]
     if problems:
         raise ModelError(problems)
-    return family
 
 
 def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:

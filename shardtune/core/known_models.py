@@ -37,13 +37,18 @@ def known_model(name: str) -> ModelShape:
 
     A model that was tuned to chat has the shape of the one that it was made from.
     """
+    return find_model(name).shape
+
+
+def find_model(name: str) -> KnownModel:
+    """The entry of the catalogue; ModelError says what is near."""
     found = _find(name)
     if found is None:
         near = did_you_mean(_plain(name), _names())
         fix = f"did you mean {_names()[near].name}? " if near else ""
         fix += "name a folder or a config.json for any other model"
         raise ModelError(Problem(PLACE, f"{name!r} is not in the catalogue of models", fix))
-    return found.shape
+    return found
 
 
 def is_known(name: str) -> bool:

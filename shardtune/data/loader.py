@@ -44,6 +44,7 @@ class Loader:
         self._capacity = section.sequence_length
         self._packing = section.packing
         self._micro_batch = micro_batch
+        self._global_batch = global_batch
         self._rank = rank
         self._ranks = ranks
         self._collate = Collator(self._sets, capacity=self._capacity, pad_id=pad_id)
@@ -94,6 +95,12 @@ class Loader:
             finally:
                 for step_to_come in ready:
                     step_to_come.cancel()
+
+    def largest(self) -> list[MicroBatch]:
+        """A step than whose micro-batches none of the run has more tokens, padding counted."""
+        rounds = -(-self._global_batch // (self._ranks * self._micro_batch))
+        rows = -(-self._global_batch // (self._ranks * rounds))
+        return [self._collate(self._order.longest(rows))] * rounds
 
     def evaluation(self, name: str) -> Iterator[MicroBatch]:
         """This rank's share of an evaluation set; all ranks get as many micro-batches."""

@@ -131,6 +131,14 @@ class Order:
             epoch = self._epoch(self._locate(0)[0])
         return float(epoch.lengths.sum() / (len(epoch) * self._capacity))
 
+    def longest(self, count: int) -> tuple[Row, ...]:
+        """So many of the first epoch's rows, those with most tokens."""
+        with self._lock:
+            epoch = self._epoch(self._locate(0)[0])
+        tokens = np.add.reduceat(epoch.lengths, epoch.borders[:-1])
+        order = np.argsort(-tokens, kind="stable")[:count]
+        return tuple(epoch.row(row) for row in order.tolist())
+
     def _row(self, number: int) -> Row:
         with self._lock:
             epoch, row = self._locate(number)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -75,6 +75,16 @@ class DeepSpeedEngine(NativeEngine):
         self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
         self._passing = _larger(self._passing, self.states.passing())
         return loss.detach()
+
+    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+        """The forward pass and its loss only: gradients that DeepSpeed has once summed up can't be
+        taken from it again in every stage. Its moments exist from the start in most."""
+        self._begin()
+        for index, batch in enumerate(microbatches[:1]):
+            torch.manual_seed(self._seed_of(index))
+            self._loss(batch)
+        self.engine.eval()
+        self.engine.empty_partition_cache()
 
     def _module(self) -> nn.Module:
         engine: nn.Module = self.engine

@@ -22,11 +22,15 @@ class FakeEngine:
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
         self.seen: list[tuple[str, ...]] = []
+        self.rehearsed: list[tuple[int, ...]] = []
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         self.seen.append(tuple(sample for batch in microbatches for sample in batch.samples))
         tokens, labels = sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)
         return StepResult(1.0 / len(self.seen), float(labels), 1e-3, tokens, labels)
+
+    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+        self.rehearsed = [tuple(batch.input_ids.shape) for batch in microbatches]
 
     def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
         labels = sum(batch.labels for batch in microbatches)

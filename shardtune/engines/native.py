@@ -22,7 +22,7 @@ from shardtune.core.world import World
 from shardtune.engines.eight_bit import is_8bit, packed, unpacked
 from shardtune.engines.fused_loss import fused_loss
 from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_logits
-from shardtune.engines.optimizer import make_optimizer, moment_tensors
+from shardtune.engines.optimizer import future_moments, make_optimizer, moment_tensors
 from shardtune.engines.slices import Unsliced
 from shardtune.engines.stopwatch import Stopwatch
 from shardtune.engines.tensors import (
@@ -111,6 +111,27 @@ class NativeEngine:
             applied=applied,
             busy=self._busy(),
         )
+
+    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Forward and backward with what the optimizer will hold beside it; the gradient is let go.
+
+        The second micro-batch meets the gradient of the first; a third would take no more.
+        """
+        self._begin()
+        moments = future_moments(self.shares.values(), self.setup.optimizer)
+        self._backward(self._enough(microbatches), scale=1.0)
+        del moments
+        self._forget()
+
+    def _enough(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """As many micro-batches as can be in memory together."""
+        return microbatches[:2]
+
+    def _forget(self) -> None:
+        """The engine as it was before the backward pass."""
+        self.model.zero_grad(set_to_none=True)
+        self.model.eval()
+        self._stopwatch.read()
 
     def _backward(self, microbatches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
@@ -351,9 +372,7 @@ class DDPEngine(NativeEngine):
 
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
         super().__init__(model, setup, world)
-        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
-            model, gradient_as_bucket_view=True
-        )
+        self._ddp: DistributedDataParallel | None = _joined(model)
 
     def _module(self) -> nn.Module:
         assert self._ddp is not None
@@ -363,6 +382,12 @@ class DDPEngine(NativeEngine):
         assert self._ddp is not None
         return contextlib.nullcontext() if last else self._ddp.no_sync()
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._ddp = None
+        # After a backward pass DDP arranges its buckets anew, and sums them in another order.
+        self._ddp = _joined(self.model)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -370,6 +395,10 @@ class DDPEngine(NativeEngine):
         trace: TracebackType | None,
     ) -> None:
         self._ddp = None  # lets go of its buckets before the process group ends
+
+
+def _joined(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardtune.core.setup import OptimizerSetup
 from shardtune.engines.eight_bit import adamw_8bit
+from shardtune.engines.tensors import local
 
 
 def make_optimizer(
@@ -29,6 +30,13 @@ def make_optimizer(
     if setup.bits == 8:
         return adamw_8bit(groups, setup, rate)
     return torch.optim.AdamW(groups, lr=rate, betas=setup.betas, eps=setup.eps, fused=True)
+
+
+def future_moments(shares: Iterable[Tensor], setup: OptimizerSetup) -> list[Tensor]:
+    """Room for what an optimizer will hold once it has taken a step; nothing is in it."""
+    count = 2 if setup.type == "adamw" else int(setup.momentum > 0)
+    kind = torch.uint8 if setup.bits == 8 else torch.float32
+    return [torch.empty_like(local(each), dtype=kind) for each in shares for _ in range(count)]
 
 
 def moment_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

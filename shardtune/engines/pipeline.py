@@ -114,6 +114,9 @@ class PipelineEngine(NativeEngine):
         dist.all_reduce(total, group=self._line)  # only the last stage knows
         return total
 
+    def _enough(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return microbatches  # how many are under way at once is the schedule's matter
+
     def _runs(self, microbatches: int) -> int:
         return self.pipelining.runs(self._size, microbatches)
 

@@ -29,9 +29,10 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     tokens = work.tokens / cut.context
     width = work.widths.compute
     spread = cut.tensor if work.sequence_parallel else 1
-    total = (
-        _norms(shape, work) / spread + (_attention(shape, work) + _mlp(shape, work)) / cut.tensor
-    )
+    norms, readers = _norms(shape, work), _read(shape, work)
+    # Our slices read what was gathered, all tokens of it, and keep that.
+    total = norms / spread + readers / (1 if work.counted else spread)
+    total += (_attention(shape, work) + _mlp(shape, work)) / cut.tensor
     total *= width * tokens
     if work.attention == "eager":
         total += tokens * work.sequence * shape.heads / cut.tensor * _score(work)
@@ -77,17 +78,16 @@ def stack_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
 
 
 def in_flight(work: Workload, cut: Cut) -> float:
-    """Micro-batches whose activations the first pipeline stage holds at once (1F1B)."""
+    """Micro-batches whose activations a rank holds at once."""
     if cut.pipeline == 1:
         return 1.0
-    most = min(cut.pipeline, work.microbatches)
-    if work.interleaved == 1:
-        return most
-    return most * (1 + (cut.pipeline - 1) / (cut.pipeline * work.interleaved))
+    return work.pipelining.in_flight(cut.pipeline, work.microbatches, cut.place)
 
 
 def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants) -> float:
-    """What the loss takes at its worst."""
+    """What the loss takes at its worst, where the head is."""
+    if not cut.ends:
+        return 0.0
     tokens = work.tokens / cut.context * work.scored
     if work.loss == "fused":
         return tokens * shape.hidden * k.fused_hidden
@@ -95,7 +95,9 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants)
         return _piece_bytes(shape, work, cut, tokens)
     if work.counted:
         # Log-probabilities, their gradient and that of the logits are there together, in fp32.
-        return tokens * (12 * shape.vocab / cut.tensor + _top(shape, work))
+        # Slices need no log-probabilities; they keep the logits in 16 bits.
+        each = 12 if cut.tensor == 1 else 8 + work.widths.compute
+        return tokens * (each * shape.vocab / cut.tensor + _top(shape, work))
     each = {
         "plain": k.plain_logit if cut.tensor == 1 else k.sliced_logit,
         "shifted": k.shifted_logit,
@@ -136,7 +138,7 @@ def _top(shape: ModelShape, work: Workload) -> float:
 
 def kept_logit_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """Logits that the model returned beside the loss live on while the backward pass runs."""
-    if not work.returns_logits:
+    if not work.returns_logits or not cut.ends:
         return 0.0
     width = 4 if work.loss == "shifted" else 2
     return work.tokens / cut.context * work.scored * shape.vocab / cut.tensor * width
@@ -146,11 +148,36 @@ def working_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """What a layer needs beyond what it keeps while its backward pass runs: the gradients of the
     MLP's wide tensors, and with sequence parallelism the rows gathered from the other slices."""
     tokens = work.tokens / cut.context * work.widths.compute
-    if work.counted and work.kernels == "compiled":
-        return tokens * _compiled_working(shape, work) / cut.tensor
+    if work.counted:
+        compiled = work.kernels == "compiled"
+        count = _compiled_working(shape, work) if compiled else _eager_working(shape, work)
+        # On its own, a weight's gradient is there in 16 bits before it is turned to fp32.
+        weight = shape.largest_linear if work.wide_stream and not compiled else 0
+        return (tokens * count + weight * work.widths.compute) / cut.tensor
     wide = (3 if shape.gated else 2) * mlp_width(shape) / cut.tensor
     gathered = 3 * shape.hidden if work.sequence_parallel and cut.tensor > 1 else 0
     return (wide + gathered) * tokens
+
+
+def passing_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What a layer needs in the forward pass beyond what it keeps: peft turns the input of the
+    last linear, the widest, to fp32, which a compiler doesn't write down."""
+    if not work.autocast or work.kernels != "eager" or not _adapts_last(shape, work):
+        return 0.0
+    return 3 * mlp_width(shape) * work.widths.compute * work.tokens / cut.context / cut.tensor
+
+
+def _adapts_last(shape: ModelShape, work: Workload) -> bool:
+    return not MLP_OUTPUTS.isdisjoint(work.adapts(shape))
+
+
+def _eager_working(shape: ModelShape, work: Workload) -> float:
+    """Numbers a token: gradients of the MLP's products, and of the stream. An adapter's input has
+    a gradient of its own, in fp32 where peft had turned it to that."""
+    wide = 2 if shape.gated else 1
+    if work.autocast and _adapts_last(shape, work):
+        return (wide + 1) * mlp_width(shape) + 6 * shape.hidden
+    return wide * mlp_width(shape) + 2.25 * shape.hidden
 
 
 def _compiled_working(shape: ModelShape, work: Workload) -> float:
@@ -159,7 +186,8 @@ def _compiled_working(shape: ModelShape, work: Workload) -> float:
     The counts are those that an H200 showed (docs/benchmarks/planner_gpu.md)."""
     if work.adapter is None:
         return mlp_width(shape) + 2 * shape.hidden * _stream(work) / work.widths.compute
-    return 5 * mlp_width(shape) + 1.5 * shape.hidden
+    wide = 5 if work.packed_bits is None else 4
+    return wide * mlp_width(shape) + 1.5 * shape.hidden
 
 
 def mlp_width(shape: ModelShape) -> float:
@@ -186,35 +214,41 @@ def _norms(shape: ModelShape, work: Workload) -> float:
     norms = norm_count(shape)
     if work.autocast:
         return _cast_norms(shape, work, norms) * shape.hidden
-    adapted = work.adapts(shape)
-    # Four-bit linears of bitsandbytes keep their input, though their weight is frozen.
-    every = work.adapter is None or _keeps_packed_inputs(work)
-    readers = sum(
-        every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS)
-    )
     if work.kernels == "eager" and shape.norm == "rms":
         # Turned to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
         inside = 2.0 if work.adapter is not None else 3.0
     else:
         inside = 1.0
-    return (inside * norms + min(readers, norms)) * shape.hidden
+    return inside * norms * shape.hidden
 
 
 def _cast_norms(shape: ModelShape, work: Workload, norms: int) -> float:
-    """The same under autocast, in hidden sizes.
-
-    On its own, every linear casts its input anew and keeps that. Compiled, one cast serves all
-    that read it; and of the stream only its beginning is kept in fp32, with what was added to it.
-    """
-    if work.adapter is None:
-        if work.kernels == "compiled":
-            return 2 * norms + 1
-        return (4 if shape.norm == "rms" else 2) * norms + len(stream_readers(shape))
-    adapted = work.adapts(shape)
+    """The same under autocast, in hidden sizes. Compiled, only the beginning of the stream is kept
+    in fp32, with what was added to it."""
+    if work.adapter is not None:
+        return norms if work.kernels == "compiled" else 2 * norms
     if work.kernels == "compiled":
-        sides = sum(not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS))
-        return norms + min(sides, norms)
-    return 2 * norms + len(stream_readers(shape) & frozenset(adapted))
+        return norms + 1
+    return (4 if shape.norm == "rms" else 2) * norms
+
+
+def _read(shape: ModelShape, work: Workload) -> float:
+    """What the linears behind the norms keep of their input, in numbers of 16 bits a token.
+
+    Under autocast every linear on its own casts its input anew and keeps that. Compiled, or where
+    there is nothing to cast, attention and MLP each keep one.
+    """
+    adapted = work.adapts(shape)
+    # Four-bit linears of bitsandbytes keep their input, though their weight is frozen.
+    every = work.adapter is None or (_keeps_packed_inputs(work) and not work.autocast)
+    if work.autocast and work.kernels != "compiled":
+        readers = stream_readers(shape)
+        return len(readers if every else readers & frozenset(adapted)) * shape.hidden
+    sides = sum(every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS))
+    norms = norm_count(shape)
+    if work.autocast and work.adapter is None:
+        sides = norms  # one behind each
+    return min(sides, norms) * shape.hidden
 
 
 def stream_readers(shape: ModelShape) -> frozenset[str]:
@@ -232,7 +266,8 @@ def _attention(shape: ModelShape, work: Workload) -> float:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
     kept = 2 * q + 2 * kv
     if shape.qk_norm:
-        kept += (3 if work.kernels == "eager" else 1) * (q + kv)
+        frozen = work.counted and work.adapter is not None  # the norms' own weights
+        kept += ((2 if frozen else 3) if work.kernels == "eager" else 1) * (q + kv)
     if work.autocast and not ATTENTION_OUTPUTS.isdisjoint(work.adapts(shape)):
         kept += q  # the result once more, cast to fp32 and back for the adapter
     return kept
@@ -240,11 +275,7 @@ def _attention(shape: ModelShape, work: Workload) -> float:
 
 def _mlp(shape: ModelShape, work: Workload) -> float:
     width = mlp_width(shape)
-    last = (
-        work.adapter is None
-        or _keeps_packed_inputs(work)
-        or not MLP_OUTPUTS.isdisjoint(work.adapts(shape))
-    )
+    last = work.adapter is None or _keeps_packed_inputs(work) or _adapts_last(shape, work)
     if not shape.gated:
         return width * (1 + last)
     return width * ((3 if work.kernels == "eager" else 2) + last)

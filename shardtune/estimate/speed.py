@@ -12,7 +12,7 @@ from shardtune.core.shape import ModelShape
 from shardtune.estimate.comms import Group, Sent, group_of, joined, on_links, seconds
 from shardtune.estimate.compute import Busy, Engine, layer_seconds, loss_seconds
 from shardtune.estimate.constants import TIME, Chip, TimeConstants, chip_of
-from shardtune.estimate.parts import WEIGHTS, Cut, held_share, scaled
+from shardtune.estimate.parts import WEIGHTS, Cut, held_share, part_bytes
 from shardtune.estimate.workload import Workload, sent_bytes
 
 AGAIN = {"none": 0.0, "selective": 0.35, "full": 1.0}
@@ -81,7 +81,7 @@ def estimate_speed(
 ) -> Speed:
     """The time of one step on the slowest rank."""
     on = Engine(cluster, chip or chip_of(cluster.gpu.name), time)
-    return _Step(layout, shape, mesh, cluster, work, Cut.of(mesh), on).speed()
+    return _Step(layout, shape, mesh, cluster, work, Cut.of(mesh, work.pipelining), on).speed()
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ class _Step:
         backward = self._beside(layer.backward, (gathers.backward + reduction) / layers)
         slices, border = self._slices(), self._border()
         exposed = layers * (forward + backward - layer.both + slices)
-        exposed += self._unhidden(messages) + 2 * border * work.interleaved
-        # A stage waits while the first micro-batch comes down and the last one goes up.
+        exposed += self._unhidden(messages) + 2 * border * work.pipelining.chunks
         slot = layers * (forward + backward + slices) + 2 * border
         optimizer, offload = self._update()
         step = StepTime(
@@ -114,7 +113,7 @@ class _Step:
             communication=micro * exposed + self._after(at_end, layer),
             optimizer=optimizer,
             offload=offload,
-            bubble=slot * (self.cut.pipeline - 1) / work.interleaved,
+            bubble=micro * slot * work.pipelining.bubble(self.cut.pipeline, micro),
         )
         return Speed(
             step,
@@ -142,7 +141,7 @@ class _Step:
     # Sending -----------------------------------------------------------------------------------
 
     def _messages(self) -> tuple[Message, ...]:
-        part = scaled(sent_bytes(self.shape, self.work), held_share(self.shape, self.cut))
+        part = part_bytes(sent_bytes(self.shape, self.work), self.shape, self.work, self.cut)
         return predict_messages(self.layout, self.mesh, part, microbatches=self.work.microbatches)
 
     def _took(self, message: Message, size: float) -> float:

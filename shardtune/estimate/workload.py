@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardtune.core.footprint import ModelBytes
+from shardtune.core.pipelining import Pipelining
 from shardtune.core.shape import NF4_BITS, ModelShape
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -28,6 +29,8 @@ Kernels = Literal["eager", "fused", "compiled"]
 """How the small operations run: each on its own as transformers writes them, by hand-fused kernels
 (Liger, Megatron, Transformer Engine), or by torch.compile."""
 
+ALTERNATING = Pipelining("1f1b")
+"""What most pipelines do."""
 NF4_SINGLE_BITS = 4 + 32 / 64
 """NF4 without double quantisation: an fp32 scale for 64 weights."""
 NF4_DOUBLE_BITS = NF4_BITS
@@ -133,8 +136,8 @@ class Workload:
     """Tensor parallelism divides the norms' share of the activations too."""
     async_tensor: bool = False
     """Tensor parallelism sends piece by piece while it multiplies."""
-    interleaved: int = 1
-    """Parts of the model that each pipeline stage holds."""
+    pipelining: Pipelining = ALTERNATING
+    """The order in which stages work, where there are any."""
     variable_lengths: bool = False
     """Rows are of different lengths, `sequence` is the longest: the allocator keeps more."""
 

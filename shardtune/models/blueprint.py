@@ -101,9 +101,14 @@ class EmptyBlueprint:
         """The whole model on `device`."""
         return self.in_parts(device, _leave)
 
-    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+    def in_parts(
+        self,
+        device: str,
+        divide: Callable[[nn.Module], None],
+        left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
+    ) -> nn.Module:
         """The model part by part, each handed to `divide` as soon as it has its size."""
-        return self.frame.fill(device, divide, seed=0)
+        return self.frame.fill(device, divide, seed=0, left_out=left_out)
 
 
 def _leave(part: nn.Module) -> None:

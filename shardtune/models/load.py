@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,14 @@ def _own_config(section: ModelSection) -> Any:
         return AutoConfig.from_pretrained(
             resolve(section.name), trust_remote_code=section.trust_remote_code, **_where(section)
         )
+
+
+def config_from(found: Mapping[str, Any]) -> Any:
+    """The configuration that a config.json describes, of a family that transformers knows."""
+    from transformers import AutoConfig
+
+    with explaining(PLACE, str(found.get("model_type")), "estimate without --dry-run"):
+        return AutoConfig.for_model(**found)
 
 
 def load_tokenizer(section: ModelSection) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardtune.core.layout import Cargo
 from shardtune.forecast import GIB, Forecast
 from shardtune.report.terminal import duration
 from shardtune.search import Ranking
@@ -34,6 +39,13 @@ def print_outlook(found: Forecast, steps: int, console: Console | None = None) -
         seconds = found.speed.step.total
         line += f", {seconds:.3g} s a step, {duration(seconds * steps)} for {steps:,} steps"
     (console or Console()).print(Text(line))
+
+
+def print_dry_run(seen: Mapping[str, Any], console: Console) -> None:
+    """What a dry run found, beside the closed form of the same."""
+    line = f"dry run: {seen['allocated_gib']:.2f} GiB allocated, most in the {seen['moment']} pass"
+    closed = f"; by the closed form {seen['closed_form_gib']:.2f} ({seen['difference']:+.1%})"
+    console.print(Text(f"{line}{closed}, each operation on its own"))
 
 
 def _verdict(found: Forecast) -> Text:
@@ -93,13 +105,31 @@ def _step(found: Forecast) -> Table:
     return table
 
 
+_CARGO: dict[Cargo, str] = {
+    "params": "weights",
+    "recalled": "weights, for the backward pass",
+    "trained": "updated weights",
+    "grads": "gradients",
+    "unsliced": "gradients of weights that slices keep whole",
+    "tied": "gradients of weights that two stages have",
+    "hidden": "activations",
+    "embedded": "gradients of the embedding's result",
+    "scores": "sums for the loss",
+}
+
+
 def _traffic(found: Forecast) -> Table:
+    """Moves that are alike in one line."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("sent by a GPU in a step", "axis", "link", "GiB"):
         table.add_column(heading, justify="right" if heading == "GiB" else "left")
+    together: dict[tuple[str, str, str], float] = defaultdict(float)
     for move in found.summary()["traffic_gib"]["moves"]:
-        name = f"{move['op'].replace('_', '-')} of {move['what']}"
-        table.add_row(name, move["axis"], move["link"].replace("_", "-"), f"{move['gib']:.3f}")
+        name = f"{move['op'].replace('_', '-')} of {_CARGO[move['what']]}"
+        together[name, move["axis"], move["link"].replace("_", "-")] += move["gib"]
+    for (name, axis, link), size in together.items():
+        if size:
+            table.add_row(name, axis, link, f"{size:.3f}")
     return table
 
 

@@ -111,7 +111,8 @@ def _foretold(found: Mapping[str, Any] | None) -> list[str]:
         if pair["predicted"] != pair["measured"]
     ]
     total = _size(sum(pair["measured"] for pair in held.values()))
-    lines = [f"a rank holds {total} between steps, " + ("; ".join(off) or "exactly as predicted")]
+    exact = "" if off else ", exactly as predicted"
+    lines = [f"a rank holds {total} between steps{exact}", *off]
     for key, form, what in (
         ("peak_gib", "{:.2f}", "GiB at the peak"),
         ("tokens_per_second", "{:,.0f}", "tokens/s"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner_accuracy import (
+from benchmarks.judging import (
     REFERENCE,
     SEVERAL,
     SINGLE,

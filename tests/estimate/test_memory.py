@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from shardtune.core.mesh import Mesh
+from shardtune.core.pipelining import Kind, Pipelining
 from shardtune.core.shape import ModelShape
+from shardtune.estimate.activations import stack_bytes
 from shardtune.estimate.constants import GIB
 from shardtune.estimate.memory import Memory, estimate_memory
+from shardtune.estimate.parts import Cut
 from shardtune.estimate.workload import (
     NF4_DOUBLE_BITS,
     PURE_BF16,
@@ -137,12 +140,27 @@ def test_tensor_and_pipeline_axes_divide_states_and_activations() -> None:
         assert part["activations"] < whole["activations"]
 
 
-def test_a_pipeline_holds_as_many_micro_batches_as_it_has_stages() -> None:
-    mesh = Mesh((("data", 1), ("pipeline", 4)))
-    one, many = (
-        estimate_memory(DDP().layout(), MIDDLE, mesh, replace(LORA, microbatches=n)) for n in (1, 8)
-    )
-    assert many.gpu["activations"] == pytest.approx(4 * one.gpu["activations"])
+@pytest.mark.parametrize(
+    ("order", "first", "last"), [("layers", 1, 1), ("1f1b", 4, 1), ("gpipe", 8, 8)]
+)
+def test_a_stage_holds_the_micro_batches_that_are_under_way(
+    order: Kind, first: int, last: int
+) -> None:
+    """Of 8 on 4 stages; docs/pipeline.md draws them."""
+    mesh = Mesh((("pipeline", 4), ("data", 1)))
+    one = stack_bytes(MIDDLE, LORA, Cut(pipeline=4))
+    work = replace(LORA, microbatches=8, pipelining=Pipelining(order))
+    held = [stack_bytes(MIDDLE, work, cut) for cut in Cut.extremes(mesh, work.pipelining)]
+    assert held == [first * one, last * one]
+
+
+def test_only_the_last_stage_has_logits() -> None:
+    mesh, work = Mesh((("pipeline", 4), ("data", 1))), replace(WORK, checkpointing="full")
+    found = estimate_memory(DDP().layout(), MIDDLE, mesh, work)
+    assert found.gpu["logits"] > 0  # with them it is the fullest
+    # A quarter of 32 layers and the head; the embedding is on another rank.
+    layers = MIDDLE.parameters_in("layer") / 4
+    assert found.gpu["params"] == pytest.approx(2 * (layers + 128256 * 4096), rel=1e-4)
 
 
 def test_offload_moves_states_to_the_host_or_the_disk() -> None:

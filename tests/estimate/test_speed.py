@@ -9,6 +9,7 @@ import pytest
 from shardtune.core.cluster import Cluster, parse_cluster
 from shardtune.core.known_models import KnownModel, catalogue, known_model
 from shardtune.core.mesh import Mesh
+from shardtune.core.pipelining import Pipelining
 from shardtune.core.profile import MatmulPoint, Measured
 from shardtune.core.shape import ModelShape
 from shardtune.estimate.constants import CHIPS, LIKE, beginning_of
@@ -137,7 +138,7 @@ def test_the_bubble_shrinks_with_micro_batches_and_interleaving() -> None:
 
     few, many = (replace(WORK, microbatches=count) for count in (4, 32))
     assert bubble(many) < bubble(few)
-    assert bubble(replace(few, interleaved=4)) < bubble(few)
+    assert bubble(replace(few, pipelining=Pipelining("interleaved", 4))) < bubble(few)
 
 
 def test_tensor_parallelism_across_nodes_is_a_bad_idea() -> None:
@@ -176,7 +177,7 @@ def test_every_gpu_of_the_catalogue_has_constants() -> None:
     for name in known_gpus():
         assert beginning_of(name) in CHIPS
     assert beginning_of("A100-40GB") == "A100"
-    assert beginning_of("A10G") == "RTX3"
+    assert beginning_of("A10G") == "A40"
     assert beginning_of("H200-141GB") == "H200"
 
 

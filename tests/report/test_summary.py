@@ -44,6 +44,25 @@ def summary(**changes: Any) -> str:
     return squeezed(shown(console))
 
 
+def test_predicted_beside_measured() -> None:
+    def pair(predicted: float, measured: float) -> dict[str, float]:
+        return {
+            "predicted": predicted,
+            "measured": measured,
+            "error": predicted / measured - 1,
+        }
+
+    held = {state: pair(2**30, 2**30) for state in ("params", "grads", "optim")}
+    found = {"held_bytes": held, "peak_gib": pair(38.72, 38.83), "tokens_per_second": pair(9, 10)}
+    text = summary(forecast=found)
+    assert "a rank holds 3.00 GiB between steps, exactly as predicted" in text
+    assert "38.72 GiB at the peak predicted, 38.83 measured (-0.3%)" in text
+    assert "9 tokens/s predicted, 10 measured (-10.0%)" in text
+    off = {**found, "held_bytes": {**held, "optim": pair(2**30, 2**31)}}
+    assert "optimizer states 1.00 GiB predicted, 2.00 GiB held" in summary(forecast=off)
+    assert "predicted" not in summary(forecast=None)
+
+
 def test_everything_that_a_person_wants_to_know() -> None:
     found = summary()
     for fragment in (
