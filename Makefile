@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
 
-.PHONY: demo test check format clean
+.PHONY: demo test check exam format clean
 
 demo: $(VENV)/demo
 	$(BIN)/shardtune models pull smollm2-135m-instruct
@@ -13,6 +13,10 @@ demo: $(VENV)/demo
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Every promise about faults, kept or not: about 20 minutes on 2 cores.
+exam: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exam
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

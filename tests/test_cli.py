@@ -24,7 +24,7 @@ from tests.jobs import make_job, write_job
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ["train", "data", "show", "schema", "generate", "merge", "models", "models list",
-            "models pull"]  # fmt: skip
+            "models pull", "verify"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
 
 

@@ -17,15 +17,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout, State
+from shardtune.core.pieces import Piece, by_weight
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
+from shardtune.engines.deepspeed_pieces import stretched_pieces
 from shardtune.engines.deepspeed_start import require_async_io, start
 from shardtune.engines.deepspeed_states import States, states_of
 from shardtune.engines.loss import forward, loss_sum
@@ -68,17 +69,20 @@ class DeepSpeedEngine(NativeEngine):
         # DeepSpeed averages over ranks; the sum over label tokens wants no such division. Its
         # division by the accumulation is switched off, so a step may have any number of them.
         scale = self.world.size / max(1, labels)
-        total = torch.zeros((), device=self.device)
+        pulse = self.world.pulse
+        self._losses = []
         for index, batch in enumerate(microbatches):
             self._seed(index)
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+            pulse.forward(*batch.input_ids.shape)
             logits, targets = forward(self.engine, self._here(batch), select=self._select)
             loss = loss_sum(logits, targets)
+            pulse.enter("backward")
             self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
-            total += loss.detach()
+            self._losses.append(loss.detach())
             self._passing = _larger(self._passing, self.states.passing())
-        if self.world.size > 1:
-            dist.all_reduce(total)
+        total = self._total()
+        pulse.enter("update")
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -108,6 +112,10 @@ class DeepSpeedEngine(NativeEngine):
         self.engine.empty_partition_cache()  # a backward pass would let go of gathered weights
         return result
 
+    def broken(self) -> tuple[str, ...]:
+        parts = ((name, getattr(p, "ds_tensor", p).detach()) for name, p in self.trained.items())
+        return tuple(name for name, part in parts if not part.isfinite().all())
+
     def trained_weights(self) -> Mapping[str, Tensor]:
         return {name: self.states.weight(parameter) for name, parameter in self.trained.items()}
 
@@ -123,20 +131,16 @@ class DeepSpeedEngine(NativeEngine):
         for name, parameter in self.trained.items():
             for key, value in self.states.moments(parameter).items():
                 tensors[f"{key}.{name}"] = value
-        return tensors, {"taken": float(self.taken), **self.states.scale_state()}
+        return tensors, self._numbers()
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        if not self.states.divided:
+            return super().pieces()
+        return stretched_pieces(self.states, self.trained, self.world), self._numbers()
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        moments: dict[str, dict[str, Tensor]] = {name: {} for name in self.trained}
-        for key, value in tensors.items():
-            kind, name = key.split(".", 1)
-            if kind != "weight":
-                moments[name][kind] = value
-        self.states.load(
-            {
-                parameter: (tensors[f"weight.{name}"], moments[name])
-                for name, parameter in self.trained.items()
-            }
-        )
+        kept = by_weight(tensors)
+        self.states.load({parameter: kept[name] for name, parameter in self.trained.items()})
         self.states.load_scale_state(numbers)
         self.taken = int(numbers["taken"])
 
@@ -150,6 +154,12 @@ class DeepSpeedEngine(NativeEngine):
         nn.functional.linear = self._linear  # ZeRO-3 has put its own in its place
         for folder in self._swap.values():
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
+        return [False] * len(microbatches)  # no rank can compute by itself
+
+    def _numbers(self) -> dict[str, float]:
+        return {"taken": float(self.taken), **self.states.scale_state()}
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()  # the weights themselves are in 16 bits

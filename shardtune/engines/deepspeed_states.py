@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home, Layout, State
 
-Loaded = Mapping[nn.Parameter, tuple[Tensor, Mapping[str, Tensor]]]
-"""For each trained weight its value and its moments, whole."""
+Loaded = Mapping[nn.Parameter, Mapping[str, Tensor]]
+"""For each trained weight its value and its moments, whole, by kind."""
 
 
 class States:
     """What all stages have in common. `engine` is DeepSpeed's, `optimizer` is torch's inside it."""
+
+    divided = True
+    """Whether each rank has a stretch of the masters and moments, not all of them."""
 
     def __init__(
         self,
@@ -38,7 +41,6 @@ class States:
         self.layout = layout
         self.swap = swap
         self.keys = _moment_keys(optimizer)
-        self._linked = False
 
     # Reading and writing ----------------------------------------------------------------------
 
@@ -51,23 +53,31 @@ class States:
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's whole tensors for a weight; none before the first step."""
-        if not self.keys or not self.optimizer.state:
+        if not self.kinds():
             return {}
         found = {key: self._moment(parameter, key).detach().clone() for key in self.keys}
-        return found | self._count()
+        return found | self.count()
+
+    def kinds(self) -> tuple[str, ...]:
+        """The moments that there are; none before the first step."""
+        return self.keys if self.optimizer.state else ()
+
+    def stretch(self, parameter: nn.Parameter, key: str | None) -> tuple[int, Tensor | None]:
+        """This rank's part of the flat master of a weight, or of a moment, and where it begins."""
+        raise NotImplementedError
 
     def load(self, loaded: Loaded) -> None:
         """Puts back what `weight` and `moments` gave."""
-        if any(moments for _, moments in loaded.values()):
+        if any(len(given) > 1 for given in loaded.values()):
             self._make_moments()
-        for parameter, (value, moments) in loaded.items():
-            self._set_weight(parameter, value)
+        for parameter, given in loaded.items():
+            self._set_weight(parameter, given["weight"])
             for key in self.keys:
-                if key in moments:
-                    self._set_moment(parameter, key, moments[key])
-            if "step" in moments:
+                if key in given:
+                    self._set_moment(parameter, key, given[key])
+            if "step" in given:
                 for kept in self.optimizer.state.values():
-                    kept["step"].fill_(moments["step"].item())
+                    kept["step"].fill_(given["step"].item())
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -75,7 +85,8 @@ class States:
         whole: Tensor = safe_get_full_optimizer_state(parameter, key)
         return whole
 
-    def _count(self) -> dict[str, Tensor]:
+    def count(self) -> dict[str, Tensor]:
+        """The steps that the moments have seen, where the optimizer counts them."""
         kept = next(iter(self.optimizer.state.values()))
         return {"step": kept["step"].detach().cpu().clone()} if "step" in kept else {}
 
@@ -87,6 +98,9 @@ class States:
                 if "exp_avg" in made:
                     made["step"] = torch.zeros((), device=master.device)
                 self.optimizer.state[master] = made
+
+    def _link(self) -> None:
+        """Lets the accessors see the moments that there are now."""
 
     def _set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         raise NotImplementedError
@@ -173,6 +187,8 @@ class States:
 class Whole(States):
     """Stage 0: as without DeepSpeed, with fp32 copies of the weights where they have 16 bits."""
 
+    divided = False
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._trained = [p for p in self.engine.module.parameters() if p.requires_grad]
@@ -237,16 +253,32 @@ class Fragments(States):
     """Stages 1 and 2: each rank has a stretch of the flat fp32 weights, which may begin and end
     inside a tensor."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._linked = False
+
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's whole tensors for a weight; none before the first step."""
         # DeepSpeed links weights to their moments when the first group has taken its first step,
         # and finds none of the groups that come after it. By now all of them have.
+        if not self._linked:
+            self._link()
+        return super().moments(parameter)
+
+    def stretch(self, parameter: Any, key: str | None) -> tuple[int, Tensor | None]:
+        if not self._linked:
+            self._link()
+        mapping = parameter._hp_mapping  # none where it lies outside of this rank's stretch
+        if mapping is None:
+            return 0, None
+        found: Tensor = mapping.get_hp_fragment(optim_state_key=key)
+        return mapping.lp_fragment_address.start, found.detach()
+
+    def _link(self) -> None:
         zero = self.engine.optimizer
-        if self.optimizer.state and not self._linked:
+        if self.optimizer.state:
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
             self._linked = True
-        return super().moments(parameter)
 
     def masters(self) -> list[Tensor]:
         inner = self.engine.optimizer
@@ -268,7 +300,7 @@ class Fragments(States):
 
     def _make_moments(self) -> None:
         super()._make_moments()
-        self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self._link()
 
     def _set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
@@ -291,6 +323,21 @@ class Partitions(States):
 
     def gradients(self) -> list[Tensor]:
         return [self.engine.optimizer.grad_partitions_flat_buffer]
+
+    def stretch(self, parameter: Any, key: str | None) -> tuple[int, Tensor | None]:
+        share = parameter.partition_numel()
+        begin = share * dist.get_rank()
+        inner = self.engine.optimizer
+        # Asked for in any case: what is swapped out is brought back group by group.
+        padded, group = inner._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=True, optim_state_key=key
+        )
+        size = min(share, parameter.ds_numel - begin)
+        if size <= 0:  # nothing but padding
+            return 0, None
+        mine = padded.detach().view(-1)[:size]
+        # The next one may be swapped into the same memory.
+        return begin, mine.clone() if inner._swappable_optimizer_subgroup(group) else mine
 
     def _set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         import deepspeed

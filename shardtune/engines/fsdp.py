@@ -6,6 +6,7 @@ are formed (`shard`) and over which they are repeated (`replicate`); both come f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -22,9 +23,12 @@ from torch.distributed.fsdp import (
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
+from shardtune.core.pieces import Piece
 from shardtune.core.setup import EngineSetup
+from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.engines.native import COMPUTE, NativeEngine
+from shardtune.engines.shares import divided_pieces
 
 
 class FSDPEngine(NativeEngine):
@@ -73,6 +77,13 @@ class FSDPEngine(NativeEngine):
         _prefetch(model)
         self._offload = offload
         super().__init__(model, setup, world)
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        moments = {name: self._moments(name) for name in self.trained}
+        return divided_pieces(self.trained, moments), self._numbers()
+
+    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
+        return [False] * len(microbatches)  # no rank can compute by itself
 
     def _home(self) -> Home:
         return "cpu" if self._offload else "gpu"

@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
+from shardtune.core.pieces import Piece, by_weight, dealt
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.engines.loss import forward, loss_sum, selects_logits
 from shardtune.engines.optimizer import make_optimizer
-from shardtune.engines.tensors import local, size_of, spread_like, whole
+from shardtune.engines.shares import divided_like, share_from
+from shardtune.engines.tensors import local, size_of, whole
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,6 +44,7 @@ class NativeEngine:
         self.optimizer = make_optimizer(self.trained, setup.optimizer, setup.schedule.peak)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
+        self._losses: list[Tensor] = []
         self._select = selects_logits(model)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
@@ -51,19 +54,22 @@ class NativeEngine:
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
         scale = self.world.size / max(1, labels)
-        total = torch.zeros((), device=self.device)
+        pulse = self.world.pulse
+        self._losses = []
         for index, batch in enumerate(microbatches):
             self._seed(index)
             with self._synchronising(last=index == len(microbatches) - 1):
+                pulse.forward(*batch.input_ids.shape)
                 with self._autocast():
                     logits, targets = forward(
                         self._module(), self._here(batch), select=self._select
                     )
                 loss = loss_sum(logits, targets)
+                pulse.enter("backward")
                 self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        if self.world.size > 1:
-            dist.all_reduce(total)
+            self._losses.append(loss.detach())
+        total = self._total()
+        pulse.enter("update")
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -97,6 +103,7 @@ class NativeEngine:
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in microbatches:
+            self.world.pulse.enter("evaluate")
             with self._autocast():
                 logits, targets = forward(self.model, self._here(batch), select=self._select)
             counted = targets != IGNORED
@@ -107,6 +114,20 @@ class NativeEngine:
             dist.all_reduce(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
+
+    def suspects(self, microbatches: Sequence[MicroBatch]) -> tuple[str, ...]:
+        guilty = [not math.isfinite(loss) for loss in self._losses]
+        seen = torch.tensor([int(any(guilty))])
+        if self.world.size > 1:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        if not seen:  # every loss was a number: it is a gradient that wasn't
+            guilty = self._overflowing(microbatches)
+        wrong = (batch for batch, bad in zip(microbatches, guilty, strict=True) if bad)
+        return tuple(sample for batch in wrong for sample in batch.samples)
+
+    def broken(self) -> tuple[str, ...]:
+        parts = ((name, local(parameter.detach())) for name, parameter in self.trained.items())
+        return tuple(name for name, part in parts if not part.isfinite().all())
 
     def module(self) -> nn.Module:
         return self.model
@@ -129,28 +150,28 @@ class NativeEngine:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
-        for name, parameter in self.trained.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = whole(torch.as_tensor(value))
-        numbers = {"taken": float(self.taken)}
-        if self.scaler.is_enabled():
-            scaler = self.scaler.state_dict()
-            numbers |= {"scale": scaler["scale"], "growth": float(scaler["_growth_tracker"])}
-        return tensors, numbers
+        for name in self.trained:
+            for key, value in self._moments(name).items():
+                tensors[f"{key}.{name}"] = whole(value)
+        return tensors, self._numbers()
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        tensors, numbers = self.state()
+        return dealt(tensors, self.world.rank, self.world.size), numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         with torch.no_grad():
             for name, parameter in self.trained.items():
-                local(parameter).copy_(local(spread_like(tensors[f"weight.{name}"], parameter)))
-        for key, value in tensors.items():
-            kind, name = key.split(".", 1)
-            if kind != "weight":
-                parameter = self.trained[name]
-                one = value.ndim == 0
-                kept = (
-                    value.to(parameter.device, copy=True) if one else spread_like(value, parameter)
-                )
-                self.optimizer.state[parameter][kind] = kept
+                local(parameter).copy_(share_from(tensors, f"weight.{name}", parameter))
+        for name, kinds in by_weight(tensors).items():
+            parameter = self.trained[name]
+            for kind in kinds:
+                if kind == "step":  # one count a weight
+                    count = tensors[f"step.{name}"].to(parameter.device, copy=True)
+                    self.optimizer.state[parameter]["step"] = count
+                elif kind != "weight":
+                    share = share_from(tensors, f"{kind}.{name}", parameter)
+                    self.optimizer.state[parameter][kind] = divided_like(share, parameter)
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -168,10 +189,54 @@ class NativeEngine:
     ) -> None:
         pass
 
+    def _moments(self, name: str) -> Mapping[str, Tensor]:
+        """What the optimizer keeps for a weight; nothing before the first step."""
+        kept = self.optimizer.state.get(self.trained[name], {})
+        return {key: torch.as_tensor(value) for key, value in kept.items()}
+
+    def _numbers(self) -> dict[str, float]:
+        numbers = {"taken": float(self.taken)}
+        if self.scaler.is_enabled():
+            scaler = self.scaler.state_dict()
+            numbers |= {"scale": scaler["scale"], "growth": float(scaler["_growth_tracker"])}
+        return numbers
+
     # Small parts of a step --------------------------------------------------------------------
+
+    def _total(self) -> Tensor:
+        """The step's loss, summed over all ranks."""
+        self.world.pulse.enter("collective")
+        total = torch.zeros((), device=self.device)
+        for loss in self._losses:
+            total += loss
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
+        """Which micro-batches of the last step make a gradient that isn't finite: each again, by
+        itself, without the other ranks. Under fp16 the loss scale is to blame, not a sample."""
+        if self.scaler.is_enabled():
+            return [False] * len(microbatches)
+        found = []
+        self.model.train()
+        for index, batch in enumerate(microbatches):
+            self._seed(index, step=self.taken - 1)
+            self.optimizer.zero_grad(set_to_none=True)
+            with self._synchronising(last=False):
+                with self._autocast():
+                    logits, targets = forward(
+                        self._module(), self._here(batch), select=self._select
+                    )
+                loss_sum(logits, targets).backward()  # type: ignore[no-untyped-call]
+            gradients = (p.grad for p in self.trained.values() if p.grad is not None)
+            found.append(not all(bool(gradient.isfinite().all()) for gradient in gradients))
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
+        self.world.pulse.enter("collective")
         counts = torch.tensor(
             [sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)],
             device=self.device,
@@ -181,9 +246,10 @@ class NativeEngine:
         tokens, labels = counts.tolist()
         return tokens, labels
 
-    def _seed(self, index: int) -> None:
+    def _seed(self, index: int, step: int | None = None) -> None:
         """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
-        key = f"{self.setup.seed}/{self.taken}/{self.world.rank}/{index}"
+        taken = self.taken if step is None else step
+        key = f"{self.setup.seed}/{taken}/{self.world.rank}/{index}"
         torch.manual_seed(int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1)
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
@@ -217,6 +283,19 @@ class DDPEngine(NativeEngine):
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
             model, gradient_as_bucket_view=True
         )
+        self._settle()
+
+    def _settle(self) -> None:
+        """DDP lays its buckets out anew after its first backward pass, and with them the order in
+        which the ranks' numbers are summed. That has to happen before the first step: a run that
+        is resumed would otherwise round its next step differently from one that was not."""
+        self.model.train()
+        ids = torch.arange(2, device=self.device).unsqueeze(0)
+        batch = MicroBatch(ids, ids, ids, (), 2, 2)
+        with self._autocast():
+            logits, targets = forward(self._module(), batch, select=self._select)
+        loss_sum(logits, targets).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _module(self) -> nn.Module:
         assert self._ddp is not None

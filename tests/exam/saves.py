@@ -1,0 +1,65 @@
+"""Cases about checkpoints that need whole runs: kills inside a save, resuming anywhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shardtune.jobfile import load_job
+from tests.exam.case import Findings
+from tests.exam.harness import Lab
+from tests.exam.kill_in_save import Exam, every_call, has_strace
+from tests.runs import train_on
+
+MOST = 2  # of the calls of each name; `python -m tests.exam.kill_in_save` takes all of them
+RANKS = 2
+
+
+def killed_in_save(lab: Lab, found: Findings) -> None:
+    """2, 3, 4: in a save that writes, commits and removes the checkpoint before."""
+    found.expect("strace is there", has_strace())
+    if not has_strace():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        exam = Exam.prepare(Path(folder), RANKS, background=True)
+        outcomes = [each for rank in range(RANKS) for each in every_call(exam, rank, MOST)]
+    good = sum(outcome.good for outcome in outcomes)
+    found.expect("there were kills before and after the commit", {2, 3} <= {
+        outcome.step for outcome in outcomes
+    })  # fmt: skip
+    found.expect("old or new, to the bit, after every one", good == len(outcomes))
+    found.show(f"{good} of {len(outcomes)} kills left a good checkpoint, resumed to the bit")
+
+
+def twice(lab: Lab, found: Findings) -> None:
+    """20: the same run again, in other processes."""
+    again = lab.run("again")
+    found.expect("it ends well", again.code == 0)
+    found.expect("the traces are equal", again.trace == lab.whole.trace)
+    found.show(f"{len(again.trace.splitlines())} steps equal to the bit")
+
+
+def resumed_at_every_step(lab: Lab, found: Findings) -> None:
+    """21: from each checkpoint of the whole run two steps further, and to the end from the last."""
+    whole = lab.run("kept", "save.keep=24").folder
+    expected = lab.whole.trace.splitlines()
+    os.environ["XDG_CACHE_HOME"] = lab.environment()["XDG_CACHE_HOME"]
+    good = 0
+    for step in range(1, 25):
+        folder = lab.path / "resumed"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        for later in range(step + 1, 25):
+            shutil.rmtree(folder / "checkpoints" / f"step-{later:06d}")
+        job = load_job(folder / "job.yaml", [
+            f"save.directory={folder}", f"train.steps={min(24, step + 2)}",
+            f"data.train.0.path={lab.path / 'rows.jsonl'}",
+            f"data.eval.0.path={lab.path / 'held.jsonl'}",
+        ]).job  # fmt: skip
+        train_on(4, job, resume=True)
+        lines = (folder / "trace.jsonl").read_text("utf-8").splitlines()
+        good += lines == expected[: min(24, step + 2)]
+    found.expect("each follows the whole run to the bit", good == 24)
+    found.show(f"{good} of 24 resumes to the bit")
