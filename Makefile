@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
 
-.PHONY: demo test check exam format clean
+.PHONY: demo test test-all check exam format clean
 
 demo: $(VENV)/demo
 	$(BIN)/shardtune models pull smollm2-135m-instruct
 	$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
 
 test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long"
+
+test-all: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Every promise about faults, kept or not: about 20 minutes on 2 cores.

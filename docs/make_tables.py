@@ -1,6 +1,7 @@
-"""Writes the tables of docs/strategies.md from the layouts: `python docs/make_tables.py`.
+"""Writes the tables of docs/strategies.md: `python -m docs.make_tables`.
 
-`--check` says whether the page is up to date, for a test.
+Sizes come from the layouts, what combines from the conformance table, and what is refused from jobs
+that really are. `--check` says whether the page is up to date, for a test.
 """
 
 from __future__ import annotations
@@ -8,18 +9,50 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter
 
+from shardtune.core.document import dotted
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
-from shardtune.strategies import Strategy
+from shardtune.core.machine import Machine
+from shardtune.errors import JobError, Problem
+from shardtune.job import Job
+from shardtune.plan import make_plan
+from shardtune.resolve import resolve
+from shardtune.rules import check
+from shardtune.strategies import DeepSpeed, Strategy
+from tests.conformance.table import ADAPTERS, ROWS, Row
+from tests.jobs import make_job
+from tests.test_rules import BROKEN
 
 PAGE = Path(__file__).with_name("strategies.md")
 BEGIN, END = "<!-- table {name} -->", "<!-- /table {name} -->"
 GB = 1e9
 PARAMETERS, RANKS, MICROBATCHES = 7_500_000_000, 64, 1
+
+Sections = dict[str, dict[str, Any]]
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned: str = "") -> str:
+    """In Markdown. `aligned` has an `r` for each column that is a number."""
+    rules = ["--:" if side == "r" else "---" for side in aligned.ljust(len(headings), "l")]
+    first, *others = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    return "\n".join((first, f"|{'|'.join(rules)}|", *others))
+
+
+def code(value: object) -> str:
+    """A part of a job as one would write it; a bar would end the cell."""
+    value = json.loads(json.dumps(value))  # YAML would write what stands twice as a reference
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).strip()
+    return f"`{text.removeprefix('{').removesuffix('}')}`".replace("|", "\\|")
+
+
+# Memory and traffic ------------------------------------------------------------------------------
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "`ddp`": {"type": "ddp"},
@@ -48,10 +81,7 @@ def mixed_adam(parameters: int) -> ModelBytes:
 
 def memory_and_traffic() -> str:
     whole = mixed_adam(PARAMETERS)
-    lines = [
-        "| strategy | weights | gradients | optimizer | together, GB | sent, model sizes |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     for name, settings in STRATEGIES.items():
         chosen = strategy(settings)
         mesh = chosen.mesh(RANKS)
@@ -61,20 +91,164 @@ def memory_and_traffic() -> str:
         sent = predict_sent(chosen.layout(), mesh, whole, microbatches=MICROBATCHES)
         # An all-reduce is a reduce-scatter and an all-gather: it moves its bytes twice.
         moved = sum(size * (2 if op == "all_reduce" else 1) for op, size in sent.items())
-        lines.append(
-            f"| {name} | "
-            + " | ".join(f"{size:.2f}" for size in sizes)
-            + f" | {sum(sizes):.1f} | {moved / whole.params:.2f} |"
-        )
-    return "\n".join(lines)
+        figures = [f"{size:.2f}" for size in sizes]
+        rows.append([name, *figures, f"{sum(sizes):.1f}", f"{moved / whole.params:.2f}"])
+    headings = [
+        "strategy",
+        "weights",
+        "gradients",
+        "optimizer",
+        "together, GB",
+        "sent, model sizes",
+    ]
+    return table(headings, rows, "lrrrrr")
 
 
-TABLES = {"memory": memory_and_traffic}
+# What combines -----------------------------------------------------------------------------------
+
+NAMES = {"full": "all weights", "lora": "LoRA", "ia3": "IA3", "qlora": "QLoRA"}
+"""What a row's adapter is called in a heading."""
+
+
+def combinations() -> str:
+    """The rows of the conformance table, a line for each strategy."""
+    by_strategy: dict[str, dict[str, Row]] = {}
+    for row in ROWS:
+        by_strategy.setdefault(row.strategy, {})[row.adapter] = row
+    lines = []
+    for name, rows in by_strategy.items():
+        any_row = next(iter(rows.values()))
+        cells = [cell(rows[adapter]) if adapter in rows else "" for adapter in ADAPTERS]
+        lines.append([f"`{name}`", settings_of(any_row), str(any_row.ranks), *cells])
+    headings = ["row", "`strategy`", "ranks", *(NAMES.get(each, each) for each in ADAPTERS)]
+    return table(headings, lines, "llr")
+
+
+def cell(row: Row) -> str:
+    """What becomes of a row's job: refused, or run by the test that bears its name."""
+    adapter, quantization = ADAPTERS[row.adapter]
+    sections: Sections = {
+        "model": {"name": "tiny", "quantization": quantization},
+        "adapter": adapter,
+        "strategy": row.settings,
+        "launch": {"processes": row.ranks},
+    }
+    problems = refusal(sections)
+    if problems:
+        return f"refused: {problems[0].fact}"
+    return "GPU only" if needs_gpu(read(sections)) else f"equal: `{row.id}`"
+
+
+def settings_of(row: Row) -> str:
+    """The row's strategy, without the sizes that a tiny model needs to be divided at all."""
+    settings = dict(row.settings)
+    if "zero_optimization" in settings:
+        zero = settings["zero_optimization"]
+        settings["zero_optimization"] = {k: v for k, v in zero.items() if k[:7] != "stage3_"}
+    return code(settings)
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def zero(stage: int, **settings: Any) -> Sections:
+    return {"strategy": {"type": "deepspeed", "zero_optimization": {"stage": stage, **settings}}}
+
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "swap"}
+REFUSED: list[Sections] = [
+    # Of the rules, those in which a model, an adapter or a strategy meets something.
+    *(made for made, _ in BROKEN.values() if made.keys() & {"model", "adapter", "strategy"}),
+    {
+        "strategy": {"type": "fsdp", "sharding": "hybrid", "replicas": 3},
+        "launch": {"processes": 4},
+    },
+    zero(0, offload_optimizer=CPU),
+    zero(2, offload_optimizer=NVME),
+    zero(2, offload_param=CPU),
+    zero(2, zero_hpz_partition_size=2) | {"launch": {"processes": 2}},
+    zero(3, zero_hpz_partition_size=3) | {"launch": {"processes": 4}},
+    zero(2, zero_quantized_weights=True),
+    zero(2, zero_quantized_gradients=True),
+    zero(3, offload_param={"device": "nvme"}),
+]
+"""Jobs that are refused everywhere."""
+NO_GPU: list[Sections] = [
+    zero(3, zero_quantized_weights=True),
+    zero(3, zero_quantized_nontrainable_weights=True),
+    zero(3, zero_quantized_gradients=True),
+]
+"""Jobs that are refused on a machine without a GPU."""
+FILES: list[dict[str, Any]] = [
+    {"activation_checkpointing": {"partition_activations": True}},
+    {"zero_optimization": {"stage": 3, "stage3_prefech_bucket_size": 5e7}},
+    {"train_batch_size": 32},
+]
+"""DeepSpeed files that are refused."""
+
+
+def read(sections: Sections) -> Job:
+    """The job with these sections, resolved. There are rows enough for every rank."""
+    data = {"data": {"train": [{"path": "a.jsonl", "format": "completion"}]}}
+    return resolve(make_job(**(data | sections)), Machine(cores=4, gpus=0)).job
+
+
+def refusal(sections: Sections) -> tuple[Problem, ...]:
+    """What a job is refused for before anything is started."""
+    try:
+        job = read(sections)
+        check(job, dotted)
+        make_plan(job, int(job.launch.processes), job.train.steps or 1)
+    except JobError as error:
+        return error.problems
+    return ()
+
+
+def needs_gpu(job: Job) -> list[Problem]:
+    """What is wrong with a job that would not be wrong if there was a GPU."""
+    if not isinstance(job.strategy, DeepSpeed):
+        return []
+    anyway = job.strategy.problems_here(gpu=True)
+    return [each for each in job.strategy.problems_here(gpu=False) if each not in anyway]
+
+
+def refusals() -> str:
+    found = [(written(sections), refusal(sections)) for sections in REFUSED]
+    found += [(written(sections), tuple(needs_gpu(read(sections)))) for sections in NO_GPU]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zero.json"
+        for content in FILES:
+            path.write_text(json.dumps(content))
+            problems = refusal({"strategy": {"type": "deepspeed", "config": str(path)}})
+            found.append((f"`config:` {code(content)}", problems))
+    lines = []
+    for shown, problems in found:
+        if not problems:
+            raise SystemExit(f"the page says that this is refused, and it isn't: {shown}")
+        problem = problems[0]
+        key = problem.place.split()[-1]  # of a file only the key, not where it lies
+        told = (f"`{key}`: {problem.fact}", problem.fix)
+        lines.append([shown, *(text.replace("|", "\\|") for text in told)])
+    return table(["job", "why it is refused", "instead"], lines)
+
+
+def written(sections: Sections) -> str:
+    """The sections that matter; which model it is doesn't."""
+    model = {key: value for key, value in sections.get("model", {}).items() if key != "name"}
+    shown = {"model": model} if model else {}
+    return code(shown | {key: value for key, value in sections.items() if key != "model"})
+
+
+# The page ----------------------------------------------------------------------------------------
+
+TABLES = {"memory": memory_and_traffic, "combinations": combinations, "refusals": refusals}
 
 
 def filled(text: str) -> str:
     for name, make in TABLES.items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
+        if begin not in text or end not in text:
+            raise SystemExit(f"{PAGE}: has no place for the table {name!r}")
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
         text = f"{head}{begin}\n{make()}\n{end}{tail}"
@@ -87,6 +261,8 @@ def main() -> int:
     text = PAGE.read_text(encoding="utf-8")
     new = filled(text)
     if parser.parse_args().check:
+        if new != text:
+            print(f"{PAGE} is out of date: run python -m docs.make_tables", file=sys.stderr)
         return int(new != text)
     PAGE.write_text(new, encoding="utf-8")
     return 0

@@ -20,6 +20,8 @@ from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 if TYPE_CHECKING:
     from shardtune.checkpoint.rundir import RunDir
+    from shardtune.core.document import KeyPath
+    from shardtune.forecast import Forecast
     from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
     from shardtune.launch.local import Policy
@@ -129,6 +131,55 @@ a first run, on any machine with the repository at hand:
     again.add_argument(
         "--overwrite", action="store_true", help="replace the run that is in save.directory"
     )
+    command.add_argument(
+        "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"
+    )
+
+    command = _command(
+        commands,
+        "plan",
+        _lazily("plan"),
+        "rank every strategy for a job on a cluster, with reasons",
+        """\
+  shardtune plan recipes/quickstart.yaml --cluster 4xA40
+  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xH100 --write best.yaml
+  shardtune plan recipes/ddp_lora.yaml --cluster 2xA40 model.name=qwen3-8b""",
+    )
+    _cluster_arguments(command)
+    command.add_argument(
+        "--minimise", choices=("time", "cost", "memory"), default="time", help="what to rank by"
+    )
+    command.add_argument("--write", type=Path, metavar="FILE", help="write the best job here")
+    _job_arguments(command)
+
+    command = _command(
+        commands,
+        "estimate",
+        _lazily("estimate"),
+        "say whether a job fits on a cluster, how fast it is, and what it sends",
+        """\
+  shardtune estimate recipes/quickstart.yaml --cluster 1xRTX4090
+  shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json
+  shardtune estimate recipes/fsdp_full.yaml --cluster 4xA40 --dry-run""",
+    )
+    _cluster_arguments(command)
+    command.add_argument(
+        "--dry-run", action="store_true", help="also replay a step on tensors without memory"
+    )
+    _job_arguments(command)
+
+    command = _command(
+        commands,
+        "bench",
+        _lazily("bench"),
+        "measure this machine for `plan` and `estimate`, in about a minute",
+        """\
+  shardtune bench
+  shardtune bench --out node.yaml
+  torchrun --nproc-per-node 8 -m shardtune bench --out node.yaml""",
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="the profile to write")
+    command.add_argument("--processes", type=int, metavar="N", help="ranks (one per GPU)")
 
     command = _command(
         commands,
@@ -240,6 +291,28 @@ def _command(
     return parser
 
 
+def _lazily(name: str) -> Any:
+    """A command that lives in `shardtune.commands`, imported when it is run."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        from shardtune import commands
+
+        return int(getattr(commands, name)(arguments))
+
+    return run
+
+
+def _cluster_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--cluster",
+        required=True,
+        metavar="SPEC",
+        help="[NODESx]GPUSxTYPE[:pcie|:nvlink][@Gbps], as 2x8xA100-80GB@400Gbps, or a profile",
+    )
+    command.add_argument("--price", type=float, metavar="P", help="price of a GPU for an hour")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _job_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("job", type=Path, metavar="JOB", help="the job, a YAML file")
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
@@ -248,16 +321,20 @@ def _job_arguments(command: argparse.ArgumentParser) -> None:
 # The commands ------------------------------------------------------------------------------------
 
 
-def _read(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
+def _read(
+    arguments: argparse.Namespace, *, runs_here: bool = False
+) -> tuple[LoadedJob, ResolvedJob]:
+    """The job, checked; where it is to run here, against what this machine has, too."""
     from shardtune.core.machine import Machine
     from shardtune.core.world import outside_ranks
+    from shardtune.fit import planned
     from shardtune.jobfile import load_job
     from shardtune.resolve import resolve
     from shardtune.rules import check
 
-    loaded = load_job(arguments.job, arguments.overrides)
-    resolved = resolve(loaded.job, Machine.here(), outside_ranks())
-    check(resolved.job, loaded.place)
+    loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
+    resolved = planned(resolve(loaded.job, machine, outside_ranks()), machine)
+    check(resolved.job, loaded.place, machine if runs_here else None)
     return loaded, resolved
 
 
@@ -267,21 +344,27 @@ def _train(arguments: argparse.Namespace) -> int:
     if outside_ranks() is not None:
         return _train_as_rank(arguments)
 
-    loaded, resolved = _read(arguments)
+    loaded, resolved = _read(arguments, runs_here=True)
     job = resolved.job
     run = _run_directory(arguments, loaded, job)
+    foretold = _foretold(arguments, job)
 
     from shardtune.core.document import dump_document
     from shardtune.launch.local import run_local
     from shardtune.plan import make_plan
     from shardtune.report.opening import print_opening
+    from shardtune.report.plan import print_outlook
     from shardtune.report.summary import print_summary
     from shardtune.train import count_steps, open_inputs, open_loader
 
     inputs = open_inputs(job, quiet=False)
-    make_plan(job, int(job.launch.processes), count_steps(job, open_loader(job, inputs, World())))
+    world = World(size=int(job.launch.processes))
+    steps = count_steps(job, open_loader(job, inputs, world))
+    make_plan(job, world.size, steps)
     sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-    print_opening(job, resolved.reasons, sources)
+    print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
+    if foretold is not None:
+        print_outlook(foretold, steps)
     with run.locked(), tempfile.TemporaryDirectory() as folder:
         run.prepare(overwrite=arguments.overwrite)
         # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
@@ -316,6 +399,15 @@ def _smaller(job: Job, halvings: int) -> list[str]:
     return [f"train.micro_batch={int(job.train.micro_batch) >> halvings}"] if halvings else []
 
 
+def _model_reasons(job: Job) -> dict[KeyPath, str]:
+    """What only the model's files tell about a value of the job."""
+    from shardtune.models.load import growth
+
+    if not job.model.add_tokens:
+        return {}
+    return {("model", "add_tokens"): str(growth(job.model))}
+
+
 def _train_as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, or torchrun, has started."""
     from shardtune.core.orphan import die_with_parent
@@ -324,7 +416,7 @@ def _train_as_rank(arguments: argparse.Namespace) -> int:
     if (launcher := os.environ.get(STARTED_BY_US)) is not None:  # before anything that takes time
         die_with_parent(int(launcher))
     with leaving_last_words():
-        loaded, resolved = _read(arguments)
+        loaded, resolved = _read(arguments, runs_here=True)
         if STARTED_BY_US not in os.environ:
             _look_first(arguments, loaded, resolved.job)
 
@@ -347,11 +439,23 @@ def _alone(job: Job) -> AbstractContextManager[None]:
 def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
     """What our own launcher does before it starts ranks. No rank writes before all have joined."""
     run = _run_directory(arguments, loaded, job)
+    _foretold(arguments, job)
     if arguments.overwrite and os.environ["RANK"] == "0":
         from shardtune.train import open_inputs
 
         open_inputs(job, quiet=True)  # what is wrong must not cost the old run
         run.prepare(overwrite=True)
+
+
+def _foretold(arguments: argparse.Namespace, job: Job) -> Forecast | None:
+    """What the run will take here; refuses what doesn't fit, before anything is opened."""
+    from shardtune.core.machine import Machine
+    from shardtune.fit import look, require_fit
+
+    found = look(job, Machine.here())
+    if found is not None and not arguments.ignore_forecast:
+        require_fit(found)
+    return found
 
 
 def _run_directory(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> RunDir:

@@ -15,10 +15,11 @@ from pydantic import Field
 
 from shardtune.core.schedule import ScheduleKind
 from shardtune.core.section import Section
-from shardtune.core.setup import Precision
+from shardtune.core.setup import Bits, Loss, Precision
 from shardtune.strategies import DDP, Strategy
 
 Auto = Literal["auto"]
+Kernels = Literal["eager", "compiled"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -32,6 +33,10 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub id."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Which attention implementation of transformers computes the forward pass."""
+    add_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Special tokens that the tokenizer shall have besides its own, such as `<|im_start|>`. Where
+    the embedding has no spare rows for them it grows, and with it the output head; a new row starts
+    as the mean of the others. An adapter trains them through `modules_to_save`."""
     stop_tokens: Auto | tuple[str, ...] = "auto"
     """Tokens that end an answer. `auto` takes the tokenizer's and the generation config's."""
     quantization: Literal["none", "nf4", "int8"] = "none"
@@ -175,6 +180,9 @@ class AdamW(Section):
     """Keeps the division by the root of the mean square from blowing up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Share of a weight that is taken off in each step, times the learning rate."""
+    bits: Bits = 32
+    """Of each of the two means. 8 stores them block-wise, a byte a number and a scale for 256 of
+    them: a quarter of the memory, slightly other steps. Needs `shardtune[quant]`."""
 
 
 class SGD(Section):
@@ -210,6 +218,12 @@ class TrainSection(Section):
     gradient_checkpointing: Literal["none", "full"] = "none"
     """`full` recomputes each layer's inside in the backward pass: less memory, about a third more
     time."""
+    loss: Auto | Loss = "auto"
+    """`fused` computes output head and loss together, in pieces: the logits of a micro-batch, often
+    the largest thing of all, never exist at once. `auto` does so on a GPU."""
+    kernels: Auto | Kernels = "auto"
+    """`compiled` fuses the small operations of each layer (torch.compile, some 20 seconds once);
+    `eager` runs each as transformers writes it. `auto` compiles on a GPU."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Longer gradients are scaled down to this length; null never clips."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

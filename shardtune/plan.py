@@ -32,11 +32,15 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     mesh = job.strategy.mesh(ranks)
     mesh.require(ranks)
     train = job.train
+    micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     setup = EngineSetup(
         precision=train.precision,
         optimizer=OptimizerSetup(**train.optimizer.model_dump()),
         schedule=Schedule(train.schedule, train.learning_rate, train.warmup_steps, steps),
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
+        micro_batch=micro_batch,
+        accumulation=max(1, -(-train.global_batch // (mesh.data_ranks * micro_batch))),
+        loss="fused" if train.loss == "fused" else "plain",
     )
     return Plan(job.strategy, mesh, job.strategy.layout(), setup)

@@ -11,6 +11,7 @@ from shardtune.job import Job, Source
 from shardtune.strategies import DeepSpeed, deepspeed_json
 
 MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond buys little speed
+MICRO_BATCHES_A_STAGE = 4  # a rank then waits for at most a fifth of its time
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,13 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
         reasons["train", "epochs"] = "neither steps nor epochs is given: one pass"
         train = train.model_copy(update={"epochs": 1.0})
     if train.micro_batch == "auto":
-        rows = max(1, train.global_batch // processes)
-        fitting = max(1, MICRO_BATCH_TOKENS // job.data.sequence_length)
-        one_row = job.data.packing and job.model.attention == "flash_attention_2"
-        micro_batch = 1 if one_row else min(rows, fitting)
-        reasons["train", "micro_batch"] = (
-            f"a rank has {rows} rows a step; {fitting} x {job.data.sequence_length} tokens "
-            f"stay within {MICRO_BATCH_TOKENS}"
-        )
+        micro_batch, reasons["train", "micro_batch"] = _micro_batch(job, processes)
         train = train.model_copy(update={"micro_batch": micro_batch})
+
+    for field, fast, slow in (("loss", "fused", "plain"), ("kernels", "compiled", "eager")):
+        if getattr(train, field) == "auto":
+            chosen, reasons["train", field] = _fast_path(job, machine, processes, fast, slow)
+            train = train.model_copy(update={field: chosen})
 
     evaluate = job.evaluate
     if evaluate.every == "auto":
@@ -74,11 +73,50 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
     resolved = job.model_copy(
         update={"launch": launch, "train": train, "evaluate": evaluate, "data": data}
     )
-    if isinstance(job.strategy, DeepSpeed) and job.strategy.config is not None:
-        found = deepspeed_json.read(job.strategy, _facts(resolved))
+    if file := _file(job):
+        found = deepspeed_json.read(file, _facts(resolved))
         resolved = resolved.model_copy(update={"strategy": found.strategy})
-        reasons |= found.reasons
+        reasons = found.reasons | reasons
     return ResolvedJob(resolved, reasons)
+
+
+def _file(job: Job) -> DeepSpeed | None:
+    """The strategy, where it is described by a DeepSpeed file."""
+    strategy = job.strategy
+    return strategy if isinstance(strategy, DeepSpeed) and strategy.config is not None else None
+
+
+def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
+    """Rows of a forward pass: what a DeepSpeed file says, else what keeps a device busy."""
+    global_batch, length = job.train.global_batch, job.data.sequence_length
+    if (file := _file(job)) and (told := deepspeed_json.micro_batch(file, global_batch, processes)):
+        return told
+    mesh = job.strategy.mesh(processes)
+    rows = max(1, global_batch // mesh.data_ranks)
+    fitting = max(1, MICRO_BATCH_TOKENS // length)
+    one_row = job.data.packing and job.model.attention == "flash_attention_2"
+    micro_batch = 1 if one_row else min(rows, fitting)
+    stages = mesh.size_of("pipeline")
+    flowing = max(1, rows // (MICRO_BATCHES_A_STAGE * stages))
+    if stages > 1 and flowing < micro_batch:
+        return flowing, (
+            f"{rows} rows a step make {-(-rows // flowing)} micro-batches, so that {stages} "
+            "stages wait little for each other"
+        )
+    return micro_batch, (
+        f"a rank has {rows} rows a step; {fitting} x {length} tokens "
+        f"stay within {MICRO_BATCH_TOKENS}"
+    )
+
+
+def _fast_path(job: Job, machine: Machine, processes: int, fast: str, slow: str) -> tuple[str, str]:
+    """Layers that are cut, or that DeepSpeed hooks into, are left as transformers writes them."""
+    if not machine.gpus:
+        return slow, "no GPU was found"
+    mesh = job.strategy.mesh(processes)
+    if isinstance(job.strategy, DeepSpeed) or mesh.data_ranks != mesh.size:
+        return slow, f"strategy {job.strategy.type} works on layers as they are"
+    return fast, "a GPU was found"
 
 
 def _facts(job: Job) -> deepspeed_json.Facts:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from shardtune.core.document import KeyPath
+from shardtune.core.machine import Machine
 from shardtune.errors import JobError, Problem
-from shardtune.job import Job, LoRA, NoAdapter
+from shardtune.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.strategies import DeepSpeed
+from shardtune.strategies.deepspeed import ZeRO
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,50 @@ def _processes(job: Job) -> int:
     return job.launch.processes if isinstance(job.launch.processes, int) else 1
 
 
+def _shares(job: Job) -> int:
+    """Into how many shares the rows of a step go: ranks with parts of one model share theirs."""
+    return job.strategy.mesh(_processes(job)).data_ranks
+
+
 def _at_once(job: Job) -> int:
     micro_batch = job.train.micro_batch
-    return micro_batch * _processes(job) if isinstance(micro_batch, int) else 0
+    return micro_batch * _shares(job) if isinstance(micro_batch, int) else 0
+
+
+def _slices(job: Job) -> int:
+    return job.strategy.mesh(_processes(job)).size_of("tensor")
+
+
+def _schedule(job: Job) -> str:
+    """The order in which the stages of a pipeline work; nothing where there are none."""
+    order = job.strategy.layout().pipelining
+    return order.kind if order is not None and order.kind != "layers" else ""
 
 
 def _variant(job: Job) -> str:
     return job.adapter.variant if isinstance(job.adapter, LoRA) else ""
+
+
+def _trains_modules(job: Job) -> bool:
+    """Whether whole modules are trained; only the model can tell whether the right ones are."""
+    adapter = job.adapter
+    return isinstance(adapter, NoAdapter) or (
+        isinstance(adapter, LoRA) and bool(adapter.modules_to_save)
+    )
+
+
+def _bits(job: Job) -> int:
+    return job.train.optimizer.bits if isinstance(job.train.optimizer, AdamW) else 32
+
+
+def _offload(job: Job) -> ZeRO:
+    """Where DeepSpeed is to keep what; nowhere else than usual under other strategies."""
+    return job.strategy.zero_optimization if isinstance(job.strategy, DeepSpeed) else ZeRO()
+
+
+def _cuts_the_model(job: Job) -> bool:
+    mesh = job.strategy.mesh(_processes(job))
+    return mesh.data_ranks != mesh.size
 
 
 def _leaks(job: Job) -> list[str]:
@@ -77,7 +117,7 @@ RULES: tuple[Rule, ...] = (
         ("train", "micro_batch"),
         lambda job: _at_once(job) > job.train.global_batch,
         lambda job: (
-            f"micro_batch({job.train.micro_batch}) x processes({_processes(job)}) = "
+            f"micro_batch({job.train.micro_batch}) x processes({_shares(job)}) = "
             f"{_at_once(job)} > global_batch({job.train.global_batch})"
         ),
         "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
@@ -99,10 +139,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "every-rank-has-rows",
         ("launch", "processes"),
-        lambda job: _processes(job) > job.train.global_batch,
+        lambda job: _shares(job) > job.train.global_batch,
         lambda job: (
-            f"{_processes(job)} processes share {job.train.global_batch} rows a step: "
-            f"{_processes(job) - job.train.global_batch} would always be idle"
+            f"{_shares(job)} processes share {job.train.global_batch} rows a step: "
+            f"{_shares(job) - job.train.global_batch} would always be idle"
         ),
         "raise train.global_batch or start fewer processes",
     ),
@@ -141,11 +181,103 @@ RULES: tuple[Rule, ...] = (
         "use variant: plain, dora or rslora, or set model.quantization: none",
     ),
     Rule(
+        "new-tokens-are-trained",
+        ("model", "add_tokens"),
+        lambda job: bool(job.model.add_tokens) and not _trains_modules(job),
+        lambda job: (
+            f"{', '.join(job.model.add_tokens)} would never come to mean anything: an adapter "
+            f"({job.adapter.type}) by itself doesn't train the embedding"
+        ),
+        "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
+    ),
+    Rule(
         "fsdp-has-no-loss-scale",
         ("train", "precision"),
         lambda job: job.strategy.type == "fsdp" and job.train.precision == "fp16",
         lambda job: "fp16 needs a loss scale on which all shards agree; fsdp here has none",
         "set train.precision: bf16, or use strategy: {type: deepspeed}",
+    ),
+    Rule(
+        "quantised-weights-stay-in-memory",
+        ("model", "quantization"),
+        lambda job: (
+            job.model.quantization != "none" and _offload(job).offload_param.device == "nvme"
+        ),
+        lambda job: (
+            f"weights in {job.model.quantization}, and zero_optimization.offload_param into files: "
+            "DeepSpeed reads them back as numbers of the model's precision, which they are not"
+        ),
+        "set offload_param.device: cpu, or model.quantization: none",
+    ),
+    Rule(
+        "8-bit-moments-stay-on-the-device",
+        ("train", "optimizer", "bits"),
+        lambda job: _bits(job) == 8 and _offload(job).offload_optimizer.device != "none",
+        lambda job: (
+            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
+            "share would be unpacked to 32 bits in every update"
+        ),
+        "set train.optimizer.bits: 32, or offload_optimizer.device: none",
+    ),
+    Rule(
+        "tensor-has-no-loss-scale",
+        ("train", "precision"),
+        lambda job: (
+            job.strategy.type != "fsdp" and _slices(job) > 1 and job.train.precision == "fp16"
+        ),
+        lambda job: "fp16 needs a loss scale on which all slices agree; tensor here has none",
+        "set train.precision: bf16",
+    ),
+    Rule(
+        "tensor-slices-plain-weights",
+        ("model", "quantization"),
+        lambda job: _slices(job) > 1 and job.model.quantization != "none",
+        lambda job: (
+            f"{job.model.quantization} packs weights in blocks that run across the borders of "
+            f"tensor({_slices(job)})'s slices"
+        ),
+        "set model.quantization: none, or use strategy: {type: fsdp}",
+    ),
+    Rule(
+        "tensor-has-no-dora",
+        ("adapter", "variant"),
+        lambda job: _slices(job) > 1 and _variant(job) == "dora",
+        lambda job: (
+            "dora measures whole columns of each weight in every forward pass; under "
+            f"tensor({_slices(job)}) a rank has slices of them"
+        ),
+        "use variant: plain, rslora or pissa",
+    ),
+    Rule(
+        "pipeline-has-no-loss-scale",
+        ("train", "precision"),
+        lambda job: (
+            job.strategy.type in ("pipeline", "layers")
+            and _slices(job) == 1
+            and job.train.precision == "fp16"
+        ),
+        lambda job: "fp16 needs a loss scale on which all stages agree; there is none here",
+        "set train.precision: bf16",
+    ),
+    Rule(
+        "compiled-layers-are-whole",
+        ("train", "kernels"),
+        lambda job: job.train.kernels == "compiled" and _cuts_the_model(job),
+        lambda job: (
+            f"{job.strategy.type} reaches into layers while they run, where compiled ones are "
+            "closed"
+        ),
+        "set train.kernels: eager",
+    ),
+    Rule(
+        "zero-bubble-needs-whole-weights",
+        ("strategy", "tensor"),
+        lambda job: _schedule(job) == "zero_bubble" and _slices(job) > 1,
+        lambda job: (
+            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
+            f"can't do for the slices of tensor({_slices(job)})"
+        ),
+        "use schedule: interleaved, which waits little too, or tensor: 1",
     ),
     Rule(
         "checkpoint-interval",
@@ -157,15 +289,48 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(job: Job, place: Callable[[KeyPath], str]) -> None:
-    """Raises JobError with every rule that the job breaks."""
+def check(job: Job, place: Callable[[KeyPath], str], machine: Machine | None = None) -> None:
+    """Raises JobError with every rule that the job breaks. Where it is to run on `machine`, which
+    is this one, also with what it lacks."""
     problems = [
         Problem(place(rule.key), rule.fact(job), rule.fix) for rule in RULES if rule.broken(job)
     ]
+    found: list[Problem] = []
+    problems += [Problem(place(("strategy",)), each.fact, each.fix) for each in _mesh_problems(job)]
     if isinstance(job.strategy, DeepSpeed):
-        problems += [
-            Problem(place(tuple(each.place.split("."))), each.fact, each.fix)
-            for each in job.strategy.problems()
-        ]
+        found += job.strategy.problems(_processes(job))
+    if machine is not None:
+        found += _lacking(job, machine)
+    problems += [
+        Problem(place(tuple(each.place.split("."))), each.fact, each.fix) for each in found
+    ]
     if problems:
         raise JobError(problems)
+
+
+def _lacking(job: Job, machine: Machine) -> list[Problem]:
+    """Packages that aren't installed, and what the strategy needs besides."""
+    needed = {
+        "strategy.type": ("deepspeed", "deepspeed", isinstance(job.strategy, DeepSpeed)),
+        "train.optimizer.bits": ("bitsandbytes", "quant", _bits(job) == 8),
+        "model.quantization": ("bitsandbytes", "quant", job.model.quantization != "none"),
+    }
+    problems = [
+        Problem(place, f"{package} is not installed", f"pip install 'shardtune[{extra}]'")
+        for place, (package, extra, used) in needed.items()
+        if used and find_spec(package) is None
+    ]
+    if isinstance(job.strategy, DeepSpeed):
+        problems += job.strategy.problems_here(gpu=machine.gpus > 0)
+    return problems
+
+
+def _mesh_problems(job: Job) -> tuple[Problem, ...]:
+    """A mesh that doesn't multiply out to the processes that are to be started."""
+    if isinstance(job.strategy, DeepSpeed):
+        return ()  # it has a word of its own for its groups
+    try:
+        job.strategy.mesh(_processes(job)).require(_processes(job))
+    except JobError as error:
+        return error.problems
+    return ()

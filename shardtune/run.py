@@ -25,6 +25,7 @@ from shardtune.core.progress import Progress
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
 from shardtune.errors import RunError
 from shardtune.evaluate.judge import Judge
+from shardtune.forecast import Forecast
 from shardtune.job import AdamW, Job, NoAdapter
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
@@ -50,6 +51,8 @@ class Run:
     data: Mapping[str, str]
     """The digest of each data set."""
     saver: Saver
+    foretold: Forecast | None = None
+    """What was predicted for it; None for a model or a device that the planner doesn't know."""
 
     def begin(self) -> Progress:
         """Writes down what is about to run, and looks at the model as it is."""
@@ -210,10 +213,22 @@ class Run:
                     "kind": self.job.adapter.type,
                     "largest_difference": difference,
                 },
+                "forecast": self._beside_forecast(progress, peak),
             }
             self.files.write_report(report)
         self.world.wait()
         return report
+
+    def _beside_forecast(self, progress: Progress, peak_gib: float) -> dict[str, Any] | None:
+        """Predicted beside measured; of a processor we can measure only what the engine holds."""
+        if self.foretold is None:
+            return None
+        on_gpu = self.world.device != "cpu"
+        return self.foretold.beside(
+            self.engine.held(),
+            peak=peak_gib * GIB if on_gpu else None,
+            tokens_per_second=progress.tokens_per_second if on_gpu else None,
+        )
 
     def _before_and_after(self, results: list[EvalResult]) -> dict[str, Any]:
         before = self.files.evaluations(step=0)

@@ -9,6 +9,8 @@ from typing import Any
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.checkpoint.saver import Saver
 from shardtune.core.cache import cache_dir
+from shardtune.core.families import require_divisible
+from shardtune.core.machine import Machine
 from shardtune.core.progress import Progress
 from shardtune.core.wish import Wish
 from shardtune.core.world import World
@@ -16,6 +18,7 @@ from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.data.prepared import PreparedData
 from shardtune.evaluate.judge import Judge
+from shardtune.fit import look
 from shardtune.health import Health, naming_memory
 from shardtune.job import Job
 from shardtune.launch.join import join
@@ -53,7 +56,8 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
             files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
             keep, background = job.save.keep, job.save.background
             saver = Saver(files.checkpoints, world, keep=keep, background=background)
-            run = Run(job, world, engine, judge, files, view, inputs.data.digests(), saver)
+            digests, foretold = inputs.data.digests(), look(job, Machine.here())
+            run = Run(job, world, engine, judge, files, view, digests, saver, foretold)
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
             world.pulse.enter("finish")
@@ -124,21 +128,24 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     tokenizer = load.load_tokenizer(job.model)
     load.check_fits_data(config, tokenizer, job.data.sequence_length)
     load.check_weights(job.model, job.adapter, config)
+    require_divisible(config, job.strategy.mesh(int(job.launch.processes)))
     stops = load.stop_ids(job.model, tokenizer)
     data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
     return Inputs(tokenizer, stops, data)
 
 
 def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:
-    """This rank's share of every step."""
+    """This rank's share of every step. Ranks that hold parts of one model share their rows."""
+    mesh = job.strategy.mesh(world.size)
+    mesh.require(world.size)
     return Loader(
         inputs.data,
         job.data,
         seed=job.train.seed,
         global_batch=job.train.global_batch,
         micro_batch=int(job.train.micro_batch),
-        rank=world.rank,
-        ranks=world.size,
+        rank=mesh.data_rank(world.rank),
+        ranks=mesh.data_ranks,
         pad_id=inputs.tokenizer.pad_token_id or 0,
         epochs=job.train.epochs,
     )

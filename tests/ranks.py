@@ -1,13 +1,16 @@
 """Runs a function on several real gloo ranks.
 
 Ranks are forked from a server process that has torch and transformers imported already, so a test
-pays a fraction of a second for them, not their imports.
+pays a fraction of a second for them, not their imports. Where they hang, the failure shows what
+each of them was doing.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import queue
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,18 +20,21 @@ from typing import Any
 from shardtune.core.world import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "peft"])
-TIMEOUT = 240
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+TIMEOUT = 240  # seconds without an answer of any rank
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT
+) -> list[Any]:
     """`function(world, *arguments)` on each rank; returns what each one returned, by rank."""
     answers = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
         processes = [
             _CONTEXT.Process(
-                target=_rank, args=(rank, ranks, store, answers, function, arguments), daemon=True
+                target=_rank,
+                args=(rank, ranks, Path(folder), timeout, answers, function, arguments),
+                daemon=True,
             )
             for rank in range(ranks)
         ]
@@ -37,7 +43,11 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
         try:
             found: dict[int, Any] = {}
             for _ in processes:
-                rank, answer, error = answers.get(timeout=TIMEOUT)
+                try:
+                    rank, answer, error = answers.get(timeout=timeout)
+                except queue.Empty:
+                    silent = [rank for rank in range(ranks) if rank not in found]
+                    raise AssertionError(_hang(Path(folder), silent, timeout)) from None
                 if error:
                     raise AssertionError(f"rank {rank} failed:\n{error}")
                 found[rank] = answer
@@ -49,10 +59,22 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
     return [found[rank] for rank in range(ranks)]
 
 
+def _hang(folder: Path, silent: list[int], timeout: float) -> str:
+    """Where each rank stood that has not answered."""
+    files = {rank: _stacks(folder, rank) for rank in silent}
+    stacks = [f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists()]
+    return "\n".join([f"ranks {silent} gave no answer in {timeout} s", *stacks])
+
+
+def _stacks(folder: Path, rank: int) -> Path:
+    return folder / f"stacks-{rank}"
+
+
 def _rank(
     rank: int,
     ranks: int,
-    store: str,
+    folder: Path,
+    timeout: float,
     answers: Any,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -62,11 +84,12 @@ def _rank(
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    stacks = _stacks(folder, rank).open("w")
+    faulthandler.dump_traceback_later(0.6 * timeout, file=stacks)  # well before we are given up
     try:
         if ranks > 1:
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
-            )
+            store = dist.FileStore(str(folder / "store"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         answer = function(World(rank, ranks, rank), *arguments)
         if ranks > 1:
             dist.destroy_process_group()

@@ -247,6 +247,11 @@ def only_a_pickle(model: Path) -> None:
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious()))
 
 
+def no_tokenizer(model: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (model / file).unlink()
+
+
 def escaping_template(model: Path) -> None:
     text = "{{ cycler.__init__.__globals__.os.system('" + CANARY + "') }}"
     (model / "chat_template.jinja").write_text(text, encoding="utf-8")
@@ -303,6 +308,22 @@ INPUTS = {
         {"a.jsonl": rows({"messages": [{"role": "assistant", "content": "x"}]})},
         model=escaping_template,
     ),
+    "no tokenizer": Bad(
+        "model.name", "the folder './model' has no tokenizer: no tokenizer.json",
+        "tokenizer.save_pretrained", FOLDER, model=no_tokenizer,
+    ),
+    "new token that is there": Bad(
+        "model.add_tokens.0", "'<|im_end|>' is a token of this model already (id 259)",
+        "leave it out", job_text(model="{name: tiny, add_tokens: ['<|im_end|>']}"),
+    ),
+    "new tokens that nothing trains": Bad(
+        "adapter.modules_to_save", "rows of new tokens (1) in embed_tokens would never be trained",
+        "modules_to_save: [norm, embed_tokens]",
+        job_text(
+            model="{name: tiny, add_tokens: ['<|a|>']}",
+            adapter="{type: lora, modules_to_save: [norm]}",
+        ),
+    ),
     "tokenizer of another model": Bad(
         "model.name", "the tokenizer has 260 tokens, the model embeds 100", "belongs to the model",
         FOLDER, model=with_json("config.json", vocab_size=100),
@@ -330,6 +351,19 @@ INPUTS = {
     "unknown kind of file": Bad(
         "a.dat", "its kind can't be told", "give it as JSONL", data("a.dat", "completion"),
         {"a.dat": b"\0\1\2"},
+    ),
+    "no Parquet": Bad(
+        "a.parquet", "is no Parquet file: it starts with b'id,text\\n1,a\\n'", "fetch it again",
+        data("a.parquet", "completion"), {"a.parquet": "id,text\n1,a\n"},
+    ),
+    "empty Parquet": Bad(
+        "a.parquet", "is no Parquet file: it is empty", "fetch it again",
+        data("a.parquet", "completion"), {"a.parquet": b""},
+    ),
+    "note of Git LFS": Bad(
+        "a.parquet", "is not the data but Git LFS's note", "git lfs pull",
+        data("a.parquet", "completion"),
+        {"a.parquet": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"},
     ),
     "broken Parquet": Bad(
         "a.parquet", "can't be read as Parquet", "write the file again",

@@ -55,7 +55,9 @@ save: {directory: whole, every: 10}
 """
 pytestmark = pytest.mark.slow
 SHORT = 6  # steps of the runs that are compared with the beginning of the whole one
-MEASURED = {"seconds", "tokens_per_second", "seconds_left", "memory_gib"}
+MEASURED = {
+    "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation"
+}  # fmt: skip
 PROMPT = "Say the number 7."
 KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH")  # of our environment
 

@@ -28,6 +28,8 @@ def test_a_plan_carries_the_jobs_settings() -> None:
         schedule=Schedule("linear", 1e-3, 3, 50),
         max_grad_norm=None,
         seed=7,
+        micro_batch=1,  # `auto`, which a resolved job has no more
+        accumulation=4,  # 16 rows over four ranks
     )
     assert plan.strategy == DDP()
     assert plan.mesh.size == 4

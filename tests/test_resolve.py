@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from shardtune.core.machine import Machine
+from shardtune.errors import JobError
 from shardtune.job import Job
 from shardtune.resolve import ResolvedJob, resolve
 from tests.jobs import make_job
@@ -67,6 +71,40 @@ def test_the_micro_batch(length: int, global_batch: int, processes: int, expecte
     assert f"x {length} tokens stay within 4096" in told
 
 
+@pytest.mark.parametrize(
+    ("file", "expected", "told"),
+    [
+        ('{\n"train_micro_batch_size_per_gpu": 3}', 3, "ds.json:2"),
+        (
+            '{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "auto"}',
+            4,
+            "ds.json:1: global_batch(16) / (gradient_accumulation_steps(2) x ranks(2))",
+        ),
+        (
+            '{"train_micro_batch_size_per_gpu": "auto"}',
+            8,
+            "a rank has 8 rows a step; 64 x 64 tokens stay within 4096",
+        ),
+    ],
+)
+def test_a_deepspeed_file_decides_the_micro_batch_that_the_job_leaves_open(
+    tmp_path: Path, file: str, expected: int, told: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(file)
+    sections: dict[str, Any] = {
+        "strategy": {"type": "deepspeed", "config": str(path)},
+        "data": {"sequence_length": 64},
+        "launch": {"processes": 2},
+    }
+    resolved = resolve(make_job(**sections), LAPTOP)
+    assert resolved.job.train.micro_batch == expected
+    assert reason(resolved, "train.micro_batch") == told
+    if expected == 3:
+        with pytest.raises(JobError, match=r"is 3, but the job's train.micro_batch makes it 5"):
+            resolve(make_job(**sections, train={"micro_batch": 5}), LAPTOP)
+
+
 def test_one_pass_where_nothing_is_said() -> None:
     resolved = resolve(make_job(), LAPTOP)
     assert (resolved.job.train.steps, resolved.job.train.epochs) == (None, 1.0)
@@ -124,3 +162,16 @@ def test_the_job_itself_is_left_alone() -> None:
     job = make_job()
     resolve(job, SERVER)
     assert job == make_job()
+
+
+def test_stages_get_micro_batches_enough() -> None:
+    job = make_job(
+        strategy={"type": "pipeline", "stages": 2},
+        train={"global_batch": 64},
+        data={"sequence_length": 256},
+    )
+    found = resolve(job, Machine(cores=2, gpus=0), ranks=4)
+    assert found.job.train.micro_batch == 4  # 64 / 2 rows of a pipeline, in 4 x 2 micro-batches
+    assert found.reasons["train", "micro_batch"] == (
+        "32 rows a step make 8 micro-batches, so that 2 stages wait little for each other"
+    )

@@ -19,6 +19,10 @@ def source(path: str, **more: Any) -> dict[str, Any]:
     return {"path": path, "format": "completion", **more}
 
 
+def zero(**settings: Any) -> dict[str, Any]:
+    return {"type": "deepspeed", "zero_optimization": settings}
+
+
 # Of each rule: the sections that break it, and the problem that is told.
 BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
     "steps-or-epochs": (
@@ -90,12 +94,120 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "use variant: plain, dora or rslora, or set model.quantization: none",
         ),
     ),
+    "new-tokens-are-trained": (
+        {"model": {"name": "m", "add_tokens": ["<|a|>", "<|b|>"]}, "adapter": {"type": "lora"}},
+        Problem(
+            "model.add_tokens",
+            "<|a|>, <|b|> would never come to mean anything: an adapter (lora) by itself doesn't "
+            "train the embedding",
+            "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
+        ),
+    ),
     "fsdp-has-no-loss-scale": (
         {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
         Problem(
             "train.precision",
             "fp16 needs a loss scale on which all shards agree; fsdp here has none",
             "set train.precision: bf16, or use strategy: {type: deepspeed}",
+        ),
+    ),
+    "quantised-weights-stay-in-memory": (
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora"},
+            "strategy": zero(stage=3, offload_param={"device": "nvme", "nvme_path": "swap"}),
+        },
+        Problem(
+            "model.quantization",
+            "weights in nf4, and zero_optimization.offload_param into files: DeepSpeed reads them "
+            "back as numbers of the model's precision, which they are not",
+            "set offload_param.device: cpu, or model.quantization: none",
+        ),
+    ),
+    "8-bit-moments-stay-on-the-device": (
+        {
+            "strategy": zero(stage=2, offload_optimizer={"device": "cpu"}),
+            "train": {"optimizer": {"type": "adamw", "bits": 8}},
+        },
+        Problem(
+            "train.optimizer.bits",
+            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
+            "share would be unpacked to 32 bits in every update",
+            "set train.optimizer.bits: 32, or offload_optimizer.device: none",
+        ),
+    ),
+    "tensor-has-no-loss-scale": (
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all slices agree; tensor here has none",
+            "set train.precision: bf16",
+        ),
+    ),
+    "tensor-slices-plain-weights": (
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "model.quantization",
+            "nf4 packs weights in blocks that run across the borders of tensor(2)'s slices",
+            "set model.quantization: none, or use strategy: {type: fsdp}",
+        ),
+    ),
+    "tensor-has-no-dora": (
+        {
+            "adapter": {"type": "lora", "variant": "dora"},
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+        },
+        Problem(
+            "adapter.variant",
+            "dora measures whole columns of each weight in every forward pass; under tensor(2) a "
+            "rank has slices of them",
+            "use variant: plain, rslora or pissa",
+        ),
+    ),
+    "pipeline-has-no-loss-scale": (
+        {
+            "strategy": {"type": "pipeline", "stages": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all stages agree; there is none here",
+            "set train.precision: bf16",
+        ),
+    ),
+    "compiled-layers-are-whole": (
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"kernels": "compiled"},
+        },
+        Problem(
+            "train.kernels",
+            "tensor reaches into layers while they run, where compiled ones are closed",
+            "set train.kernels: eager",
+        ),
+    ),
+    "zero-bubble-needs-whole-weights": (
+        {
+            "strategy": {"type": "pipeline", "stages": 2, "schedule": "zero_bubble", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "strategy.tensor",
+            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
+            "can't do for the slices of tensor(2)",
+            "use schedule: interleaved, which waits little too, or tensor: 1",
         ),
     ),
     "checkpoint-interval": (
@@ -142,6 +254,19 @@ def test_all_that_is_broken_is_told_at_once() -> None:
     ]
 
 
+def test_a_mesh_that_does_not_multiply_out_is_told_with_the_rest() -> None:
+    job = resolved(
+        strategy={"type": "fsdp", "tensor": 2},
+        launch={"processes": 5},
+        train={"steps": 3, "epochs": 1.0},
+    )
+    first, second = problems(job)
+    assert first.place == "train.steps"
+    assert second.place == "strategy"
+    assert second.fact == "shard(3) x tensor(2) = 6 != 5 ranks"
+    assert "4 or 6 processes" in second.fix
+
+
 GOOD: dict[str, dict[str, dict[str, Any]]] = {
     "the smallest": {},
     "a rate that peaks in the last step": {"train": {"steps": 10, "warmup_steps": 9}},
@@ -152,6 +277,14 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
     "a row for each rank": {"train": {"global_batch": 5}, "launch": {"processes": 5}},
     "a checkpoint at the end": {"train": {"steps": 10}, "save": {"every": 10}},
     "checkpoints in a run of unknown length": {"train": {"epochs": 1.0}, "save": {"every": 10}},
+    "new tokens, trained with all weights": {
+        "model": {"name": "m", "add_tokens": ["<|a|>"]},
+        "adapter": {"type": "none"},
+    },
+    "new tokens, trained beside an adapter": {
+        "model": {"name": "m", "add_tokens": ["<|a|>"]},
+        "adapter": {"type": "lora", "modules_to_save": ["embed_tokens"]},
+    },
     "one name on both sides": {
         "data": {"train": [source("a.jsonl", name="x")], "eval": [source("b.jsonl", name="x")]}
     },
@@ -167,3 +300,69 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", GOOD)
 def test_what_is_allowed_is_not_refused(name: str) -> None:
     check(resolved(**GOOD[name]), dotted)
+
+
+# What depends on the machine ---------------------------------------------------------------------
+
+GPU = Machine(cores=4, gpus=1)
+NO_GPU = Machine(cores=4, gpus=0)
+EVERYTHING = {
+    "train": {"optimizer": {"type": "adamw", "bits": 8}},
+    "model": {"name": "m", "quantization": "nf4"},
+    "adapter": {"type": "lora"},
+    "strategy": zero(stage=3, zero_quantized_weights=True),
+}
+
+
+def told(job: Job, machine: Machine | None) -> list[tuple[str, str]]:
+    try:
+        check(job, dotted, machine)
+    except JobError as error:
+        return [(problem.place, problem.fact) for problem in error.problems]
+    return []
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.rules.find_spec", lambda name: name)
+    monkeypatch.setattr("shardtune.strategies.deepspeed_limits.find_library", lambda name: name)
+
+
+@pytest.mark.usefixtures("installed")
+def test_quantised_collectives_are_refused_where_there_is_no_gpu() -> None:
+    job = resolved(**EVERYTHING)
+    assert told(job, NO_GPU) == [
+        (
+            "strategy.zero_optimization.zero_quantized_weights",
+            "DeepSpeed's quantised collectives are written for GPUs, and there is none here",
+        )
+    ]
+    assert told(job, GPU) == []
+    assert told(job, None) == []  # it may be meant for another machine
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.rules.find_spec", lambda name: None)
+    assert told(resolved(**EVERYTHING), GPU) == [
+        ("strategy.type", "deepspeed is not installed"),
+        ("train.optimizer.bits", "bitsandbytes is not installed"),
+        ("model.quantization", "bitsandbytes is not installed"),
+    ]
+    assert told(resolved(), GPU) == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_files_need_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"device": "nvme", "nvme_path": "swap"}
+    job = resolved(strategy=zero(stage=3, offload_optimizer=files))
+    assert told(job, NO_GPU) == []
+    monkeypatch.setattr("shardtune.strategies.deepspeed_limits.find_library", lambda name: None)
+    place = "strategy.zero_optimization.offload_optimizer.device"
+    assert told(job, NO_GPU) == [(place, "nvme needs libaio, which isn't installed here")]
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused_before_they_are_started() -> None:
+    job = resolved(strategy=zero(stage=3, zero_hpz_partition_size=3), launch={"processes": 4})
+    place = "strategy.zero_optimization.zero_hpz_partition_size"
+    assert told(job, None) == [(place, "groups of 3 don't divide 4 ranks")]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardtune.core.layout import Home, Layout, Op, State
+from shardtune.core.layout import Home, Layout, Move, Op, Per, State
 from shardtune.core.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a model and its training take, undivided."""
+    """What a model and its training take, undivided; or the part of it that a rank works on.
+
+    Stages and slices of a model come first: `params` and the rest are then those of the rank's own
+    part, and the axes of data divide them further.
+    """
 
     params: int
     """All weights, frozen ones too, as they are stored between steps."""
@@ -19,6 +23,44 @@ class ModelBytes:
     grads: int
     optim: int
     """Moments; an engine that keeps masters has another `trained` of fp32 beside them."""
+    unsliced: int = 0
+    """Gradients of trained weights that tensor parallelism leaves whole, but computes in parts."""
+    idle: int = 0
+    """Of all weights, those that no backward pass comes to: a frozen embedding by itself."""
+    tied: int = 0
+    """Gradients of weights of which both the first and the last stage hold a copy."""
+    hidden: int = 0
+    """What flows between two layers for one micro-batch."""
+    embedded: int = 0
+    """The same, where its gradient is wanted: by an embedding that is trained."""
+    scores: float = 0
+    """One fp32 number for each token of a micro-batch whose logits are computed, on average."""
+    layers: int = 0
+    returns: int = 0
+    """Of these layers, those that hand a gradient back: not the first of a frozen embedding."""
+    starts: int = 0
+    """1 where the rank has the embedding."""
+    ends: int = 0
+    """1 where the rank has the head."""
+    borders: int = 0
+    """Borders between stages over which the rank sends, counted once for each direction."""
+
+    @property
+    def recalled(self) -> int:
+        """Weights that the backward pass needs again."""
+        return self.params - self.idle
+
+    def times(self, per: Per) -> int:
+        """How many of a move there are for a micro-batch, or a step."""
+        counts: dict[Per, int] = {
+            "model": 1,
+            "layer": self.layers,
+            "return": self.returns,
+            "start": self.starts,
+            "end": self.ends,
+            "border": self.borders,
+        }
+        return counts[per]
 
 
 @dataclass(frozen=True)
@@ -47,6 +89,29 @@ def predict_held(layout: Layout, mesh: Mesh, whole: ModelBytes) -> Held:
     )
 
 
+@dataclass(frozen=True)
+class Message:
+    """A declared move as a rank sends it: how large one is, and how many a step has."""
+
+    axis: str
+    move: Move
+    size: float
+    """Bytes of the tensor that it gathers or reduces."""
+    times: int
+
+
+def predict_messages(
+    layout: Layout, mesh: Mesh, whole: ModelBytes, *, microbatches: int
+) -> tuple[Message, ...]:
+    """Every collective that a rank takes part in during a step."""
+    found = []
+    for axis, move in layout.moves(mesh):
+        size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
+        times = microbatches if move.when == "micro_batch" else 1
+        found.append(Message(axis, move, size, times * whole.times(move.per)))
+    return tuple(found)
+
+
 def predict_sent(
     layout: Layout, mesh: Mesh, whole: ModelBytes, *, microbatches: int
 ) -> dict[Op, int]:
@@ -55,8 +120,7 @@ def predict_sent(
     A collective counts with the bytes of the tensor that it gathers or reduces.
     """
     sent: dict[Op, int] = {}
-    for axis, move in layout.moves(mesh):
-        size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
-        times = microbatches if move.when == "micro_batch" else 1
-        sent[move.op] = sent.get(move.op, 0) + round(size * times)
+    for each in predict_messages(layout, mesh, whole, microbatches=microbatches):
+        op = each.move.op
+        sent[op] = sent.get(op, 0) + round(each.size * each.times)
     return sent

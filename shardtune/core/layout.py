@@ -11,13 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardtune.core.mesh import WORLD, Mesh
+from shardtune.core.pipelining import Pipelining
 
 State = Literal["params", "grads", "optim", "activations"]
-Cargo = Literal["params", "trained", "grads", "activations"]
-"""What a collective carries: all weights or only those that are trained, and so on."""
+Cargo = Literal[
+    "params", "recalled", "trained", "grads", "unsliced", "tied", "hidden", "embedded", "scores"
+]
+"""What a message carries, named as in `ModelBytes`: weights, gradients, or what flows between
+layers."""
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
 When = Literal["step", "micro_batch"]
+Per = Literal["model", "layer", "return", "start", "end", "border"]
 Home = Literal["gpu", "cpu", "nvme"]
+By = Literal["share", "layers", "slices"]
+"""How an axis divides: every tensor evenly, whole layers to stages, or matrices into slices."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,10 @@ class Move:
     what: Cargo
     when: When
     scale: float = 1.0
+    per: Per = "model"
+    """How many of them there are: one, one for each layer of the rank, for each layer that hands a
+    gradient back, for the embedding or the head where the rank has it, or for each border between
+    stages over which the rank sends."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class AxisRule:
     moves: tuple[Move, ...] = ()
     copies: frozenset[State] = frozenset()
     """States of which a second copy is kept while a step runs, divided by this axis alone."""
+    by: By = "share"
 
 
 @dataclass(frozen=True)
@@ -49,14 +61,16 @@ class Layout:
     home: dict[State, Home] = field(default_factory=dict)
     masters: bool = False
     """Whether the optimizer keeps an fp32 copy of its own of what is trained."""
+    pipelining: Pipelining | None = None
+    """In which order the stages work, where an axis divides by layers."""
 
     def divisor(self, state: State, mesh: Mesh) -> int:
-        """Over how many ranks `state` is spread."""
-        product = 1
-        for rule in self.rules:
-            if state in rule.divides:
-                product *= mesh.size_of(rule.axis)
-        return product
+        """Over how many ranks `state` is spread evenly.
+
+        Stages and slices are uneven: what they leave to a rank is known only by the model's parts.
+        """
+        even = (rule for rule in self.rules if rule.by == "share" and state in rule.divides)
+        return math.prod(mesh.size_of(rule.axis) for rule in even)
 
     def held(self, state: State, size: int, mesh: Mesh) -> int:
         """The bytes of a state that a rank holds: its share, and its share of a second copy."""
@@ -74,9 +88,13 @@ class Layout:
         Weights are gathered whole; a gradient that one axis has divided is reduced over the next
         in that share.
         """
-        if cargo != "grads" or axis == WORLD:
+        if cargo not in ("grads", "unsliced", "tied") or axis == WORLD:
             return 1
-        before = [rule.axis for rule in self.rules if rule.axis != axis and "grads" in rule.divides]
+        before = [
+            rule.axis
+            for rule in self.rules
+            if rule.axis != axis and rule.by == "share" and "grads" in rule.divides
+        ]
         return math.prod(mesh.size_of(other) for other in before)
 
     def moves(self, mesh: Mesh) -> tuple[tuple[str, Move], ...]:

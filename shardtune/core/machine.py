@@ -14,10 +14,14 @@ class Machine:
 
     cores: int
     gpus: int
+    gpu_name: str = ""
+    """What the driver calls the first of them."""
+    memory: int = 0
+    """Bytes of main memory; 0 if unknown."""
 
     @staticmethod
     def here() -> Machine:
-        return Machine(cores=_cores(), gpus=_gpus())
+        return Machine(_cores(), _gpus(), _gpu_name(), _memory())
 
 
 def _cores() -> int:
@@ -25,8 +29,29 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else (os.cpu_count() or 1)
 
 
+def _memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def _driver() -> Path:
+    """Where NVIDIA's driver tells of each GPU."""
+    return Path("/proc/driver/nvidia/gpus")
+
+
+def _gpu_name() -> str:
+    for file in sorted(_driver().glob("*/information")):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                return value.strip()
+    return ""
+
+
 def _gpus() -> int:
-    folder = Path("/proc/driver/nvidia/gpus")
+    folder = _driver()
     present = len(list(folder.iterdir())) if folder.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardtune.errors import JobError, Problem
 
 WORLD = "world"
 """The name under which a rule speaks of all axes at once."""
+ORDER = ("pipeline", "replicate", "data", "shard", "tensor")
+"""Outermost first. Neighbours talk most: tensor parallelism inside a node, stages between them."""
+MODEL_AXES = frozenset({"pipeline", "tensor"})
+"""Along these ranks hold parts of one model and share their rows; along all others each has its
+own."""
 
 
 @dataclass(frozen=True)
@@ -17,22 +23,93 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
 
+    @classmethod
+    def around(cls, fixed: Mapping[str, int], free: str, ranks: int) -> Mesh:
+        """The mesh with these axes, of which `free` takes up the ranks that the others leave.
+
+        Where they don't divide the ranks it is the mesh of the nearest number that they do;
+        `require` then says so.
+        """
+        taken = math.prod(fixed.values())
+        sizes = {**fixed, free: max(1, (2 * ranks + taken) // (2 * taken))}  # rounded
+        axes = [(axis, sizes[axis]) for axis in ORDER if axis in sizes]
+        return cls(tuple((axis, size) for axis, size in axes if size > 1 or axis == free))
+
     @property
     def size(self) -> int:
         return math.prod(size for _, size in self.axes)
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares the rows of a step are divided."""
+        return math.prod(size for axis, size in self.axes if axis not in MODEL_AXES)
 
     def size_of(self, axis: str) -> int:
         """The size of an axis; one that isn't there has size one. WORLD is all of them together."""
         return self.size if axis == WORLD else dict(self.axes).get(axis, 1)
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis. The innermost axis runs fastest."""
+        found = {}
+        for axis, size in reversed(self.axes):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the rows a rank computes."""
+        place, share = self.coordinates(rank), 0
+        for axis, size in self.axes:
+            if axis not in MODEL_AXES:
+                share = share * size + place[axis]
+        return share
+
     def require(self, ranks: int) -> None:
         """Refuses a mesh that doesn't multiply out to the ranks at hand."""
         if self.size != ranks:
-            equation = " x ".join(f"{name}({size})" for name, size in self.axes)
             raise JobError(
                 Problem(
                     "strategy",
-                    f"{equation} = {self.size} != {ranks} ranks",
-                    f"start {self.size} processes, or change an axis",
+                    f"{self} = {self.size} != {ranks} ranks",
+                    f"start {self._startable(ranks)} processes, or, on {ranks}, use "
+                    f"{self._nearest(ranks)}",
                 )
             )
+
+    def _startable(self, ranks: int) -> str:
+        """The numbers of ranks on either side that leave every axis but the last of rows alone."""
+        free = [size for axis, size in self.axes if axis not in MODEL_AXES][-1:]
+        fixed = self.size // math.prod(free)
+        below = ranks // fixed * fixed
+        if below in (0, ranks):
+            return str(self.size)
+        return f"{below} or {below + fixed}"
+
+    def _nearest(self, ranks: int) -> Mesh:
+        """The mesh of exactly these ranks that changes the fewest model axes, and by the least.
+
+        Among equals the one that splits layers least: not every number divides the heads.
+        """
+
+        def far(sizes: tuple[int, ...]) -> tuple[int, float, int]:
+            pairs = [(new, *axis) for new, axis in zip(sizes, self.axes, strict=True)]
+            changed = sum(new != old for new, axis, old in pairs if axis in MODEL_AXES)
+            return changed, sum(abs(math.log(new / old)) for new, _, old in pairs), sizes[-1]
+
+        best = min(_factorings(ranks, len(self.axes)), key=far)
+        names = (axis for axis, _ in self.axes)
+        return Mesh(tuple(zip(names, best, strict=True)))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}({size})" for name, size in self.axes)
+
+
+def _factorings(number: int, parts: int) -> list[tuple[int, ...]]:
+    """Every way to write a number as a product of so many factors, in order."""
+    if parts <= 1:
+        return [(number,)]
+    return [
+        (first, *rest)
+        for first in range(1, number + 1)
+        if number % first == 0
+        for rest in _factorings(number // first, parts - 1)
+    ]

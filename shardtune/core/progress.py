@@ -23,6 +23,8 @@ class Progress:
     first_loss: float | None = None
     last_loss: float | None = None
     tokens_per_second: float = 0.0
+    utilisation: float | None = None
+    """The share of the time in which ranks computed, over the last steps."""
     skipped: int = 0
     """Steps whose gradient wasn't finite."""
     skipped_in_a_row: int = 0
@@ -55,6 +57,7 @@ class Progress:
             first_loss=result.loss if self.first_loss is None else self.first_loss,
             last_loss=result.loss,
             tokens_per_second=reading.tokens_per_second,
+            utilisation=reading.utilisation,
             skipped=self.skipped + (not result.applied),
             skipped_in_a_row=0 if result.applied else self.skipped_in_a_row + 1,
             stopped=wish > Wish.NONE,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from shardtune.core.schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Bits = Literal[32, 8]
+BLOCK = 256
+"""Numbers of an 8-bit moment that share a scale."""
+Loss = Literal["plain", "fused"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,15 @@ class OptimizerSetup:
     eps: float = 1e-8
     momentum: float = 0.0
     weight_decay: float = 0.0
+    bits: Bits = 32
+    """Of each moment; 8 adds an fp32 scale for each block of them."""
+
+    def moment_bytes(self, weights: Iterable[int]) -> int:
+        """What the moments of weights of so many elements take, undivided."""
+        moments = 2 if self.type == "adamw" else int(self.momentum > 0)
+        if self.bits == 32:
+            return moments * 4 * sum(weights)
+        return moments * sum(size + 4 * -(-size // BLOCK) for size in weights)
 
 
 @dataclass(frozen=True)
@@ -34,3 +48,5 @@ class EngineSetup:
     """Rows of one forward pass."""
     accumulation: int = 1
     """Micro-batches of a step on each rank; the last step of a run may have fewer."""
+    loss: Loss = "plain"
+    """`fused` never has all logits of a micro-batch at once."""

@@ -46,6 +46,8 @@ class StepResult:
     labels: int
     applied: bool = True
     """False when the gradient wasn't finite and the update was left out on every rank."""
+    busy: float | None = None
+    """Seconds in which a rank computed, on average over all; None where an engine can't tell."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Reading:
     tokens_per_second: float
     seconds_left: float
     memory_gib: float
+    utilisation: float | None = None
+    """The share of the time in which a rank computed, on average over all; None if unknown."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,9 @@ def _kind_of(source: Source, path: Path) -> Part:
         head = file.read(BLOCK)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(Problem(source.path, "is UTF-16 text", "save it as UTF-8"))
+    if head.startswith(b"version https://git-lfs."):
+        fact = "is not the data but Git LFS's note of where it lies"
+        raise DataError(Problem(source.path, fact, "fetch the file itself: git lfs pull"))
     if head.startswith(b"PAR1"):
         return ParquetGroups(path, (), 1, None)
     ending = path.suffix.lower()
@@ -124,6 +127,10 @@ def _kind_of(source: Source, path: Path) -> Part:
         return _object_or_lines(source, path)
     if ending in (".json", ".jsonl", ".ndjson") or first == b"{":
         return Lines(path, "json", 0, 0, 1, None)
+    if ending == ".parquet":
+        found = f"starts with {head[:12]!r}, not with b'PAR1'" if head else "is empty"
+        fact, fix = f"is no Parquet file: it {found}", "write or fetch it again"
+        raise DataError(Problem(source.path, fact, fix))
     shown = f"ends with {ending}" if ending else "has no ending"
     fact = f"its kind can't be told: it {shown} and holds no JSON"
     raise DataError(Problem(source.path, fact, f"give it as {KINDS}"))

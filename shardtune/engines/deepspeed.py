@@ -11,7 +11,7 @@ import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,17 +24,23 @@ from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout, State
 from shardtune.core.pieces import Piece, by_weight
 from shardtune.core.setup import EngineSetup
-from shardtune.core.step import EvalResult, MicroBatch, StepResult
+from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.world import World
 from shardtune.engines.deepspeed_pieces import stretched_pieces
-from shardtune.engines.deepspeed_start import require_async_io, start
-from shardtune.engines.deepspeed_states import States, states_of
-from shardtune.engines.loss import forward, loss_sum
+from shardtune.engines.deepspeed_stages import states_of
+from shardtune.engines.deepspeed_start import (
+    freed_memory_goes_back,
+    require_async_io,
+    start,
+)
+from shardtune.engines.deepspeed_states import States
 from shardtune.engines.native import COMPUTE, NativeEngine
 
 
 class DeepSpeedEngine(NativeEngine):
     """One optimizer step by DeepSpeed. `config` was derived from `layout`."""
+
+    alone = False
 
     def __init__(
         self,
@@ -50,50 +56,35 @@ class DeepSpeedEngine(NativeEngine):
             require_async_io(deepspeed)
         self._linear = nn.functional.linear
         stage = config["zero_optimization"]["stage"]
-        if stage == 3:
-            divide = _Divide(deepspeed, config, COMPUTE[setup.precision])
-            model = blueprint.in_parts(world.device, divide)
-        else:
-            model = blueprint.whole(world.device)
-        super().__init__(model, setup, world)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=dict(config), dist_init_required=False
-        )
+        with freed_memory_goes_back():
+            if stage == 3:
+                divide = _Divide(deepspeed, config, COMPUTE[setup.precision])
+                model = blueprint.in_parts(world.device, divide)
+            else:
+                model = blueprint.whole(world.device)
+            super().__init__(model, setup, world)
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self.optimizer, config=dict(config), dist_init_required=False
+            )
         self.states: States = states_of(self.engine, self.optimizer, layout, self._swap)
         self._passing = Held({})
 
-    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
-        """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
+    def _begin(self) -> None:
         self.engine.train()
-        tokens, labels = self._count(microbatches)
-        # DeepSpeed averages over ranks; the sum over label tokens wants no such division. Its
-        # division by the accumulation is switched off, so a step may have any number of them.
-        scale = self.world.size / max(1, labels)
-        pulse = self.world.pulse
-        self._losses = []
-        for index, batch in enumerate(microbatches):
-            self._seed(index)
-            self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            pulse.forward(*batch.input_ids.shape)
-            logits, targets = forward(self.engine, self._here(batch), select=self._select)
-            loss = loss_sum(logits, targets)
-            pulse.enter("backward")
-            self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
-            self._losses.append(loss.detach())
-            self._passing = _larger(self._passing, self.states.passing())
-        total = self._total()
-        pulse.enter("update")
-        rate = self.setup.schedule.at(self.taken)
-        norm, applied = self._update(rate)
-        self.taken += 1
-        return StepResult(
-            loss=total.item() / max(1, labels),
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=tokens,
-            labels=labels,
-            applied=applied,
-        )
+
+    def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
+        # DeepSpeed's own division by the accumulation is switched off: a step may have any number
+        # of micro-batches, and the scale says it all.
+        self.engine.set_gradient_accumulation_boundary(last)
+        loss = self._loss(batch)
+        self.world.pulse.enter("backward")
+        self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
+        self._passing = _larger(self._passing, self.states.passing())
+        return loss.detach()
+
+    def _module(self) -> nn.Module:
+        engine: nn.Module = self.engine
+        return engine
 
     def _update(self, rate: float) -> tuple[float, bool]:
         for group in self.engine.optimizer.param_groups:
@@ -128,15 +119,17 @@ class DeepSpeedEngine(NativeEngine):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
-        for name, parameter in self.trained.items():
-            for key, value in self.states.moments(parameter).items():
-                tensors[f"{key}.{name}"] = value
+        with self.states.unpacked():
+            for name, parameter in self.trained.items():
+                for key, value in self.states.moments(parameter).items():
+                    tensors[f"{key}.{name}"] = value
         return tensors, self._numbers()
 
     def pieces(self) -> tuple[list[Piece], dict[str, float]]:
         if not self.states.divided:
             return super().pieces()
-        return stretched_pieces(self.states, self.trained, self.world), self._numbers()
+        with self.states.unpacked():
+            return stretched_pieces(self.states, self.trained, self.world), self._numbers()
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         kept = by_weight(tensors)
@@ -154,9 +147,6 @@ class DeepSpeedEngine(NativeEngine):
         nn.functional.linear = self._linear  # ZeRO-3 has put its own in its place
         for folder in self._swap.values():
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
-        return [False] * len(microbatches)  # no rank can compute by itself
 
     def _numbers(self) -> dict[str, float]:
         return {"taken": float(self.taken), **self.states.scale_state()}

@@ -1,17 +1,18 @@
 """FSDP2: every rank keeps a share of each weight, gradient and optimizer state.
 
 A layer is gathered when it is needed and let go afterwards. The layout says over which axis shares
-are formed (`shard`) and over which they are repeated (`replicate`); both come from the mesh.
+are formed (`shard`) and over which they are repeated (`replicate`); both come from the mesh. Where
+it has an axis of slices (`tensor`) too, what is shared out is a slice of each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -25,14 +26,16 @@ from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.pieces import Piece
 from shardtune.core.setup import EngineSetup
-from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
+from shardtune.engines.mesh import device_mesh, peers
 from shardtune.engines.native import COMPUTE, NativeEngine
-from shardtune.engines.shares import divided_pieces
+from shardtune.engines.tensor import build_sliced, norm_of_spread
 
 
 class FSDPEngine(NativeEngine):
     """The native step on a model whose weights are spread."""
+
+    alone = False
 
     def __init__(
         self,
@@ -44,49 +47,57 @@ class FSDPEngine(NativeEngine):
         *,
         reshard_after_forward: bool,
     ) -> None:
-        device = torch.device(world.device)
         offload = layout.home.get("params", "gpu") == "cpu"
-        axes = [(name, size) for name, size in mesh.axes if name in ("replicate", "shard")]
-        device_mesh = init_device_mesh(
-            device.type,
-            tuple(size for _, size in axes),
-            mesh_dim_names=tuple(name for name, _ in axes),
+        groups = device_mesh(mesh, world)
+        divide = sharing(
+            setup, groups, offload=offload, reshard_after_forward=reshard_after_forward
         )
-        compute = COMPUTE[setup.precision]
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute if compute != torch.float32 else None,
-            reduce_dtype=torch.float32,  # sums of many small numbers
-            cast_forward_inputs=False,  # autocast decides, as it does without sharding
-        )
-        keeping: OffloadPolicy = (
-            CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-        )
-
-        def divide(part: nn.Module) -> None:
-            # peft's wrapper is passed by when a text is generated; the model inside never is.
-            inner = getattr(part, "get_base_model", None)
-            fully_shard(
-                inner() if inner else part,
-                mesh=device_mesh,
-                mp_policy=policy,
-                offload_policy=keeping,
-                reshard_after_forward=reshard_after_forward,
-            )
-
-        model = blueprint.in_parts("cpu" if offload else world.device, divide)
+        home = "cpu" if offload else world.device
+        slices = None
+        if mesh.size_of("tensor") > 1:  # a slice of a layer first, then a share of the slice
+            model, slices = build_sliced(blueprint, home, groups["tensor"], divide)
+        else:
+            model = blueprint.in_parts(home, divide)
         _prefetch(model)
         self._offload = offload
-        super().__init__(model, setup, world)
+        super().__init__(model, setup, world, peers(mesh, groups, world), slices)
 
     def pieces(self) -> tuple[list[Piece], dict[str, float]]:
-        moments = {name: self._moments(name) for name in self.trained}
-        return divided_pieces(self.trained, moments), self._numbers()
+        return self._spread_pieces(), self._numbers()
 
-    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
-        return [False] * len(microbatches)  # no rank can compute by itself
+    def _norm(self) -> float:
+        return norm_of_spread(self._gradients().values(), self.world)
 
     def _home(self) -> Home:
         return "cpu" if self._offload else "gpu"
+
+
+def sharing(
+    setup: EngineSetup, groups: DeviceMesh, *, offload: bool, reshard_after_forward: bool
+) -> Callable[[nn.Module], None]:
+    """Divides a part of a model into shares, over the axes that there are for it."""
+    rows = tuple(axis for axis in groups.mesh_dim_names or () if axis in ("replicate", "shard"))
+    compute = COMPUTE[setup.precision]
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute if compute != torch.float32 else None,
+        reduce_dtype=torch.float32,  # sums of many small numbers
+        cast_forward_inputs=False,  # autocast decides, as it does without sharding
+    )
+    pinned = groups.device_type == "cuda"
+    keeping = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+
+    def divide(part: nn.Module) -> None:
+        # peft's wrapper is passed by when a text is generated; the model inside never is.
+        inner = getattr(part, "get_base_model", None)
+        fully_shard(
+            inner() if inner else part,
+            mesh=groups[rows],
+            mp_policy=policy,
+            offload_policy=keeping,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    return divide
 
 
 def _prefetch(model: nn.Module) -> None:

@@ -18,31 +18,32 @@ def selects_logits(model: nn.Module) -> bool:
     return "logits_to_keep" in inspect.signature(inner.forward).parameters
 
 
-def forward(model: nn.Module, batch: MicroBatch, *, select: bool) -> tuple[Tensor, Tensor]:
-    """Logits and targets of the positions that are trained, as `[n, vocabulary]` and `[n]`.
+def kept_positions(batch: MicroBatch) -> Tensor:
+    """The positions at which some row has a label.
+
+    The output head runs only there. On data with long prompts that saves most of its work, and the
+    memory of its logits. They are found in main memory, where the batch lies: asking a GPU would
+    mean to wait for it.
+    """
+    kept = (batch.targets != IGNORED).any(dim=0).nonzero().squeeze(1)
+    if len(kept) == 0:  # every rank must still run its backward pass: keep one untrained position
+        kept = torch.zeros(1, dtype=torch.long, device=kept.device)
+    return kept
+
+
+def forward(model: nn.Module, batch: MicroBatch, kept: Tensor | None) -> Tensor:
+    """The model's answer at the positions in `kept`, at all of them if it is None.
+
+    Logits as `[n, vocabulary]`, unless the output head has been asked for something else.
 
     No attention mask is passed: padding stands behind the tokens that count, and restarting
     positions keep documents apart. A mask of ones would switch that separation off.
-
-    With `select` the output head runs only where some row has a label. On data with long prompts
-    that saves most of its work, and the memory of its logits.
     """
-    targets = batch.targets
-    if not select:
-        logits = model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).logits
-        return logits.flatten(0, 1), targets.flatten()
-    kept = (targets != IGNORED).any(dim=0).nonzero().squeeze(1)
-    if len(kept) == 0:  # every rank must still run its backward pass: keep one untrained position
-        kept = torch.zeros(1, dtype=torch.long, device=targets.device)
-    logits = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=kept,
+    where = {} if kept is None else {"logits_to_keep": kept}
+    answer: Tensor = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **where
     ).logits
-    return logits.flatten(0, 1), targets[:, kept].flatten()
+    return answer.flatten(0, 1) if answer.ndim == 3 else answer
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,18 +1,17 @@
-"""PyTorch's own tools: one process, or DDP over several. FSDP2 builds on it in `fsdp.py`."""
+"""PyTorch's own tools in one process. `ddp.py`, `fsdp.py` and others spread the same step out."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
@@ -20,12 +19,31 @@ from shardtune.core.pieces import Piece, by_weight, dealt
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
-from shardtune.engines.loss import forward, loss_sum, selects_logits
-from shardtune.engines.optimizer import make_optimizer
-from shardtune.engines.shares import divided_like, share_from
-from shardtune.engines.tensors import local, size_of, whole
+from shardtune.engines.eight_bit import is_8bit, packed, unpacked
+from shardtune.engines.fused_loss import fused_loss
+from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_logits
+from shardtune.engines.optimizer import make_optimizer, moment_tensors
+from shardtune.engines.shares import pieces_of, place_of, share_from
+from shardtune.engines.slices import Unsliced
+from shardtune.engines.stopwatch import Stopwatch
+from shardtune.engines.tensors import gathered, local, share_of, size_of, whole
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that compute other rows of the same step as this one."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+    """None is every rank."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Adds up over them, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
 
 
 class NativeEngine:
@@ -35,41 +53,50 @@ class NativeEngine:
     gradients meet (`_synchronising`) and in tensors that may be a rank's share of a larger one.
     """
 
-    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
+    fuses = True
+    """Whether the model's own forward pass ends with its output head."""
+    alone = True
+    """Whether a rank can run a micro-batch without the others."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setup: EngineSetup,
+        world: World,
+        peers: Peers | None = None,
+        slices: Unsliced | None = None,
+    ) -> None:
+        """Without `peers` every other rank is one: each has rows of its own."""
         self.setup = setup
+        self.slices = slices or Unsliced()
         self.world = world
+        self.peers = peers or Peers(world.rank, world.size)
         self.device = torch.device(world.device)
         self.model = model
-        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trained, setup.optimizer, setup.schedule.peak)
+        self.trained = self._find_trained()
+        # The update knows nothing of other ranks: it sees the shares, as weights of their own.
+        self.shares = {name: share_of(parameter) for name, parameter in self.trained.items()}
+        self.optimizer = make_optimizer(self.shares, setup.optimizer, setup.schedule.peak)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._losses: list[Tensor] = []
         self._select = selects_logits(model)
+        wished = self.fuses and slices is None and setup.loss == "fused"
+        self._fused = fused_loss(model) if wished else None
+        self._stopwatch = Stopwatch(self.device)
+
+    def _find_trained(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._begin()
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
-        scale = self.world.size / max(1, labels)
-        pulse = self.world.pulse
-        self._losses = []
-        for index, batch in enumerate(microbatches):
-            self._seed(index)
-            with self._synchronising(last=index == len(microbatches) - 1):
-                pulse.forward(*batch.input_ids.shape)
-                with self._autocast():
-                    logits, targets = forward(
-                        self._module(), self._here(batch), select=self._select
-                    )
-                loss = loss_sum(logits, targets)
-                pulse.enter("backward")
-                self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-            self._losses.append(loss.detach())
-        total = self._total()
-        pulse.enter("update")
+        total = self._backward(microbatches, scale=self.peers.size / max(1, labels))
+        self.world.pulse.enter("collective")
+        self.peers.sum(total)
+        self.world.pulse.enter("update")
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -80,21 +107,45 @@ class NativeEngine:
             tokens=tokens,
             labels=labels,
             applied=applied,
+            busy=self._busy(),
         )
+
+    def _backward(self, microbatches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
+        self._losses = []
+        for index, batch in enumerate(microbatches):
+            torch.manual_seed(self._seed_of(index))
+            self.world.pulse.forward(*batch.input_ids.shape)
+            with self._stopwatch.running():
+                loss = self._pass(batch, scale, last=index == len(microbatches) - 1)
+            self._losses.append(loss)
+        total = torch.zeros((), device=self.device)
+        for loss in self._losses:
+            total += loss
+        return total
+
+    def _busy(self) -> float:
+        """Seconds in which a rank computed forward and backward passes, on average over ranks."""
+        seconds = torch.tensor(self._stopwatch.read(), device=self.device)
+        if self.world.size > 1:
+            dist.all_reduce(seconds)
+        return float(seconds) / self.world.size
 
     def _update(self, rate: float) -> tuple[float, bool]:
         """Clips and applies the gradient, unless it isn't finite. All ranks see the same norm."""
+        self._meet()
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-        norm = whole(nn.utils.get_total_norm(gradients)).item()
+        norm = self._norm()
         applied = math.isfinite(norm)
         limit = self.setup.max_grad_norm
-        if limit is not None and applied and norm > limit:
-            torch._foreach_mul_(gradients, limit / norm)
+        if limit is not None and applied and norm > limit and self._gradients():
+            shares = [local(gradient) for gradient in self._gradients().values()]
+            torch._foreach_mul_(shares, limit / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if applied:
-            self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
+            with self._shares_bound():
+                self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
         self.scaler.update()
         return norm, applied
 
@@ -105,13 +156,9 @@ class NativeEngine:
         for batch in microbatches:
             self.world.pulse.enter("evaluate")
             with self._autocast():
-                logits, targets = forward(self.model, self._here(batch), select=self._select)
-            counted = targets != IGNORED
-            sums[0] += loss_sum(logits, targets)
-            sums[1] += ((logits.argmax(-1) == targets) & counted).sum()
-            sums[2] += counted.sum()
-        if self.world.size > 1:
-            dist.all_reduce(sums)
+                sums[:2] += self._judge(batch)
+            sums[2] += batch.labels
+        self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
 
@@ -122,7 +169,8 @@ class NativeEngine:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         if not seen:  # every loss was a number: it is a gradient that wasn't
             guilty = self._overflowing(microbatches)
-        wrong = (batch for batch, bad in zip(microbatches, guilty, strict=True) if bad)
+        # A pipeline has empty micro-batches behind these, and losses on its last rank only.
+        wrong = (batch for batch, bad in zip(microbatches, guilty, strict=False) if bad)
         return tuple(sample for batch in wrong for sample in batch.samples)
 
     def broken(self) -> tuple[str, ...]:
@@ -133,45 +181,46 @@ class NativeEngine:
         return self.model
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        return {name: whole(parameter.detach()) for name, parameter in self.trained.items()}
+        return self._own_weights()
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        return {name: self._whole(name, weight.detach()) for name, weight in self.trained.items()}
 
     def held(self) -> Held:
-        states = [s for kept in self.optimizer.state.values() for s in kept.values()]
-        moments = [s for s in states if isinstance(s, Tensor) and s.ndim > 0]
-        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+        moments = moment_tensors(self.optimizer)
         home = self._home()
         return Held(
             {
-                ("params", home): sum(size_of(p) for p in self.model.parameters()),
-                ("grads", home): sum(size_of(gradient) for gradient in gradients),
+                ("params", home): sum(size_of(p) for p in self.model.parameters() if not p.is_meta),
+                ("grads", home): sum(size_of(gradient) for gradient in self._gradients().values()),
                 ("optim", home): sum(size_of(moment) for moment in moments),
             }
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
-        for name in self.trained:
+        tensors = {f"weight.{name}": weight for name, weight in self._own_weights().items()}
+        for name, parameter in self.trained.items():
             for key, value in self._moments(name).items():
-                tensors[f"{key}.{name}"] = whole(value)
+                tensors[f"{key}.{name}"] = (
+                    self.slices.in_order(name, gathered(value, parameter)) if value.ndim else value
+                )
         return tensors, self._numbers()
 
     def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        """Every rank has everything: each saves some of the tensors."""
         tensors, numbers = self.state()
         return dealt(tensors, self.world.rank, self.world.size), numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                local(parameter).copy_(share_from(tensors, f"weight.{name}", parameter))
-        for name, kinds in by_weight(tensors).items():
-            parameter = self.trained[name]
-            for kind in kinds:
-                if kind == "step":  # one count a weight
-                    count = tensors[f"step.{name}"].to(parameter.device, copy=True)
-                    self.optimizer.state[parameter]["step"] = count
-                elif kind != "weight":
-                    share = share_from(tensors, f"{kind}.{name}", parameter)
-                    self.optimizer.state[parameter][kind] = divided_like(share, parameter)
+        kept = by_weight(tensors)
+        eight_bit = is_8bit(self.optimizer)
+        for name, parameter in self.trained.items():
+            found = {kind: self._share(tensors, kind, name) for kind in kept[name]}
+            with torch.no_grad():
+                local(parameter).copy_(found.pop("weight"))
+            if found:
+                state = packed(found, self.optimizer) if eight_bit else found
+                self.optimizer.state[self.shares[name]] = state
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -190,9 +239,30 @@ class NativeEngine:
         pass
 
     def _moments(self, name: str) -> Mapping[str, Tensor]:
-        """What the optimizer keeps for a weight; nothing before the first step."""
-        kept = self.optimizer.state.get(self.trained[name], {})
-        return {key: torch.as_tensor(value) for key, value in kept.items()}
+        """A weight's moments of this rank in fp32; none before the first step."""
+        kept = self.optimizer.state.get(self.shares[name], {})
+        return unpacked(kept) if kept and is_8bit(self.optimizer) else kept
+
+    def _share(self, tensors: Mapping[str, Tensor], kind: str, name: str) -> Tensor:
+        """This rank's share of a stored tensor; nothing else is read where that can be."""
+        parameter = self.trained[name]
+        if kind == "step":  # one count a weight
+            return tensors[f"step.{name}"].to(local(parameter).device, copy=True)
+        return share_from(tensors, f"{kind}.{name}", parameter, self.slices.boxes(name, parameter))
+
+    def _spread_pieces(
+        self, twin: int = 0, twins: int = 1, without: Collection[str] = ()
+    ) -> list[Piece]:
+        """What this rank saves of weights that are spread. A share that several hold, or `twins`
+        that no tensor knows of, is saved by one of them: another one for each weight."""
+        found = []
+        for number, (name, parameter) in enumerate(self.trained.items()):
+            place = place_of(parameter)
+            mine = number % (place.copies * twins) == place.copy * twins + twin
+            if mine and name not in without:
+                boxes = self.slices.boxes(name, parameter)
+                found += pieces_of(name, parameter, self._moments(name), boxes)
+        return found
 
     def _numbers(self) -> dict[str, float]:
         numbers = {"taken": float(self.taken)}
@@ -201,38 +271,76 @@ class NativeEngine:
             numbers |= {"scale": scaler["scale"], "growth": float(scaler["_growth_tracker"])}
         return numbers
 
+    @contextlib.contextmanager
+    def _shares_bound(self) -> Iterator[None]:
+        """Lets the update see weights and gradients where they now lie; FSDP2 moves them."""
+        divided = [
+            (parameter, share)
+            for parameter, share in zip(self.trained.values(), self.shares.values(), strict=True)
+            if share is not parameter
+        ]
+        for parameter, share in divided:
+            share.data = local(parameter.detach())
+            share.grad = None if parameter.grad is None else local(parameter.grad)
+        yield
+        for _, share in divided:
+            share.grad = None
+
     # Small parts of a step --------------------------------------------------------------------
 
-    def _total(self) -> Tensor:
-        """The step's loss, summed over all ranks."""
-        self.world.pulse.enter("collective")
-        total = torch.zeros((), device=self.device)
-        for loss in self._losses:
-            total += loss
-        if self.world.size > 1:
-            dist.all_reduce(total)
-        return total
-
-    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
-        """Which micro-batches of the last step make a gradient that isn't finite: each again, by
-        itself, without the other ranks. Under fp16 the loss scale is to blame, not a sample."""
-        if self.scaler.is_enabled():
-            return [False] * len(microbatches)
-        found = []
+    def _begin(self) -> None:
         self.model.train()
-        for index, batch in enumerate(microbatches):
-            self._seed(index, step=self.taken - 1)
-            self.optimizer.zero_grad(set_to_none=True)
-            with self._synchronising(last=False):
-                with self._autocast():
-                    logits, targets = forward(
-                        self._module(), self._here(batch), select=self._select
-                    )
-                loss_sum(logits, targets).backward()  # type: ignore[no-untyped-call]
-            gradients = (p.grad for p in self.trained.values() if p.grad is not None)
-            found.append(not all(bool(gradient.isfinite().all()) for gradient in gradients))
-        self.optimizer.zero_grad(set_to_none=True)
-        return found
+        self.model.zero_grad(set_to_none=True)
+
+    def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
+        """Forward and backward; returns the summed loss."""
+        with self._synchronising(last=last):
+            with self._autocast():
+                loss = self._loss(batch)
+            self.world.pulse.enter("backward")
+            self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch, ready for the backward pass."""
+        here, kept, targets = self._asked(batch)
+        if self._fused is None:
+            logits = forward(self._module(), here, kept)
+            return self.slices.loss_sum(logits, targets.flatten())
+        with self._fused.summing(targets):
+            return forward(self._module(), here, kept)
+
+    def _asked(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor | None, Tensor]:
+        """The batch on this device, the positions at which it has labels, and those labels."""
+        here = self._here(batch)
+        if not self._select:
+            return here, None, here.targets
+        kept = kept_positions(batch).to(self.device, non_blocking=True)
+        return here, kept, here.targets[:, kept]
+
+    def _judge(self, batch: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch, and how many of its targets the model would choose."""
+        here, kept, targets = self._asked(batch)
+        if self._fused is not None:
+            with self._fused.judging(targets):
+                return forward(self.model, here, kept)
+        logits, targets = forward(self.model, here, kept), targets.flatten()
+        correct = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
+        return torch.stack([loss_sum(logits, targets), correct])
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+    def _meet(self) -> None:
+        """Brings gradients together that have not met in the backward pass."""
+        self.slices.meet(self._gradients())
+
+    def _norm(self) -> float:
+        """The norm of the whole gradient, the same on every rank."""
+        return float(whole(nn.utils.get_total_norm(self._gradients().values())))
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return self.slices.in_order(name, whole(tensor)) if tensor.ndim else tensor
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
@@ -241,16 +349,30 @@ class NativeEngine:
             [sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)],
             device=self.device,
         )
-        if self.world.size > 1:
-            dist.all_reduce(counts)
+        self.peers.sum(counts)
         tokens, labels = counts.tolist()
         return tokens, labels
 
-    def _seed(self, index: int, step: int | None = None) -> None:
+    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
+        """Which micro-batches of the last step make a gradient that isn't finite: each again, by
+        itself, without the other ranks. Under fp16 the loss scale is to blame, not a sample."""
+        if self.scaler.is_enabled() or not self.alone:
+            return []
+        found = []
+        for index, batch in enumerate(microbatches):
+            torch.manual_seed(self._seed_of(index, step=self.taken - 1))
+            self._begin()
+            self._pass(batch, 1.0, last=False)
+            gradients = self._gradients().values()
+            found.append(not all(bool(gradient.isfinite().all()) for gradient in gradients))
+        self._begin()
+        return found
+
+    def _seed_of(self, index: int, step: int | None = None) -> int:
         """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
         taken = self.taken if step is None else step
-        key = f"{self.setup.seed}/{taken}/{self.world.rank}/{index}"
-        torch.manual_seed(int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1)
+        key = f"{self.setup.seed}/{taken}/{self.peers.rank}/{index}"
+        return int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
         if self.device.type == "cpu":
@@ -273,47 +395,3 @@ class NativeEngine:
 
     def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
-
-
-class DDPEngine(NativeEngine):
-    """Every rank holds the whole model; gradients meet once per step, with the last micro-batch."""
-
-    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
-        super().__init__(model, setup, world)
-        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
-            model, gradient_as_bucket_view=True
-        )
-        self._settle()
-
-    def _settle(self) -> None:
-        """DDP lays its buckets out anew after its first backward pass, and with them the order in
-        which the ranks' numbers are summed. That has to happen before the first step: a run that
-        is resumed would otherwise round its next step differently from one that was not."""
-        self.model.train()
-        ids = torch.arange(2, device=self.device).unsqueeze(0)
-        batch = MicroBatch(ids, ids, ids, (), 2, 2)
-        with self._autocast():
-            logits, targets = forward(self._module(), batch, select=self._select)
-        loss_sum(logits, targets).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _module(self) -> nn.Module:
-        assert self._ddp is not None
-        return self._ddp
-
-    def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
-        assert self._ddp is not None
-        return contextlib.nullcontext() if last else self._ddp.no_sync()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ddp = None  # lets go of its buckets before the process group ends
-
-
-def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
-    """The engine for a whole model on each rank, of which there may be only one."""
-    return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

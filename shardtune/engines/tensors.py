@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The undivided tensor. Every rank has to ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Shares of slices: first each slice, then the whole. At once torch would do the same, and warn.
+    placements = list(tensor.placements)
+    for axis in [axis for axis, at in enumerate(placements) if not at.is_replicate()][:-1]:
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -22,10 +29,21 @@ def size_of(tensor: Tensor) -> int:
     return mine.numel() * mine.element_size()
 
 
-def spread_like(value: Tensor, example: Tensor) -> Tensor:
-    """`value`, whole, divided over the ranks as `example` is; a copy in any case."""
+def gathered(share: Tensor, example: Tensor) -> Tensor:
+    """The undivided tensor of which this rank holds `share`, divided as `example` is."""
     if not isinstance(example, DTensor):
-        return value.to(example.device, copy=True)
-    value = value.to(example.device)
-    # Every rank has the whole value already: nothing needs to be sent.
-    return distribute_tensor(value, example.device_mesh, example.placements, src_data_rank=None)
+        return share
+    divided = DTensor.from_local(
+        share,
+        example.device_mesh,
+        example.placements,
+        run_check=False,
+        shape=example.shape,
+        stride=example.stride(),
+    )
+    return whole(divided).to(share.device)  # from_local takes it to the mesh's device
+
+
+def share_of(parameter: nn.Parameter) -> nn.Parameter:
+    """What this rank holds of a weight, as a plain one; an undivided weight is its own share."""
+    return nn.Parameter(local(parameter.detach())) if isinstance(parameter, DTensor) else parameter

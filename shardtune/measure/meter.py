@@ -22,7 +22,7 @@ class Meter:
         self.steps_left = steps_left
         self.device = device
         self._steps = 0
-        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[float, StepResult]] = deque(maxlen=WINDOW)
         self._since = time.perf_counter()
 
     def tick(self, result: StepResult) -> Reading:
@@ -32,8 +32,8 @@ class Meter:
         self.steps_left -= 1
         self._steps += 1
         if self._steps == 1:  # the first step also warms caches up; it would spoil the averages
-            return self._reading(seconds, [(seconds, result.tokens)])
-        self._recent.append((seconds, result.tokens))
+            return self._reading(seconds, [(seconds, result)])
+        self._recent.append((seconds, result))
         return self._reading(seconds, list(self._recent))
 
     @contextmanager
@@ -43,11 +43,13 @@ class Meter:
         yield
         self._since += time.perf_counter() - begun
 
-    def _reading(self, seconds: float, recent: list[tuple[float, int]]) -> Reading:
+    def _reading(self, seconds: float, recent: list[tuple[float, StepResult]]) -> Reading:
         spent = sum(duration for duration, _ in recent)
+        busy = [result.busy for _, result in recent if result.busy is not None]
         return Reading(
             seconds=seconds,
-            tokens_per_second=sum(tokens for _, tokens in recent) / spent,
+            tokens_per_second=sum(result.tokens for _, result in recent) / spent,
+            utilisation=sum(busy) / spent if busy else None,
             seconds_left=self.steps_left * spent / len(recent),
             memory_gib=peak_memory(self.device) / GIB,
         )

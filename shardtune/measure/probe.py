@@ -24,6 +24,7 @@ _OPS = {
     "reduce_scatter_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "broadcast_": "broadcast",
+    "send": "send_recv",  # counted where it leaves
     "alltoall_base_": "all_to_all",
     "alltoall_": "all_to_all",
 }

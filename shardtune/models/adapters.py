@@ -7,7 +7,7 @@ alone: a model that is built in parts starts as one that is built at once, on ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from hashlib import sha256
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.job import IA3, Adapter, LoRA, NoAdapter
+from shardtune.models.tokens import ends
 
 NAME = "default"
 """What peft calls an adapter that has no name of its own."""
@@ -58,6 +59,25 @@ def check_names(model: nn.Module, adapter: Adapter) -> None:
         _ia3(model, adapter)
 
 
+def check_trains_tokens(model: Any, adapter: Adapter, tokens: int) -> None:
+    """Refuses new tokens whose rows would stay as they start; the model may be without weights."""
+    if not tokens or isinstance(adapter, NoAdapter):
+        return
+    saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
+    both = ends(model)
+    names = [next(name for name, each in model.named_modules() if each is end) for end in both]
+    frozen = [name for name in names if not any(_is_called(name, wanted) for wanted in saved)]
+    if len({end.weight for end in both}) < len(names):  # tied: to train one is to train both
+        frozen = frozen[:1] if len(frozen) == len(names) else []
+    if frozen:
+        short = [name.rsplit(".", 1)[-1] for name in frozen]
+        fact = f"rows of new tokens ({tokens}) in {' and '.join(short)} would never be trained"
+        fix = f"set adapter.modules_to_save: [{', '.join([*saved, *short])}]"
+        if not isinstance(adapter, LoRA):
+            fix = f"use adapter: {{type: lora, modules_to_save: [{', '.join(short)}]}}"
+        raise ModelError(Problem("adapter.modules_to_save", fact, fix))
+
+
 def _tie_copies(adapted: nn.Module) -> None:
     """Where an embedding is the output head too, so is the copy of it that is trained.
 
@@ -72,17 +92,28 @@ def _tie_copies(adapted: nn.Module) -> None:
             copy.weight = first.setdefault(wrapper.original_module.weight, copy.weight)
 
 
-def initialise(part: nn.Module, prefix: str, adapter: Adapter, *, seed: int, device: str) -> None:
+def initialise(
+    part: nn.Module,
+    prefix: str,
+    adapter: Adapter,
+    *,
+    seed: int,
+    device: str,
+    absent: Collection[nn.Module] = (),
+) -> None:
     """Gives the adapters in `part` their first values, on `device`, unless they have them already.
 
     The weights that they adapt have to be there already: some variants start from them, and a
-    module that is trained whole starts as a copy. `prefix` is the part's name in the model.
+    module that is trained whole starts as a copy. `prefix` is the part's name in the model;
+    modules in `absent` stay as they are.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for name, layer in part.named_modules(prefix=prefix):
+        if layer in absent:
+            continue
         if isinstance(layer, ModulesToSaveWrapper):
             _copy(layer.original_module, layer.modules_to_save[NAME], copies)
         elif isinstance(layer, BaseTunerLayer) and _materialise(layer):
@@ -122,17 +153,28 @@ def _materialise(layer: nn.Module) -> bool:
 def _first_values(layer: Any, adapter: Adapter, device: str) -> None:
     if isinstance(adapter, IA3):
         layer.reset_ia3_parameters(NAME)
-        layer.ia3_l.to(device)
+        _move(layer.ia3_l, device)
         return
     assert isinstance(adapter, LoRA)
     layer.reset_lora_parameters(NAME, True)
-    layer.lora_A.to(device)
-    layer.lora_B.to(device)
+    _move(layer.lora_A, device)
+    _move(layer.lora_B, device)
     if adapter.variant == "pissa":
         layer.pissa_init(NAME, "pissa")
     if adapter.variant == "dora":
         layer.lora_variant[NAME].init(layer, adapter_name=NAME)
-        layer.lora_magnitude_vector.to(device=device, dtype=torch.float32)
+        _move(layer.lora_magnitude_vector, device)
+
+
+def _move(adapter: nn.Module, device: str) -> None:
+    """Brings trained weights to `device`, in fp32.
+
+    Not by `Module.to`, which changes parameters in place: fake tensors can't do that.
+    """
+    for module in adapter.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            moved = parameter.detach().to(device=device, dtype=torch.float32)
+            setattr(module, name, nn.Parameter(moved, requires_grad=parameter.requires_grad))
 
 
 def _seed(seed: int, name: str) -> int:
@@ -215,11 +257,11 @@ def _known_among(names: set[str], known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _saves_tied(model: Any, names: tuple[str, ...]) -> bool:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if ends[1] is None or ends[0].weight is not ends[1].weight:
+    both = ends(model)
+    if len(both) < 2 or both[0].weight is not both[1].weight:
         return False
     return any(
-        module in ends and _is_called(name, wanted)
+        module in both and _is_called(name, wanted)
         for name, module in model.named_modules()
         for wanted in names
     )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter
 from shardtune.models.load import DTYPES, held_precision, load_base
-from shardtune.models.parts import build_in_parts
+from shardtune.models.parts import (
+    Frame,
+    Names,
+    build_in_parts,
+    compile_layers,
+    without_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,18 @@ class ModelBlueprint:
         if self.section.quantization != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
+        if self._compiled:
+            compile_layers(model)
         if self._checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return add_adapter(model.to(device), self.adapter, seed=self.train.seed)
 
-    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+    def in_parts(
+        self,
+        device: str,
+        divide: Callable[[nn.Module], None],
+        left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
+    ) -> nn.Module:
         """The model part by part: each decoder layer, then the root, is filled and divided."""
         return build_in_parts(
             self.section,
@@ -42,13 +56,52 @@ class ModelBlueprint:
             compute=DTYPES[self.train.precision],
             seed=self.train.seed,
             checkpointing=self._checkpointing,
+            compiled=self._compiled,
             device=device,
             divide=divide,
+            left_out=left_out,
         )
+
+    @property
+    def _compiled(self) -> bool:
+        return self.train.kernels == "compiled"
 
     @property
     def _checkpointing(self) -> bool:
         return self.train.gradient_checkpointing == "full"
+
+
+@dataclass(frozen=True)
+class EmptyBlueprint:
+    """The same sizes in the same places, but nothing in the weights: for a dry run.
+
+    Made before fake tensors are switched on, used once while they are.
+    """
+
+    frame: Frame
+
+    @classmethod
+    def of(
+        cls, config: Any, section: ModelSection, adapter: Adapter, train: TrainSection
+    ) -> EmptyBlueprint:
+        """The model that transformers builds from `config`; no file is opened."""
+        import peft  # noqa: F401 - it makes tensors when imported, which must not become fake
+
+        compute = DTYPES[train.precision]
+        model = without_memory(config, section, compute)
+        checkpointing = train.gradient_checkpointing == "full"
+        names = Names.nothing(model)
+        return cls(
+            Frame.of(model, names, section, adapter, compute=compute, checkpointing=checkpointing)
+        )
+
+    def whole(self, device: str) -> nn.Module:
+        """The whole model on `device`."""
+        return self.in_parts(device, _leave)
+
+    def in_parts(self, device: str, divide: Callable[[nn.Module], None]) -> nn.Module:
+        """The model part by part, each handed to `divide` as soon as it has its size."""
+        return self.frame.fill(device, divide, seed=0)
 
 
 def _leave(part: nn.Module) -> None:

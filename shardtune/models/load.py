@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, ModelSection, NoAdapter, TrainSection
-from shardtune.models.adapters import check_names
+from shardtune.models.adapters import check_names, check_trains_tokens
 from shardtune.models.catalogue import resolve
+from shardtune.models.tokens import Growth, add_tokens, grow
 from shardtune.models.weights import INDEX, read_index
 
 PLACE = "model.name"
@@ -22,11 +23,30 @@ _FIX = (
     "name a built-in model (`shardtune models list`), a folder in Hugging Face's format with "
     "safetensors weights, or a hub id that this machine can reach"
 )
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_config(section: ModelSection) -> Any:
-    """The model's configuration; refuses what needs code of its own, unless that is allowed."""
+    """The configuration of the model, with its new tokens."""
+    config = _own_config(section)
+    if section.add_tokens:
+        config.get_text_config().vocab_size = _growth(section, config).rows
+    return config
+
+
+def growth(section: ModelSection) -> Growth:
+    """What the job's new tokens mean for the model."""
+    return _growth(section, _own_config(section))
+
+
+def _growth(section: ModelSection, config: Any) -> Growth:
+    tokens = len(load_tokenizer(section))
+    return Growth(len(section.add_tokens), tokens, config.get_text_config().vocab_size)
+
+
+def _own_config(section: ModelSection) -> Any:
+    """What the model's files say; refuses what needs code of its own, unless that is allowed."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     with explaining(PLACE, section.name, _FIX):
@@ -43,13 +63,20 @@ def load_config(section: ModelSection) -> Any:
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """The tokenizer that the model was trained with."""
+    """The tokenizer that the model was trained with, and the job's new tokens in it."""
     from transformers import AutoTokenizer
 
+    folder = Path(resolve(section.name))
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        fact = f"the folder {section.name!r} has no tokenizer: no tokenizer.json, nor an older kind"
+        fix = "save the tokenizer of the model that it comes from there: tokenizer.save_pretrained"
+        raise ModelError(Problem(PLACE, fact, fix))
     with explaining(PLACE, section.name, _FIX):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             resolve(section.name), trust_remote_code=section.trust_remote_code, **_where(section)
         )
+    add_tokens(tokenizer, section)
+    return tokenizer
 
 
 def check_fits_data(config: Any, tokenizer: Any, sequence_length: int) -> None:
@@ -100,6 +127,7 @@ def check_weights(section: ModelSection, adapter: Adapter, config: Any) -> None:
             trust_remote_code=section.trust_remote_code,
         )
     check_names(model, adapter)
+    check_trains_tokens(model, adapter, len(section.add_tokens))
 
 
 def stop_ids(section: ModelSection, tokenizer: Any) -> frozenset[int]:
@@ -130,11 +158,11 @@ def held_precision(adapter: Adapter, train: TrainSection) -> Precision:
 
 
 def load_base(section: ModelSection, precision: Precision) -> Any:
-    """The pretrained model as it is, in eval mode, on the CPU."""
+    """The pretrained model, with rows for new tokens, in eval mode, on the CPU."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    config = load_config(section)
+    config = _own_config(section)
     logging.disable_progress_bar()  # one bar per rank and per reload is noise
     with explaining(PLACE, section.name, _FIX):
         model = AutoModelForCausalLM.from_pretrained(
@@ -146,6 +174,8 @@ def load_base(section: ModelSection, precision: Precision) -> Any:
             trust_remote_code=section.trust_remote_code,
             **_where(section),
         )
+    if section.add_tokens:
+        grow(model, _growth(section, config).rows)
     generation = model.generation_config
     if generation is not None and not generation.do_sample:
         # Some models came out with settings of sampling but without sampling. transformers reads
@@ -183,6 +213,9 @@ def explaining(place: str, name: str, fix: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+            repr(error)
+        ]
+        reason = " ".join([first, *others]) if first.endswith(":") else first  # a list follows
         fact = f"{name!r} can't be loaded: {reason}"
         raise ModelError(Problem(place, fact, fix)) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from shardtune.models.adapters import initialise, insert
 from shardtune.models.catalogue import PLACE
 from shardtune.models.load import load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, swap
-from shardtune.models.weights import WeightFiles
+from shardtune.models.tokens import ends, grown
+from shardtune.models.weights import NoFiles, WeightFiles
 
 Divide = Callable[[nn.Module], None]
+LeftOut = Callable[[nn.Module], Collection[nn.Module]]
 
 _ADAPTED = "base_model.model."
 _WRAPPINGS = frozenset({"base_layer", "original_module"})
@@ -38,35 +40,77 @@ def build_in_parts(
     compute: torch.dtype,
     seed: int,
     checkpointing: bool,
+    compiled: bool,
     device: str,
     divide: Divide,
+    left_out: LeftOut | None = None,
 ) -> nn.Module:
     """The adapted model. Frozen weights are held in `compute`, trained ones in fp32.
 
-    Without an adapter (not even the one that trains all weights) the model is frozen.
+    Without an adapter (not even the one that trains all weights) the model is frozen. What
+    `left_out` names, of the adapted skeleton, stays without memory.
     """
     model = skeleton(section, compute)
-    if adapter is None:
-        model.requires_grad_(False)
-        adapter = NoAdapter()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = decoder_layers(model)
-    names = _Names.of(model, WeightFiles.find(section), section)
-    saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
-    linears = quantisable(layers, saved) if section.quantization != "none" else set()
-    adapted = insert(model, adapter)
-    if section.quantization != "none":
-        # After the adapters: some of them look at the weights' shape, which 4-bit ones don't have.
-        swap(adapted, linears, section.quantization, compute)
-    prefixes = {module: name for name, module in adapted.named_modules()}
-    for part in (*layers, adapted):
-        prefix = prefixes[part]
-        _fill(part, prefix, names, compute, device)
-        initialise(part, prefix, adapter, seed=seed, device=device)
-        divide(part)
-        _give_back_memory()
-    return adapted
+    if compiled:
+        compile_layers(model)
+    names = Names.of(model, WeightFiles.find(section), section)
+    frame = Frame.of(model, names, section, adapter, compute=compute, checkpointing=checkpointing)
+    return frame.fill(device, divide, seed=seed, left_out=left_out)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An adapted model without memory, and where its weights will come from. It is filled once."""
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+    names: Names
+    adapter: Adapter
+    compute: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        names: Names,
+        section: ModelSection,
+        adapter: Adapter | None,
+        *,
+        compute: torch.dtype,
+        checkpointing: bool,
+    ) -> Frame:
+        """Puts adapters and quantised layers into a skeleton."""
+        if adapter is None:
+            model.requires_grad_(False)
+            adapter = NoAdapter()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        layers = decoder_layers(model)
+        saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
+        linears = quantisable(layers, saved) if section.quantization != "none" else set()
+        adapted = insert(model, adapter)
+        if section.quantization != "none":
+            # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
+            swap(adapted, linears, section.quantization, compute)
+        return cls(adapted, tuple(layers), names, adapter, compute)
+
+    def fill(
+        self, device: str, divide: Divide, *, seed: int, left_out: LeftOut | None = None
+    ) -> nn.Module:
+        """Gives each part its weights on `device`, and hands it to `divide`; what is `left_out`
+        stays without memory."""
+        prefixes = {module: name for name, module in self.model.named_modules()}
+        missing = left_out(self.model) if left_out else ()
+        absent = frozenset(inside for module in missing for inside in module.modules())
+        for part in (*self.layers, self.model):
+            if part in absent:
+                continue
+            prefix = prefixes[part]
+            _fill(part, prefix, self.names, self.compute, device, absent)
+            initialise(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
+            divide(part)
+            _give_back_memory()
+        return self.model
 
 
 def _give_back_memory() -> None:
@@ -82,10 +126,18 @@ def _give_back_memory() -> None:
 
 def skeleton(section: ModelSection, dtype: torch.dtype) -> Any:
     """The model in eval mode, its parameters without memory, its buffers real."""
+    model = without_memory(load_config(section), section, dtype)
+    generation = load_generation_config(section)
+    if generation is not None:
+        model.generation_config = generation
+    return model
+
+
+def without_memory(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
+    """The model that `config` describes, as `skeleton` makes it."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    config = load_config(section)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config,
@@ -94,9 +146,6 @@ def skeleton(section: ModelSection, dtype: torch.dtype) -> Any:
             trust_remote_code=section.trust_remote_code,
         )
     model.tie_weights()  # the context above made two parameters of a shared one
-    generation = load_generation_config(section)
-    if generation is not None:
-        model.generation_config = generation
     return model.eval()
 
 
@@ -118,15 +167,31 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return layers
 
 
+def compile_layers(model: nn.Module) -> None:
+    """Each layer is compiled when it first runs; layers that are alike share the result."""
+    for layer in decoder_layers(model):
+        layer.compile()
+
+
 @dataclass(frozen=True)
-class _Names:
+class Names:
     """Which tensor of the files fills which weight of the model, by the weight's own name."""
 
-    files: WeightFiles
+    files: WeightFiles | NoFiles
     tensor_of: dict[str, str]
+    growing: frozenset[str]
+    """The tensors of embedding and output head where they may have fewer rows than the model."""
 
     @classmethod
-    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> _Names:
+    def nothing(cls, model: nn.Module) -> Names:
+        """Weights of the right shapes that no file holds."""
+        groups = _shared(model)
+        shapes = {group[0]: tuple(model.get_parameter(group[0]).shape) for group in groups}
+        tensor_of = {name: group[0] for group in groups for name in group}
+        return cls(NoFiles(shapes), tensor_of, frozenset())
+
+    @classmethod
+    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> Names:
         """Raises ModelError naming every weight without a tensor and every tensor without one."""
         written, converted = _own_names(model, files.file_of)
         tensor_of: dict[str, str] = {}
@@ -158,7 +223,11 @@ class _Names:
         ]
         if problems:
             raise ModelError(problems)
-        return cls(files, tensor_of)
+        growing: set[str] = set()
+        if section.add_tokens:
+            inside = {parameter for end in ends(model) for parameter in end.parameters()}
+            growing = {tensor_of[name] for name, p in model.named_parameters() if p in inside}
+        return cls(files, tensor_of, frozenset(growing))
 
 
 def _shared(model: nn.Module) -> list[list[str]]:
@@ -200,12 +269,19 @@ def _some(names: list[str], shown: int = 8) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _fill(part: nn.Module, prefix: str, names: _Names, compute: torch.dtype, device: str) -> None:
+def _fill(
+    part: nn.Module,
+    prefix: str,
+    names: Names,
+    compute: torch.dtype,
+    device: str,
+    absent: Collection[nn.Module],
+) -> None:
     """Reads what `part` still lacks of the model's own weights; the adapters' are left alone."""
     wanted: dict[str, list[tuple[nn.Module, str]]] = {}
     for module_name, module in part.named_modules(prefix=prefix):
-        if ".modules_to_save." in f"{module_name}.":
-            continue  # filled as a copy of the original
+        if module in absent or ".modules_to_save." in f"{module_name}.":
+            continue  # the latter is filled as a copy of the original
         for leaf, tensor in (*module.named_parameters(recurse=False), *_buffers(module)):
             tensor_name = names.tensor_of.get(_unwrapped(f"{module_name}.{leaf}"))
             if tensor_name is not None and (tensor.is_meta or leaf in module._buffers):
@@ -214,7 +290,8 @@ def _fill(part: nn.Module, prefix: str, names: _Names, compute: torch.dtype, dev
             module._buffers[leaf] = buffer.to(device)
     for tensor_name, value in names.files.read(wanted):
         places = wanted[tensor_name]
-        _check_shape(tensor_name, value, places)
+        grows = tensor_name in names.growing
+        _check_shape(tensor_name, value, places, grows=grows)
         _place(value, places, compute, device)
 
 
@@ -239,6 +316,8 @@ def _place(
             continue
         if old not in made:
             dtype = torch.float32 if old.requires_grad else compute
+            if value.shape != old.shape:  # `_check_shape` lets only rows for new tokens be missing
+                value = grown(value.to(dtype), old.shape[0])
             copy = value.to(device=device, dtype=dtype, copy=True)
             if isinstance(module, QuantisedLinear) and leaf == "weight":
                 module.quantise(copy)
@@ -247,10 +326,13 @@ def _place(
         setattr(module, leaf, made[old])
 
 
-def _check_shape(name: str, value: Tensor, places: list[tuple[nn.Module, str]]) -> None:
+def _check_shape(
+    name: str, value: Tensor, places: list[tuple[nn.Module, str]], *, grows: bool
+) -> None:
     for module, leaf in places:
         expected = tuple(getattr(module, leaf).shape)
-        if tuple(value.shape) != expected:
+        fits = grows and value.shape[1:] == expected[1:] and value.shape[0] <= expected[0]
+        if tuple(value.shape) != expected and not fits:
             fact = f"{name} has the shape {tuple(value.shape)} on disk, {expected} in the model"
             fix = "use the weights that belong to its config.json"
             raise ModelError(Problem(PLACE, fact, fix))

@@ -65,6 +65,14 @@ class QuantisedLinear(nn.Linear):
         """The weights in `compute` precision."""
         raise NotImplementedError
 
+    def dequantize_after(self, gradient: Tensor) -> Tensor:
+        """The same once more, for the backward pass.
+
+        A compiler sees that both are one computation, and would keep the first result: the whole
+        model in 16 bits. So it is shown stored weights that are there only when `gradient` is.
+        """
+        raise NotImplementedError
+
     @property
     def W_q(self) -> Tensor:
         """By this name peft knows a layer that it can ask to `dequantize` (DoRA does)."""
@@ -92,7 +100,22 @@ class NF4Linear(QuantisedLinear):
         self.weight = nn.Parameter(packed, requires_grad=False)
 
     def dequantize(self) -> Tensor:
-        restored: Tensor = _bitsandbytes().functional.dequantize_4bit(self.weight, self.state)
+        return self._restored(self.weight, self.state.absmax)
+
+    def dequantize_after(self, gradient: Tensor) -> Tensor:
+        return self._restored(_after(self.weight, gradient), _after(self.state.absmax, gradient))
+
+    def _restored(self, packed: Tensor, scales: Tensor) -> Tensor:
+        functional, state = _bitsandbytes().functional, self.state
+        exact = functional.dequantize_blockwise(scales, state.state2) + state.offset
+        plain = functional.QuantState(
+            exact.float(),
+            shape=state.shape,
+            dtype=state.dtype,
+            blocksize=state.blocksize,
+            quant_type=state.quant_type,
+        )
+        restored: Tensor = functional.dequantize_4bit(packed, plain)
         return restored
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NF4Linear:
@@ -122,6 +145,9 @@ class Int8Linear(QuantisedLinear):
     def dequantize(self) -> Tensor:
         return self.weight.to(self.compute) * self.scale.to(self.compute)
 
+    def dequantize_after(self, gradient: Tensor) -> Tensor:
+        return _after(self.weight, gradient).to(self.compute) * self.scale.to(self.compute)
+
 
 class _Product(torch.autograd.Function):
     """Input times weights. Keeps neither the weights nor a copy of them for the backward pass: an
@@ -136,7 +162,22 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         layer: QuantisedLinear = ctx.layer
-        return gradient.to(layer.compute) @ layer.dequantize(), None
+        return gradient.to(layer.compute) @ layer.dequantize_after(gradient), None
+
+
+def _after(stored: Tensor, gradient: Tensor) -> Tensor:
+    """`stored` itself; where a compiler looks on, a copy that can't be had before `gradient`."""
+    return _copy_after(stored, gradient) if torch.compiler.is_compiling() else stored
+
+
+@torch.library.custom_op("shardtune::copy_after", mutates_args=())
+def _copy_after(stored: Tensor, gradient: Tensor) -> Tensor:
+    return stored.clone()
+
+
+@_copy_after.register_fake
+def _(stored: Tensor, gradient: Tensor) -> Tensor:
+    return torch.empty_like(stored)
 
 
 def _bitsandbytes() -> Any:

@@ -20,7 +20,8 @@ def load_result(folder: str, section: ModelSection, precision: Precision) -> Any
     way. To merge it, load it on the original ones (`unquantised`).
     """
     if not (Path(folder) / "adapter_config.json").is_file():
-        whole = section.model_copy(update={"name": folder, "revision": None})
+        own = {"name": folder, "revision": None, "add_tokens": ()}  # it has them already
+        whole = section.model_copy(update=own)
         return load_base(whole, precision)
     from peft import PeftModel
     from transformers import GenerationConfig
@@ -46,6 +47,7 @@ def _base(section: ModelSection, precision: Precision) -> Any:
         compute=DTYPES[precision],
         seed=0,  # nothing is drawn
         checkpointing=False,
+        compiled=False,
         device="cpu",
         divide=lambda part: None,
     )

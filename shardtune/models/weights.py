@@ -79,6 +79,20 @@ def read_index(path: Path) -> dict[str, str]:
     return shards
 
 
+@dataclass(frozen=True)
+class NoFiles:
+    """Shapes without weights, for whoever wants to know only what a model would take."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the right shapes, with whatever lies in memory."""
+        import torch
+
+        for name in names:
+            yield name, torch.empty(self.shapes[name], dtype=torch.bfloat16)
+
+
 def _names(path: Path) -> list[str]:
     from safetensors import safe_open
 

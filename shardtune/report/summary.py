@@ -82,8 +82,12 @@ def _facts(report: Mapping[str, Any]) -> Table:
         grid.add_row("left out", f"{training['skipped']} updates whose gradient was not finite")
     if training["tokens_per_second"]:
         grid.add_row("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks")
+    if training.get("utilisation") is not None:
+        grid.add_row("", f"ranks computed {training['utilisation']:.0%} of the time")
     memory = f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks"
     grid.add_row("peak memory", memory)
+    for number, line in enumerate(_foretold(report.get("forecast"))):
+        grid.add_row("" if number else "forecast", line)
     grid.add_row("result", Text(f"{result['path']} ({result['kind']})"))
     checked = f"read back and compared: logits within {result['largest_difference']:.2g}"
     grid.add_row("", checked)
@@ -91,6 +95,37 @@ def _facts(report: Mapping[str, Any]) -> Table:
     for number, command in enumerate(_next(report)):
         grid.add_row("" if number else "next", Text(command))
     return grid
+
+
+_STATES = {"params": "weights", "grads": "gradients", "optim": "optimizer states"}
+
+
+def _foretold(found: Mapping[str, Any] | None) -> list[str]:
+    """Predicted beside measured, with the error."""
+    if not found:
+        return []
+    held = found["held_bytes"]
+    off = [
+        f"{_STATES[state]} {_size(pair['predicted'])} predicted, {_size(pair['measured'])} held"
+        for state, pair in held.items()
+        if pair["predicted"] != pair["measured"]
+    ]
+    total = _size(sum(pair["measured"] for pair in held.values()))
+    lines = [f"a rank holds {total} between steps, " + ("; ".join(off) or "exactly as predicted")]
+    for key, form, what in (
+        ("peak_gib", "{:.2f}", "GiB at the peak"),
+        ("tokens_per_second", "{:,.0f}", "tokens/s"),
+    ):
+        if pair := found[key]:
+            predicted, measured = form.format(pair["predicted"]), form.format(pair["measured"])
+            lines.append(
+                f"{predicted} {what} predicted, {measured} measured ({pair['error']:+.1%})"
+            )
+    return lines
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
 
 
 def _state(report: Mapping[str, Any]) -> str:

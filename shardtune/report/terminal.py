@@ -46,6 +46,8 @@ class RunView:
             f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3g}  "
             f"{reading.tokens_per_second:,.0f} tok/s  {reading.memory_gib:.2f} GiB"
         )
+        if reading.utilisation is not None:
+            numbers += f"  {reading.utilisation:.0%} busy"
         left = f"{duration(reading.seconds_left)} left"
         if self._live is not None:
             self._live.show(done, numbers, left)

@@ -7,13 +7,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from shardtune.strategies.auto import AutoStrategy, spelt_out
 from shardtune.strategies.ddp import DDP
 from shardtune.strategies.deepspeed import DeepSpeed
 from shardtune.strategies.fsdp import FSDP
+from shardtune.strategies.layers import Layers
+from shardtune.strategies.pipeline import Pipeline
+from shardtune.strategies.tensor import Tensor
 
-Strategy = Annotated[DDP | FSDP | DeepSpeed, Field(discriminator="type")]
+Strategy = Annotated[
+    AutoStrategy | DDP | FSDP | DeepSpeed | Tensor | Pipeline | Layers,
+    BeforeValidator(spelt_out),
+    Field(discriminator="type"),
+]
 """Every strategy that a job can name."""
 
-__all__ = ["DDP", "FSDP", "DeepSpeed", "Strategy"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "AutoStrategy",
+    "DeepSpeed",
+    "Layers",
+    "Pipeline",
+    "Strategy",
+    "Tensor",
+]

@@ -1,13 +1,12 @@
 """DeepSpeed: ZeRO in its four stages, offload to memory and disk, ZeRO++.
 
 The fields bear DeepSpeed's own names, so that its documentation applies. What decides is the
-layout: `to_deepspeed` reads the stage, the offload devices and ZeRO++ from it and from nowhere
-else, so the engine can't run something other than what is declared.
+layout: `deepspeed_config.py` derives the engine's settings from it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -18,11 +17,12 @@ from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
+from shardtune.strategies import deepspeed_limits as limits
+from shardtune.strategies.deepspeed_config import to_deepspeed
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
 
-PLACE = "strategy.zero_optimization"
 STAGES: tuple[State, ...] = ("optim", "grads", "params")
 """What a stage divides: stage n the first n of these."""
 INT8, INT4 = 0.5, 0.25
@@ -244,16 +244,22 @@ class DeepSpeed(Section):
 
     def require(self, world: World) -> None:
         """Refuses what DeepSpeed can't do, on these ranks or at all."""
-        problems = [*self.problems(), *_on(self.zero_optimization, world)]
+        gpu = world.device != "cpu"
+        problems = [*self.problems(world.size), *self.problems_here(gpu=gpu)]
         if problems:
             raise JobError(problems)
 
-    def problems(self) -> list[Problem]:
-        """What DeepSpeed can't do on any machine."""
+    def problems(self, ranks: int) -> list[Problem]:
+        """What DeepSpeed can't do on so many ranks of any machine."""
         if self.config is not None:
             fact = f"{self.config} has not been read"
             return [Problem("strategy.config", fact, "resolve the job before it is built")]
-        return list(_anywhere(self.zero_optimization))
+        zero = self.zero_optimization
+        return [*limits.anywhere(zero), *limits.on_ranks(zero, ranks)]
+
+    def problems_here(self, *, gpu: bool) -> list[Problem]:
+        """What it can't do on this machine."""
+        return limits.here(self.zero_optimization, gpu=gpu)
 
 
 _MOVES: dict[int, tuple[Move, ...]] = {
@@ -261,120 +267,3 @@ _MOVES: dict[int, tuple[Move, ...]] = {
     1: (Move("reduce_scatter", "grads", "step"), Move("all_gather", "trained", "step")),
     2: (Move("reduce_scatter", "grads", "micro_batch"), Move("all_gather", "trained", "step")),
 }
-
-
-# The engine's settings ---------------------------------------------------------------------------
-
-
-def to_deepspeed(
-    layout: Layout, strategy: DeepSpeed, setup: EngineSetup, world: World
-) -> dict[str, Any]:
-    """DeepSpeed's configuration. What is divided, sent and put where comes from the layout."""
-    zero: dict[str, Any] = _given(strategy.zero_optimization)
-    zero |= _declared(layout, strategy.mesh(world.size))
-    homes: dict[str, Home] = {
-        "offload_optimizer": layout.home.get("optim", "gpu"),
-        "offload_param": layout.home.get("params", "gpu"),
-    }
-    for key, home in homes.items():
-        section = zero.pop(key)
-        if home != "gpu":
-            pin = section.get("pin_memory", True) and world.device != "cpu"  # pinning needs a GPU
-            zero[key] = section | {"device": home, "pin_memory": pin}
-    stage = zero["stage"]
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": setup.micro_batch,
-        "gradient_accumulation_steps": setup.accumulation,
-        "train_batch_size": setup.micro_batch * setup.accumulation * world.size,
-        # DeepSpeed clips at 1.0 where nothing is said; 0 never clips.
-        "gradient_clipping": setup.max_grad_norm or 0.0,
-        "bf16": {"enabled": setup.precision == "bf16"},
-        "fp16": {"enabled": setup.precision == "fp16", **_given(strategy.fp16)},
-        "zero_optimization": zero,
-        # Our own optimizers, torch's. Offloaded ones run on the CPU without a compiler that way.
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "wall_clock_breakdown": strategy.wall_clock_breakdown,
-    }
-    if setup.precision != "fp32" and setup.accumulation > 1 and stage > 0:
-        # A sum of many micro-batches loses too much in 16 bits.
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if "nvme" in homes.values():
-        config["aio"] = _given(strategy.aio)
-    for key in ("communication_data_type", "prescale_gradients", "gradient_predivide_factor"):
-        value = getattr(strategy, key)
-        if value is not None:
-            config[key] = value
-    return config
-
-
-def _declared(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """The stage and ZeRO++ as the layout has them."""
-    divided = {state for rule in layout.rules for state in rule.divides}
-    moves = [move for rule in layout.rules for move in rule.moves]
-    copying = [rule for rule in layout.rules if "params" in rule.copies]
-    return {
-        "stage": len(divided),
-        # DeepSpeed would all-reduce whole buckets and throw away what isn't its own: twice the
-        # bytes of the reduction to each owner that the layout declares.
-        "use_multi_rank_bucket_allreduce": False,
-        "zero_hpz_partition_size": mesh.size_of(copying[0].axis) if copying else 1,
-        "zero_quantized_weights": any(m.what == "params" and m.scale < 1 for m in moves),
-        "zero_quantized_gradients": any(m.what == "grads" and m.scale < 1 for m in moves),
-    }
-
-
-def _given(section: Section) -> dict[str, Any]:
-    """The keys that are set; the others keep DeepSpeed's defaults."""
-    return section.model_dump(exclude_none=True)
-
-
-# What can't be done -------------------------------------------------------------------------------
-
-
-def _anywhere(zero: ZeRO) -> list[Problem]:
-    optimizer, param = zero.offload_optimizer, zero.offload_param
-    problems = []
-
-    def refuse(key: str, fact: str, fix: str) -> None:
-        problems.append(Problem(f"{PLACE}.{key}", fact, fix))
-
-    needs_3 = {
-        "offload_param": param.device != "none",
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zero_quantized_nontrainable_weights": bool(zero.zero_quantized_nontrainable_weights),
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-    }
-    for key in (key for key, used in needs_3.items() if used and zero.stage < 3):
-        fact = f"stage {zero.stage} keeps whole weights on every rank; this acts on divided ones"
-        refuse(key, fact, "set stage: 3, or leave it out")
-    if optimizer.device != "none" and zero.stage == 0:
-        fact = "stage 0 has no divided optimizer states to move"
-        refuse("offload_optimizer.device", fact, "set stage: 1 or higher")
-    if optimizer.device == "nvme" and zero.stage in (1, 2):
-        # DeepSpeed takes it and keeps the states in main memory, without a word.
-        fact = f"stage {zero.stage} can't put optimizer states into files"
-        refuse("offload_optimizer.device", fact, "set stage: 3, or device: cpu")
-    for key, section in (("offload_optimizer", optimizer), ("offload_param", param)):
-        if section.device == "nvme" and section.nvme_path is None:
-            refuse(f"{key}.nvme_path", "is missing", "name a folder on a fast local disk")
-    return problems
-
-
-def _on(zero: ZeRO, world: World) -> list[Problem]:
-    problems = []
-    if world.size % zero.zero_hpz_partition_size:
-        fact = f"groups of {zero.zero_hpz_partition_size} don't divide {world.size} ranks"
-        fix = "choose a divisor of the number of ranks, best the ranks of a node"
-        problems.append(Problem(f"{PLACE}.zero_hpz_partition_size", fact, fix))
-    quantized = {
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-    }
-    if world.device == "cpu":
-        for key in (key for key, used in quantized.items() if used):
-            fact = "DeepSpeed's quantised collectives are written for GPUs, and there is none here"
-            problems.append(Problem(f"{PLACE}.{key}", fact, "set it to false, or run on a GPU"))
-    return problems

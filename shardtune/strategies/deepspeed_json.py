@@ -70,6 +70,22 @@ def read(strategy: DeepSpeed, facts: Facts) -> Read:
     return _Reader(Path(strategy.config), facts).read()
 
 
+def micro_batch(strategy: DeepSpeed, global_batch: int, ranks: int) -> tuple[int, str] | None:
+    """The rows of a forward pass that the file asks for, and the reason; None where it leaves them
+    open. A job that leaves them open as well takes the file's."""
+    assert strategy.config is not None
+    path = Path(strategy.config)
+    value, lines = _parse(path)
+    rows, steps = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    if _is_count(value.get(rows)):
+        return value[rows], f"{path.name}:{lines[rows,]}"
+    if _is_count(value.get(steps)):
+        share = f"global_batch({global_batch}) / ({steps}({value[steps]}) x ranks({ranks}))"
+        found = max(1, math.ceil(global_batch / (value[steps] * ranks)))
+        return found, f"{path.name}:{lines[steps,]}: {share}"
+    return None
+
+
 # What the job decides ----------------------------------------------------------------------------
 
 
@@ -147,7 +163,7 @@ class _Reader:
         self.lines: dict[KeyPath, int] = {}
 
     def read(self) -> Read:
-        value = self._parse()
+        value, self.lines = _parse(self.path)
         self._check_keys(value, KNOWN, ())
         if not self.problems:
             self._check_rules(value)
@@ -158,35 +174,6 @@ class _Reader:
         return Read(strategy, self.reasons)
 
     # Steps ------------------------------------------------------------------------------------
-
-    def _parse(self) -> dict[str, Any]:
-        try:
-            with self.path.open("rb") as file:
-                text = file.read(LARGEST_FILE).decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            fix = "name a DeepSpeed JSON file, relative to the folder that you start in"
-            raise JobError(
-                Problem("strategy.config", f"{self.path} can't be read: {reason}", fix)
-            ) from None
-        try:
-            value = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise JobError(self._not_json(text, error)) from None
-        if not isinstance(value, dict):
-            fix = 'it looks like {"zero_optimization": {"stage": 2}}'
-            raise JobError(Problem(str(self.path), "is not a JSON object", fix))
-        self.lines = parse_document(text, str(self.path)).lines  # also finds keys written twice
-        return value
-
-    def _not_json(self, text: str, error: ValueError) -> Problem:
-        if not isinstance(error, json.JSONDecodeError):
-            return Problem(str(self.path), str(error), "write a finite number")
-        place = f"{self.path}:{error.lineno}"
-        rest = text.splitlines()[error.lineno - 1][error.colno - 1 :].lstrip() if text else ""
-        if rest.startswith(("//", "/*", "#")):
-            return Problem(place, "has a comment, and JSON has none", "remove the comment")
-        return Problem(place, f"is not JSON: {error.msg}", "correct the line, or the one before")
 
     def _check_keys(self, value: Mapping[str, Any], known: Known, path: KeyPath) -> None:
         for key, child in value.items():
@@ -296,6 +283,35 @@ class _Reader:
             raise JobError(self.problems)
 
 
+def _parse(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The file's content, and the line of each key."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_FILE).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        fix = "name a DeepSpeed JSON file, relative to the folder that you start in"
+        raise JobError(Problem("strategy.config", f"{path} can't be read: {reason}", fix)) from None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise JobError(_not_json(path, text, error)) from None
+    if not isinstance(value, dict):
+        fix = 'it looks like {"zero_optimization": {"stage": 2}}'
+        raise JobError(Problem(str(path), "is not a JSON object", fix))
+    return value, parse_document(text, str(path)).lines  # also finds keys written twice
+
+
+def _not_json(path: Path, text: str, error: ValueError) -> Problem:
+    if not isinstance(error, json.JSONDecodeError):
+        return Problem(str(path), str(error), "write a finite number")
+    place = f"{path}:{error.lineno}"
+    rest = text.splitlines()[error.lineno - 1][error.colno - 1 :].lstrip() if text else ""
+    if rest.startswith(("//", "/*", "#")):
+        return Problem(place, "has a comment, and JSON has none", "remove the comment")
+    return Problem(place, f"is not JSON: {error.msg}", "correct the line, or the one before")
+
+
 _MISSING = object()
 
 
@@ -315,6 +331,10 @@ def _same(given: Any, wanted: Any) -> bool:
     if isinstance(given, int | float) and isinstance(wanted, int | float):
         return math.isclose(given, wanted, rel_tol=1e-9)
     return bool(given == wanted)
+
+
+def _is_count(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given > 0
 
 
 def _refuse_constant(text: str) -> Any:

@@ -12,6 +12,8 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
+from shardtune.strategies.pipeline import pipeline_rule, pipelining
+from shardtune.strategies.tensor import tensor_rule
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
@@ -32,31 +34,47 @@ class FSDP(Section):
     """Let a layer's gathered weights go after the forward pass. False keeps them for the backward
     pass: half the gathering, at the price of memory for all weights."""
 
+    tensor: Annotated[int, Field(ge=1)] = 1
+    """Over how many neighbouring ranks each layer is sliced first, as `type: tensor` does; what is
+    divided into shares is then a slice."""
+    pipeline: Annotated[int, Field(ge=1)] = 1
+    """Into how many stages the layers are divided first, as `type: pipeline` does; the layers of a
+    stage are then divided into shares."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """The order in which stages work, as in `type: pipeline`."""
+    chunks: Annotated[int, Field(ge=2)] = 2
+    """Stages of each rank under `interleaved`."""
+
     def mesh(self, ranks: int) -> Mesh:
         replicas = (self.replicas or 1) if self.sharding == "hybrid" else 1
-        if replicas == 1:
-            return Mesh((("shard", ranks),))
-        return Mesh((("replicate", replicas), ("shard", max(1, ranks // replicas))))
+        fixed = {"pipeline": self.pipeline, "replicate": replicas, "tensor": self.tensor}
+        return Mesh.around(fixed, "shard", ranks)
 
     def layout(self) -> Layout:
-        gathers = 2 if self.reshard_after_forward else 1
+        again = [Move("all_gather", "recalled", "micro_batch")]
         shard = AxisRule(
             "shard",
             divides=frozenset({"params", "grads", "optim"}),
             moves=(
-                *(Move("all_gather", "params", "micro_batch") for _ in range(gathers)),
+                Move("all_gather", "params", "micro_batch"),
+                *(again if self.reshard_after_forward else []),
                 Move("reduce_scatter", "grads", "micro_batch"),
             ),
         )
         replicate = AxisRule("replicate", moves=(Move("all_reduce", "grads", "micro_batch"),))
         states: tuple[State, ...] = ("params", "grads", "optim")
         home: dict[State, Home] = dict.fromkeys(states, "cpu") if self.offload == "cpu" else {}
-        return Layout((replicate, shard), home)
+        slices = [tensor_rule()] if self.tensor > 1 else []
+        if self.pipeline == 1:
+            return Layout((replicate, shard, *slices), home)
+        order = pipelining(self.schedule, self.chunks)
+        return Layout((pipeline_rule(), replicate, shard, *slices), home, pipelining=order)
 
     def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
         from shardtune.engines.fsdp import FSDPEngine
+        from shardtune.engines.pipeline import PipelineEngine
 
-        return FSDPEngine(
+        return (PipelineEngine if self.pipeline > 1 else FSDPEngine)(
             blueprint,
             setup,
             world,

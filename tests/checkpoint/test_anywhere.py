@@ -20,32 +20,39 @@ from shardtune.core.world import World
 from shardtune.launch.join import JoinedWorld
 from shardtune.strategies import Strategy
 from tests.conformance.guarantees import MICRO_BATCH, blueprint, microbatches
-from tests.conformance.table import STRATEGIES
+from tests.conformance.table import STAGES, STRATEGIES
+from tests.models import families
 from tests.numerics.test_factorisations import loader
 from tests.ranks import on_ranks
 
 EACH = 2  # steps between two saves
-HOPS: tuple[tuple[str, int], ...] = (
-    ("ddp", 1), ("ddp", 2), ("zero3", 4), ("fsdp", 2), ("zero1", 3), ("fsdp-hybrid", 4),
-    ("zero2", 2), ("ddp", 1),
+PROMISED: tuple[tuple[str, int], ...] = (
+    ("ddp", 1), ("ddp", 2), ("zero3", 4), ("fsdp", 2), ("zero1", 3), ("pipeline2-1f1b", 2),
+    ("ddp", 1),
 )  # fmt: skip
 """Strategy and ranks, in the order of the chain."""
+SPREAD: tuple[tuple[str, int], ...] = (
+    ("fsdp-hybrid", 4), ("tensor2-data2", 4), ("pipeline2-tensor2", 4), ("fsdp2-tensor2", 4),
+    ("zero2", 2), ("fsdp2-pipeline2", 4), ("ddp", 1),
+)  # fmt: skip
+"""Shares, slices and stages, and those of each other. GPT-2 has weights of three parts."""
 SAME = 1e-6  # relative, fp32: rounding in another order
 
 
-def hop(world: World, strategy: str, folder: str, steps: int) -> dict[str, Any]:
+def hop(world: World, model: str, strategy: str, folder: str, steps: int) -> dict[str, Any]:
     """Goes on from the newest checkpoint for some steps, and saves."""
-    chosen = TypeAdapter(Strategy).validate_json(json.dumps(STRATEGIES[strategy][0]))
+    settings = (STRATEGIES | STAGES)[strategy][0]
+    chosen = TypeAdapter(Strategy).validate_json(json.dumps(settings))
+    mesh = chosen.mesh(world.size)
     ranks = JoinedWorld(world.rank, world.size, world.rank)
     # A small eps: Adam would divide by the rounding of gradients that are almost nothing.
     rule = OptimizerSetup("adamw", eps=1e-3, weight_decay=0.1)
-    schedule = Schedule("cosine", 1e-2, 2, EACH * len(HOPS))
-    setup = EngineSetup(
-        "fp32", rule, schedule, 0.4, 0, MICRO_BATCH, accumulation=microbatches(world.size)
-    )
-    data = loader(True, world.rank, world.size, MICRO_BATCH)
+    schedule = Schedule("cosine", 1e-2, 2, 16)
+    accumulation = microbatches(mesh.data_ranks)
+    setup = EngineSetup("fp32", rule, schedule, 0.4, 0, MICRO_BATCH, accumulation)
+    data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
     found = newest(Path(folder), "run", ranks).checkpoint
-    with chosen.build(blueprint("full"), setup, world) as engine:
+    with chosen.build(blueprint(model, "full"), setup, world) as engine:
         begin, before, loaded = 0, "", ""
         if found is not None:
             state = Reader(*found)
@@ -70,11 +77,18 @@ def hop(world: World, strategy: str, folder: str, steps: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs shardtune[deepspeed]")
-def test_the_chain_follows_one_process(tmp_path: Path) -> None:
-    whole = on_ranks(1, hop, "ddp", str(tmp_path / "whole"), EACH * len(HOPS))[0]
+@pytest.mark.parametrize(("model", "hops"), [("tiny", PROMISED), ("gpt2", SPREAD)])
+def test_the_chain_follows_one_process(
+    model: str, hops: tuple[tuple[str, int], ...], tmp_path: Path
+) -> None:
+    if model != "tiny":
+        dropouts = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}  # each rank has its own
+        families.write(tmp_path / "model", model, vocab_size=260, n_positions=128, **dropouts)
+        model = str(tmp_path / "model")
+    whole = on_ranks(1, hop, model, "ddp", str(tmp_path / "whole"), EACH * len(hops))[0]
     saved = ""
-    for number, (strategy, ranks) in enumerate(HOPS):
-        found = on_ranks(ranks, hop, strategy, str(tmp_path / "chain"), EACH)
+    for number, (strategy, ranks) in enumerate(hops):
+        found = on_ranks(ranks, hop, model, strategy, str(tmp_path / "chain"), EACH)
         here = slice(EACH * number, EACH * (number + 1))
         for each in found:
             assert each["read"] == each["loaded"] == saved, "the same state, to the bit"

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from shardtune.core.document import dotted
 from shardtune.core.footprint import Held, ModelBytes, predict_held, predict_sent
+from shardtune.core.layout import Layout
+from shardtune.core.machine import Machine
+from shardtune.core.mesh import Mesh
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
+from shardtune.errors import JobError
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.measure.probe import CollectiveProbe
 from shardtune.models.blueprint import ModelBlueprint
+from shardtune.resolve import resolve
+from shardtune.rules import check
 from shardtune.strategies import DDP, Strategy
-from tests.conformance.table import ADAPTERS, Row
+from tests.conformance.slices import sliced
+from tests.conformance.stages import place_of
+from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MODELS, SWAP, Row
+from tests.jobs import make_job
+from tests.models import families
 from tests.numerics.test_factorisations import BATCH, loader
 from tests.ranks import on_ranks
 
 STEPS = 10
-LISTENED = 3  # the step in which collectives are counted
-MICRO_BATCH = 2
 STATES = ("params", "grads", "optim")
+SWAPPABLE = 1 << 20
+"""Bytes below which DeepSpeed keeps a share in memory."""
+TINY = "tiny"
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,10 @@ class Outcome:
     weights: dict[str, np.ndarray[Any, Any]]
     held: Held
     sent: dict[str, int]
+    sizes: list[tuple[int, bool]]
+    """Elements of each weight as it is stored, and whether it is trained; of the reference."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of all weights, frozen ones too."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +69,49 @@ class Finding:
     weights: float
     """Largest difference of a weight after the last step."""
     held: dict[str, tuple[int, int]]
-    """Bytes held and predicted, by state; the fullest rank."""
+    """Bytes held and predicted, by state; the rank that exceeds the prediction most."""
     sent: dict[str, tuple[int, int]]
-    """Bytes sent and declared, by kind of collective."""
+    """Bytes sent and declared, by kind of collective; the rank that is farthest off."""
+    swapped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes in files, held and predicted, by state; none but for rows that swap."""
     missing: list[str] = field(default_factory=list)
     """Trained weights that the row has not, or has empty or in another shape."""
+    left: list[str] = field(default_factory=list)
+    """Files that are left behind."""
 
 
-def blueprint(adapter: str) -> ModelBlueprint:
+def blueprint(model: str, adapter: str) -> ModelBlueprint:
     settings, quantization = ADAPTERS[adapter]
     chosen = TypeAdapter(Adapter).validate_json(json.dumps(settings))
-    section = ModelSection(name="tiny", quantization=quantization)
+    section = ModelSection(name=model, quantization=quantization)
     return ModelBlueprint(section, chosen, TrainSection(precision="fp32"))
 
 
-def strategy_of(row: Row) -> Strategy:
-    return TypeAdapter(Strategy).validate_json(json.dumps(row.settings))
+@cache
+def swappable() -> str:
+    """A model whose MLP is so wide that DeepSpeed swaps half of each of its weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=8192,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    folder = tempfile.mkdtemp(prefix="shardtune-swappable-")
+    atexit.register(shutil.rmtree, folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def strategy_of(row: Row, swap: str = SWAP) -> Strategy:
+    text = json.dumps(row.settings).replace(json.dumps(SWAP), json.dumps(swap))
+    return TypeAdapter(Strategy).validate_json(text)
 
 
 def microbatches(ranks: int) -> int:
@@ -84,12 +131,13 @@ def setup(ranks: int) -> EngineSetup:
     )
 
 
-def run(world: World, row: Row | None, adapter: str) -> Outcome:
-    """Ten steps of the row on this rank, or of one process with nothing spread if it is None."""
-    chosen: Strategy = strategy_of(row) if row else DDP()
-    data = loader(True, world.rank, world.size, MICRO_BATCH)
+def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
+    """Ten steps on this rank."""
+    mesh = chosen.mesh(world.size)
+    data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
     probe = CollectiveProbe()
-    with chosen.build(blueprint(adapter), setup(world.size), world) as engine:
+    with chosen.build(blueprint(model, adapter), setup(mesh.data_ranks), world) as engine:
+        sizes = [(each.numel(), each.requires_grad) for each in engine.module().parameters()]
         results = []
         for step, given in enumerate(data.steps(0, STEPS)):
             if step == LISTENED:
@@ -100,27 +148,61 @@ def run(world: World, row: Row | None, adapter: str) -> Outcome:
         held = engine.held()
         weights = {name: w.float().cpu().numpy() for name, w in engine.trained_weights().items()}
         evaluation = engine.evaluate("d", next(data.steps(0, 1))).loss
+        shapes = {name: tuple(w.shape) for name, w in engine.module().named_parameters()}
     losses, norms = zip(*((result.loss, result.grad_norm) for result in results), strict=True)
-    return Outcome(list(losses), list(norms), evaluation, weights, held, dict(probe.bytes))
+    return Outcome(
+        list(losses), list(norms), evaluation, weights, held, dict(probe.bytes), sizes, shapes
+    )
 
 
 @cache
-def reference(adapter: str) -> Outcome:
-    """The same ten steps in one process."""
-    return on_ranks(1, run, None, adapter)[0]
+def reference(model: str, adapter: str) -> Outcome:
+    """The same ten steps in one process, with nothing spread."""
+    return on_ranks(1, run, DDP(), model, adapter)[0]
+
+
+def refusal(row: Row) -> str:
+    """What is told of a job with the row's settings on a machine without a GPU."""
+    adapter, quantization = ADAPTERS[row.adapter]
+    job = make_job(
+        model={"name": TINY, "quantization": quantization},
+        adapter=adapter,
+        strategy=row.settings,
+        launch={"processes": row.ranks},
+    )
+    machine = Machine(cores=2, gpus=0)
+    try:
+        check(resolve(job, machine).job, dotted, machine)
+    except JobError as error:
+        return "; ".join(problem.fact for problem in error.problems)
+    return ""
+
+
+@cache
+def folder(model: str) -> str:
+    """What a job would call the model."""
+    if model == TINY:
+        return model
+    path = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, path)
+    families.write(Path(path), "llama", **MODELS[model])
+    return path
 
 
 def examine(row: Row) -> Finding:
     """Runs the row on real ranks and holds it against the reference and against its layout."""
-    expected = reference(row.adapter)
-    outcomes: list[Outcome] = on_ranks(row.ranks, run, row, row.adapter)
-    chosen = strategy_of(row)
+    model = swappable() if row.build else folder(row.model)
+    expected = reference(model, row.adapter)
+    with tempfile.TemporaryDirectory() as swap:
+        chosen = strategy_of(row, swap)
+        outcomes: list[Outcome] = on_ranks(row.ranks, run, chosen, model, row.adapter)
+        left = [str(path) for path in Path(swap).rglob("*")]
     mesh, layout = chosen.mesh(row.ranks), chosen.layout()
-    trained = sum(weight.nbytes for weight in expected.weights.values())
-    params, grads, optim = (expected.held.of(state) for state in STATES)
-    whole = ModelBytes(params, trained, grads, optim)
-    predicted = predict_held(layout, mesh, whole)
-    declared = predict_sent(layout, mesh, whole, microbatches=microbatches(row.ranks))
+    parts = [part_of(expected, layout, mesh, rank) for rank in range(row.ranks)]
+    predicted = [predict_held(layout, mesh, part) for part in parts]
+    count = microbatches(mesh.data_ranks)
+    declared = [predict_sent(layout, mesh, part, microbatches=count) for part in parts]
+    kinds = {kind for one in (*(o.sent for o in outcomes), *declared) for kind in one}
     first = outcomes[0]
     return Finding(
         difference=max(_apart(outcome, expected) for outcome in outcomes),
@@ -130,12 +212,23 @@ def examine(row: Row) -> Finding:
             if name in first.weights
         ),
         held={
-            state: (max(o.held.of(state) for o in outcomes), predicted.of(state))
+            state: max(
+                ((o.held.of(state), p.of(state)) for o, p in zip(outcomes, predicted, strict=True)),
+                key=lambda pair: pair[0] - pair[1],
+            )
             for state in STATES
         },
+        swapped=_in_files(outcomes, expected) if row.build else {},
+        left=left,
         sent={
-            kind: (first.sent.get(kind, 0), declared.get(kind, 0))
-            for kind in sorted({*first.sent, *declared})
+            kind: max(
+                (
+                    (o.sent.get(kind, 0), d.get(kind, 0))
+                    for o, d in zip(outcomes, declared, strict=True)
+                ),
+                key=lambda pair: abs(pair[0] - pair[1]),
+            )
+            for kind in sorted(kinds)
         },
         missing=[
             name
@@ -143,6 +236,31 @@ def examine(row: Row) -> Finding:
             if name not in first.weights or first.weights[name].shape != weight.shape
         ],
     )
+
+
+def _in_files(outcomes: list[Outcome], expected: Outcome) -> dict[str, tuple[int, int]]:
+    """Bytes in files beside those of the shares that are large enough. Weights are swapped one by
+    one; masters and momentum of all trained weights of a kind together."""
+    shares = [(4 * size // len(outcomes), trained) for size, trained in expected.sizes]
+    together = sum(share for share, trained in shares if trained)
+    predicted = {
+        "params": sum(share for share, _ in shares if share >= SWAPPABLE),
+        "optim": 2 * together if together >= SWAPPABLE else 0,
+    }
+    return {
+        state: (max(o.held.bytes.get((state, "nvme"), 0) for o in outcomes), size)
+        for state, size in predicted.items()
+    }
+
+
+def part_of(expected: Outcome, layout: Layout, mesh: Mesh, rank: int) -> ModelBytes:
+    """The bytes of the part of the model that a rank works on, and of what flows through it."""
+    if not {"tensor", "pipeline"} & dict(mesh.axes).keys():
+        trained = sum(weight.nbytes for weight in expected.weights.values())
+        params, grads, optim = (expected.held.of(state) for state in STATES)
+        return ModelBytes(params, trained, grads, optim)
+    place = place_of(expected.shapes, set(expected.weights), layout, mesh, rank)
+    return sliced(expected.shapes, set(expected.weights), mesh, place, rank)
 
 
 def _apart(outcome: Outcome, expected: Outcome) -> float:

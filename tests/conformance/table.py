@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+LISTENED = 3  # the step in which collectives are counted
+MICRO_BATCH = 2
+
 
 @dataclass(frozen=True)
 class Row:
@@ -19,11 +22,26 @@ class Row:
     ranks: int = 2
     needs: str = ""
     """A Python package that this row can't do without."""
+    model: str = "tiny"
+    """`tiny`, or one of `MODELS`."""
+    build: bool = False
+    """Swaps to files, for which DeepSpeed compiles a part of itself; with a larger model, because
+    shares below 1 MiB stay in memory."""
+    refused: str = ""
+    """What is told, before any rank is started on a machine without a GPU."""
 
     @property
     def id(self) -> str:
         return f"{self.strategy}-{self.adapter}"
 
+
+_COMMON = {"vocab_size": 260, "max_position_embeddings": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "wide": _COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "deep": _COMMON | {"num_hidden_layers": 6, "tie_word_embeddings": True},
+}
+"""Llamas of another shape than `tiny`: `wide` has key-value heads for four ranks and a head of its
+own, `deep` has layers for many stages."""
 
 ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "full": ({"type": "none"}, "none"),
@@ -43,6 +61,14 @@ def _zero(stage: int, **settings: Any) -> dict[str, Any]:
 
 
 _CPU = {"device": "cpu"}
+SWAP = "swap"
+"""Stands for a folder that is made for a row."""
+_NVME = {"device": "nvme", "nvme_path": SWAP}
+
+
+def _pipeline(stages: int, schedule: str, **settings: Any) -> dict[str, Any]:
+    return {"type": "pipeline", "stages": stages, "schedule": schedule, **settings}
+
 
 STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
     "ddp": ({"type": "ddp"}, 2, ""),
@@ -50,6 +76,10 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
     "fsdp-keep": ({"type": "fsdp", "reshard_after_forward": False}, 2, ""),
     "fsdp-hybrid": ({"type": "fsdp", "sharding": "hybrid", "replicas": 2}, 4, ""),
     "fsdp-offload": ({"type": "fsdp", "offload": "cpu"}, 2, ""),
+    "tensor2": ({"type": "tensor", "degree": 2}, 2, ""),
+    "tensor4": ({"type": "tensor", "degree": 4}, 4, ""),
+    "tensor2-data2": ({"type": "tensor", "degree": 2}, 4, ""),
+    "fsdp2-tensor2": ({"type": "fsdp", "tensor": 2}, 4, ""),
     "zero0": (_zero(0), 2, "deepspeed"),
     "zero1": (_zero(1), 2, "deepspeed"),
     "zero2": (_zero(2), 2, "deepspeed"),
@@ -60,8 +90,59 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 """Settings, ranks and the package needed, by the strategy's name in a row's id."""
 
-ROWS: tuple[Row, ...] = tuple(
-    Row(name, settings, adapter, ranks, needs)
-    for name, (settings, ranks, needs) in STRATEGIES.items()
-    for adapter in ADAPTERS
+
+def _fits(strategy: str, adapter: str) -> bool:
+    """4-bit weights are packed in blocks that no slice respects; `rules.py` refuses them."""
+    return not ("tensor" in strategy and adapter == "qlora")
+
+
+STAGES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "layers2": ({"type": "layers", "stages": 2}, 2, "tiny"),
+    "pipeline2-gpipe": (_pipeline(2, "gpipe"), 2, "tiny"),
+    "pipeline2-1f1b": (_pipeline(2, "1f1b"), 2, "tiny"),
+    "pipeline2-interleaved": (_pipeline(2, "interleaved"), 2, "deep"),
+    "pipeline2-zero-bubble": (_pipeline(2, "zero_bubble"), 2, "deep"),
+    "pipeline4": (_pipeline(4, "1f1b"), 4, "deep"),
+    "pipeline2-data2": (_pipeline(2, "1f1b"), 4, "tiny"),
+    "pipeline2-tensor2": (_pipeline(2, "1f1b", tensor=2), 4, "tiny"),
+    "fsdp2-pipeline2": ({"type": "fsdp", "pipeline": 2}, 4, "tiny"),
+    "pipeline2-tensor2-data2": (_pipeline(2, "1f1b", tensor=2), 8, "tiny"),
+}
+"""Settings, ranks and the model of strategies that cut it into stages."""
+
+SWAPPED = _zero(
+    3,
+    offload_optimizer={**_NVME, "buffer_count": 5},
+    offload_param={**_NVME, "buffer_count": 12, "buffer_size": 300_000, "max_in_cpu": 0},
+)
+NO_BYTES = "DeepSpeed reads them back as numbers of the model's precision, which they are not"
+GPU_ONLY = "DeepSpeed's quantised collectives are written for GPUs, and there is none here"
+REFUSED: dict[str, dict[str, Any]] = {
+    "zero3-qwz": _zero(3, zero_quantized_weights=True),
+    "zero3-qgz": _zero(3, zero_quantized_gradients=True),
+}
+"""Settings of what can't be done on a CPU."""
+
+ROWS: tuple[Row, ...] = (
+    *(
+        Row(name, settings, adapter, ranks, needs, "wide" if name == "tensor4" else "tiny")
+        for name, (settings, ranks, needs) in STRATEGIES.items()
+        for adapter in ADAPTERS
+        if _fits(name, adapter)
+    ),
+    *(
+        Row(name, settings, adapter, ranks, model=model)
+        for name, (settings, ranks, model) in STAGES.items()
+        for adapter in ("full", "lora")
+    ),
+    *(
+        Row("zero3-nvme", SWAPPED, adapter, 2, "deepspeed", build=True)
+        for adapter in ("full", "lora", "ia3")
+    ),
+    Row("zero3-nvme", SWAPPED, "qlora", refused=NO_BYTES),
+    *(
+        Row(name, settings, adapter, refused=GPU_ONLY)
+        for name, settings in REFUSED.items()
+        for adapter in ADAPTERS
+    ),
 )

@@ -81,7 +81,8 @@ def test_the_map_is_complete() -> None:
     assert rooms | files <= listed
 
 
-def test_the_tables_of_strategies_are_those_of_the_layouts() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "make_tables.py"), "--check"]
+@pytest.mark.parametrize("script", ["make_tables.py", "draw.py"])
+def test_tables_and_pictures_are_those_of_the_layouts(script: str) -> None:
+    command = [sys.executable, str(ROOT / "docs" / script), "--check"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, env=environment, check=False).returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -237,14 +236,6 @@ def test_a_short_step_and_a_step_that_is_left_out() -> None:
     assert found["untouched"]
 
 
-def async_io_is_there() -> bool:
-    """Whether DeepSpeed has built its file access before; that takes minutes."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    return any(Path(root).rglob("async_io.so"))
-
-
 def write_model(folder: Path) -> str:
     """DeepSpeed leaves shares of less than 1 MiB in memory: this model's layers are larger."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -273,9 +264,6 @@ def swapped(world: World, model: str, zero: Mapping[str, Any]) -> dict[str, Any]
 
 @pytest.mark.build
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not async_io_is_there(), reason="DeepSpeed's async_io isn't built; it needs libaio and minutes"
-)
 def test_nvme_holds_states_in_files_and_leaves_none(tmp_path: Path) -> None:
     model, folder = write_model(tmp_path / "model"), tmp_path / "swap"
     swap = {"device": "nvme", "nvme_path": str(folder)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch.distributed as dist
 
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
-from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.core.step import IGNORED, MicroBatch, StepResult
 from shardtune.core.world import World
-from shardtune.engines.native import DDPEngine, NativeEngine, native_engine
+from shardtune.engines.ddp import DDPEngine, native_engine
+from shardtune.engines.native import NativeEngine
 from shardtune.job import LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.models.blueprint import ModelBlueprint
 from tests.ranks import on_ranks
@@ -135,6 +137,53 @@ def test_state_goes_on_exactly_on_many_ranks() -> None:
     """Three numbers have several sums, by their order: two ranks would show nothing."""
     for found in on_ranks(4, interrupted):
         assert found == [True] * 4
+
+
+def halves(world: World) -> dict[str, Any]:
+    """Six steps in fp16, the last three also after a save and a load. The scale falls in the third
+    step, so that neither it nor the count of good steps is what a new engine has."""
+
+    def steps(engine: NativeEngine, first: int, last: int) -> list[StepResult]:
+        return [engine.step([batch(10 * world.rank + n)]) for n in range(first, last)]
+
+    adapter = LoRA(rank=4, dropout=0.1)
+    with make(world, precision="fp16", adapter=adapter) as engine:
+        steps(engine, 0, 2)
+        weight = next(iter(engine.trained.values()))
+        handle = weight.register_hook(lambda gradient: gradient * float("inf"))
+        (left_out,) = steps(engine, 2, 3)
+        handle.remove()
+        steps(engine, 3, 5)
+        tensors, numbers = engine.state()
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        expected = steps(engine, 5, 8)
+        after = {name: each.clone() for name, each in engine.trained_weights().items()}
+    torch.manual_seed(12345)
+    with make(world, precision="fp16", adapter=adapter) as engine:
+        fresh = engine.state()[1]["scale"]
+        engine.load_state(tensors, numbers)
+        again, same_numbers = engine.state()
+        same = all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+        resumed = steps(engine, 5, 8)
+        ended = engine.trained_weights()
+        return {
+            "applied": left_out.applied,
+            "numbers": numbers,
+            "same": same and same_numbers == numbers and again.keys() == tensors.keys(),
+            "fresh": fresh,
+            "resumed": resumed == expected,
+            "weights": all(torch.equal(after[name], each) for name, each in ended.items()),
+        }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fp16_goes_on_with_its_loss_scale(ranks: int) -> None:
+    for found in on_ranks(ranks, halves):
+        assert not found["applied"]
+        assert found["numbers"] == {"taken": 5.0, "scale": found["fresh"] / 2, "growth": 2.0}
+        assert found["same"]
+        assert found["resumed"]
+        assert found["weights"]
 
 
 def test_the_output_head_runs_only_where_there_are_labels() -> None:

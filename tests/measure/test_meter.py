@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -24,6 +25,15 @@ def test_a_step_takes_as_long_as_it_takes() -> None:
     assert 0.05 <= reading.seconds < 0.05 + PAUSE
     assert reading.tokens_per_second == pytest.approx(100 / reading.seconds)
     assert reading.seconds_left == pytest.approx(reading.seconds)  # one more like it
+
+
+def test_it_says_which_share_of_the_time_ranks_computed() -> None:
+    meter = Meter(3, "cpu")
+    assert meter.tick(result(10)).utilisation is None  # an engine that doesn't say
+    for _ in range(2):
+        time.sleep(0.1)
+        reading = meter.tick(replace(result(10), busy=0.05))
+    assert 0.3 < (reading.utilisation or 0) <= 0.5  # half of a tenth of a second, or a bit less
 
 
 def test_paused_time_does_not_count() -> None:

@@ -29,7 +29,8 @@ def config(family: str, **changes: Any) -> Any:
         "qwen3": lambda: transformers.Qwen3Config(**_LLAMA_LIKE | {"head_dim": 8} | changes),
         "mistral": lambda: transformers.MistralConfig(**_LLAMA_LIKE | changes),
         "gpt2": lambda: transformers.GPT2Config(
-            vocab_size=67, n_positions=64, n_embd=32, n_layer=3, n_head=4, **changes
+            **{"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
+            | changes
         ),
         "gpt_neox": lambda: transformers.GPTNeoXConfig(
             **{k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"} | changes

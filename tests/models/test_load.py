@@ -17,6 +17,7 @@ from shardtune.models import tiny
 from shardtune.models.catalogue import resolve
 from shardtune.models.load import (
     check_fits_data,
+    explaining,
     load_base,
     load_config,
     load_tokenizer,
@@ -184,8 +185,18 @@ def test_a_config_that_is_damaged_is_refused(folder: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with pytest.raises(ModelError, match="can't be loaded"):
+    with pytest.raises(ModelError, match=r"has no tokenizer: no tokenizer\.json"):
         load_tokenizer(section(folder))
+
+
+def test_a_reason_of_several_lines_is_not_cut_off() -> None:
+    text = "None of these could be read:\n(1) a tokenizer.json,\n(2) a slow one"
+    with pytest.raises(ModelError) as caught, explaining("model.name", "m", "fix"):
+        raise ValueError(text)
+    assert problem(caught).fact.endswith("read: (1) a tokenizer.json, (2) a slow one")
+    with pytest.raises(ModelError) as caught, explaining("model.name", "m", "fix"):
+        raise ValueError("\nIt failed\nand a page of advice")
+    assert problem(caught).fact == "'m' can't be loaded: It failed"
 
 
 # Where answers end -------------------------------------------------------------------------------

@@ -205,3 +205,25 @@ def test_what_can_not_work_is_refused(adapter: Adapter, said: str) -> None:
     )
     with pytest.raises(JobError, match=said):
         check(job, lambda key: ".".join(map(str, key)))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
+@pytest.mark.parametrize("make", [NF4Linear, Int8Linear])
+def test_compiled_code_keeps_no_restored_weights_for_the_backward_pass(
+    make: type[QuantisedLinear],
+) -> None:
+    """A compiler sees that forward and backward restore the same weights, and would keep them."""
+    layer = make(nn.Linear(256, 128, bias=False), torch.bfloat16)
+    layer.quantise(torch.randn(128, 256))
+    input = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
+    layer(input).sum().backward()
+    expected, input.grad = input.grad, None
+    torch._dynamo.reset()
+    kept: list[torch.Tensor] = []
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        compiled(input).sum().backward()
+    assert expected is not None
+    assert input.grad is not None
+    assert torch.equal(input.grad, expected)
+    assert [t for t in kept if t.numel() >= 128 * 256 and t.dtype == torch.bfloat16] == []

@@ -16,7 +16,8 @@ from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.errors import JobError
-from shardtune.strategies.deepspeed import DeepSpeed, to_deepspeed
+from shardtune.strategies.deepspeed import DeepSpeed
+from shardtune.strategies.deepspeed_config import to_deepspeed
 from shardtune.strategies.deepspeed_json import Facts, Read, read
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "deepspeed"
@@ -143,7 +144,7 @@ def test_what_the_job_decides_is_written_out() -> None:
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused(zero: dict[str, Any], key: str) -> None:
-    (problem,) = strategy(**zero).problems()
+    (problem,) = strategy(**zero).problems(2)
     assert problem.place == f"strategy.zero_optimization.{key}"
     assert problem.fix
 
@@ -188,7 +189,7 @@ def test_the_files_that_people_write_are_read_as_they_are(name: str, stage: int)
     found = read_file(RECIPES / f"{name}.json")
     assert found.strategy.config is None
     assert found.strategy.zero_optimization.stage == stage
-    assert not found.strategy.problems()
+    assert not found.strategy.problems(2)
     assert "train_batch_size" in found.reasons["train", "global_batch"]
     written = json.loads((RECIPES / f"{name}.json").read_text())["zero_optimization"]
     kept = found.strategy.zero_optimization.model_dump(exclude_none=True)

@@ -1,0 +1,165 @@
+"""The commands that look before a run: estimate, plan and bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardtune.core.cluster import Cluster
+    from shardtune.core.shape import ModelShape
+    from shardtune.job import Job
+
+
+def estimate(arguments: argparse.Namespace) -> int:
+    """One job on one cluster. Exit code 1 if it doesn't fit."""
+    from shardtune.fit import offer, shortage
+    from shardtune.forecast import forecast
+
+    job, shape, cluster = _given(arguments)
+    found = forecast(_spread(job, cluster), shape, cluster)
+    summary = found.summary()
+    if not found.fits:
+        summary["reasons"] += [shortage(found), offer(found.job, shape, cluster)]
+    if arguments.json:
+        print(json.dumps(summary, indent=2))
+        return int(not found.fits)
+    from rich.console import Console
+
+    from shardtune.report.plan import print_forecast
+
+    console = Console()
+    print_forecast(found, console)
+    if not found.fits:
+        print(f"{shortage(found)}\n    fix: {offer(found.job, shape, cluster)}", file=sys.stderr)
+    return int(not found.fits)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Every strategy on one cluster, the best first. Exit code 1 if none fits."""
+    from shardtune.core.document import dump_document
+    from shardtune.fit import offer
+    from shardtune.search import rank
+
+    job, shape, cluster = _given(arguments)
+    ranking = rank(job, shape, cluster, arguments.minimise)
+    best = ranking.best
+    fix = "" if best else offer(_spread(job, cluster), shape, cluster)
+    if arguments.json:
+        print(json.dumps(_summary(ranking, fix), indent=2))
+    else:
+        from rich.console import Console
+
+        from shardtune.report.plan import print_ranking
+
+        print_ranking(ranking, Console())
+    if best is None or best.found is None:
+        print(f"nothing fits on {cluster.name}\n    fix: {fix}", file=sys.stderr)
+        return 1
+    if arguments.write is not None:
+        document = best.found.job.model_dump(mode="json")
+        arguments.write.write_text(dump_document(document), encoding="utf-8")
+        print(f"wrote {arguments.write}: {best.name}", file=sys.stderr)
+    return 0
+
+
+def _summary(ranking: Any, fix: str) -> dict[str, Any]:
+    best = ranking.best
+    return {
+        "best": None if best is None else {"name": best.name, **best.found.summary()},
+        "fix": fix or None,
+        "candidates": [
+            {
+                "name": each.name,
+                "fits": each.fits,
+                "why": each.why,
+                "step_seconds": each.found.speed.step.total if each.found else None,
+                "gpu_gib": each.found.memory.peak / 2**30 if each.found else None,
+                "micro_batch": each.found.work.micro_batch if each.found else None,
+                "gradient_checkpointing": each.found.work.checkpointing if each.found else None,
+            }
+            for each in ranking.candidates
+        ],
+    }
+
+
+def _given(arguments: argparse.Namespace) -> tuple[Job, ModelShape, Cluster]:
+    """The job as it would run on GPUs, its model's shape, and the cluster. Nothing is opened."""
+    from dataclasses import replace
+
+    from shardtune.core.cluster import parse_cluster
+    from shardtune.core.machine import Machine
+    from shardtune.jobfile import load_job
+    from shardtune.resolve import resolve
+    from shardtune.shapes import shape_of
+
+    cluster = parse_cluster(arguments.cluster)
+    if arguments.price is not None:
+        cluster = replace(cluster, price_per_gpu_hour=arguments.price)
+    loaded = load_job(arguments.job, arguments.overrides)
+    machine = Machine(cores=16 * cluster.gpus_per_node, gpus=cluster.gpus)
+    resolved = resolve(loaded.job, machine, cluster.gpus)
+    return resolved.job, shape_of(resolved.job.model), cluster
+
+
+def _spread(job: Job, cluster: Cluster) -> Job:
+    """The job with the strategy that it asks for, or data parallelism while it is to be planned."""
+    from shardtune.strategies import DDP, AutoStrategy
+
+    if isinstance(job.strategy, AutoStrategy):
+        job = job.model_copy(update={"strategy": DDP()})
+    return job
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """Measures this machine; started without ranks, it starts them."""
+    from shardtune.core.machine import Machine
+    from shardtune.core.world import outside_ranks
+    from shardtune.fit import profile_path
+
+    target: Path = arguments.out or profile_path()
+    if outside_ranks() is None:
+        import tempfile
+
+        from shardtune.launch.local import run_local
+
+        machine = Machine.here()
+        processes = (
+            arguments.processes or max(1, machine.gpus)
+            if machine.gpus
+            else (arguments.processes or min(2, machine.cores))
+        )
+        with tempfile.TemporaryDirectory() as logs:
+            return run_local(
+                ["-m", "shardtune", "bench", "--out", str(target)],
+                processes=processes,
+                threads=max(1, machine.cores // processes),
+                logs=Path(logs),
+            )
+    return _bench_as_rank(target)
+
+
+def _bench_as_rank(target: Path) -> int:
+    import os
+
+    from rich.console import Console
+
+    from shardtune.core.document import dump_document
+    from shardtune.launch.join import join
+    from shardtune.launch.last_words import leaving_last_words
+    from shardtune.measure.bench import bench as measure
+    from shardtune.report.bench import draw_bench, print_bench
+
+    with leaving_last_words(), join(int(os.environ.get("OMP_NUM_THREADS", 1))) as world:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        profile = measure(world, target.parent, lambda text: print(f"measuring {text}", flush=True))
+        if world.is_main:
+            print_bench(profile, Console())
+            target.write_text(dump_document(profile.model_dump(mode="json")), encoding="utf-8")
+            if profile.measured.collectives:
+                draw_bench(profile, target.with_suffix(".svg"))
+            print(f"wrote {target}; `shardtune plan JOB --cluster {target}` uses it")
+    return 0

@@ -1,0 +1,268 @@
+"""What a forward pass leaves behind for the backward pass: closed forms, in bytes.
+
+Widths are counted for one token. A tensor appears once for each copy that autograd keeps; which
+copies those are depends on how the small operations run and on what is trained.
+"""
+
+from __future__ import annotations
+
+from shardtune.core.shape import LAYERS, ModelShape
+from shardtune.estimate.constants import MemoryConstants
+from shardtune.estimate.parts import Cut
+from shardtune.estimate.workload import Workload
+
+PIECE = 1 << 28
+LEAST_ROWS = 256
+"""Logits of a piece, and the fewest rows of one, in our own loss (`engines/fused_loss.py`)."""
+ATTENTION_INPUTS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "q", "k", "v", "W_pack"}
+)
+MLP_INPUTS = frozenset(
+    {"gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "wi_0", "wi_1", "wi"}
+)
+ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "dense", "o", "c_proj"})
+MLP_OUTPUTS = frozenset({"down_proj", "c_proj", "fc2", "dense_4h_to_h", "wo"})
+
+
+def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What one layer keeps of one micro-batch when nothing is recomputed."""
+    tokens = work.tokens / cut.context
+    width = work.widths.compute
+    spread = cut.tensor if work.sequence_parallel else 1
+    total = (
+        _norms(shape, work) / spread + (_attention(shape, work) + _mlp(shape, work)) / cut.tensor
+    )
+    total *= width * tokens
+    if work.attention == "eager":
+        total += tokens * work.sequence * shape.heads / cut.tensor * _score(work)
+    if work.dropout:
+        total += 2 * shape.hidden * tokens / spread  # a byte for each of two masks
+    if work.adapter is not None:
+        total += _adapters(shape, work) * tokens / cut.tensor
+    return total
+
+
+def boundary_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What flows from one layer to the next."""
+    spread = cut.tensor if work.sequence_parallel else 1
+    return shape.hidden * _stream(work) * work.tokens / cut.context / spread
+
+
+def _stream(work: Workload) -> float:
+    """Bytes of a number that flows between the layers."""
+    return 4 if work.wide_stream else work.widths.compute
+
+
+def selective_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What a layer keeps when every second matrix product and the attention's result are kept."""
+    tokens = work.tokens / cut.context
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
+    # Of the products q, k, v, o, gate, up, down every second is computed again.
+    products = q + kv + mlp_width(shape) + shape.hidden
+    inside = (q + products - shape.hidden) / cut.tensor
+    outside = 2 * shape.hidden / (cut.tensor if work.sequence_parallel else 1)
+    return (inside + outside) * work.widths.compute * tokens
+
+
+def stack_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What all layers of a rank keep at the end of the forward pass, without the layer at work."""
+    layers = shape.layers + shape.encoder_layers
+    if work.checkpointing == "full":
+        each = 0.0 if work.offloaded_checkpoints else boundary_bytes(shape, work, cut)
+    elif work.checkpointing == "selective":
+        each = selective_bytes(shape, work, cut)
+    else:
+        each = layer_bytes(shape, work, cut)
+    return each * layers / cut.pipeline * in_flight(work, cut)
+
+
+def in_flight(work: Workload, cut: Cut) -> float:
+    """Micro-batches whose activations the first pipeline stage holds at once (1F1B)."""
+    if cut.pipeline == 1:
+        return 1.0
+    most = min(cut.pipeline, work.microbatches)
+    if work.interleaved == 1:
+        return most
+    return most * (1 + (cut.pipeline - 1) / (cut.pipeline * work.interleaved))
+
+
+def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants) -> float:
+    """What the loss takes at its worst."""
+    tokens = work.tokens / cut.context * work.scored
+    if work.loss == "fused":
+        return tokens * shape.hidden * k.fused_hidden
+    if work.loss == "pieces":
+        return _piece_bytes(shape, work, cut, tokens)
+    if work.counted:
+        # Log-probabilities, their gradient and that of the logits are there together, in fp32.
+        return tokens * (12 * shape.vocab / cut.tensor + _top(shape, work))
+    each = {
+        "plain": k.plain_logit if cut.tensor == 1 else k.sliced_logit,
+        "shifted": k.shifted_logit,
+        "compiled": k.compiled_logit,
+        "chunked": k.chunked_logit,
+    }[work.loss]
+    return tokens * shape.vocab / cut.tensor * each
+
+
+def piece_rows(shape: ModelShape) -> int:
+    """Tokens whose logits our loss has at a time."""
+    return max(LEAST_ROWS, PIECE // shape.vocab)
+
+
+def _piece_bytes(shape: ModelShape, work: Workload, cut: Cut, tokens: float) -> float:
+    """A piece's logits and their gradient, and the next piece's logits; the head in 16 bits."""
+    rows = min(tokens, piece_rows(shape))
+    piece = rows * shape.vocab * work.widths.compute / cut.tensor
+    head = shape.vocab * shape.hidden * work.widths.compute / cut.tensor
+    total = (3 if tokens > rows else 2) * piece
+    if work.adapter is None:
+        total = max(total, 2 * piece + head)  # a piece's share of the head's gradient
+    if work.wide_stream:
+        total += head  # cast from fp32
+    # What the head reads is there twice, whole and without what has no label; and its gradient.
+    return total + tokens * (_top(shape, work) + 3 * shape.hidden * _stream(work))
+
+
+def _top(shape: ModelShape, work: Workload) -> float:
+    """Bytes a token that the last norm keeps, and the head of its input. It is never compiled."""
+    kept = 4.0 if shape.norm == "rms" else work.widths.compute
+    if work.adapter is None and shape.norm == "rms":
+        kept += _stream(work)  # for the gradient of the norm's own weight
+    if work.adapter is None and work.loss != "pieces":
+        kept += work.widths.compute
+    return kept * shape.hidden
+
+
+def kept_logit_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """Logits that the model returned beside the loss live on while the backward pass runs."""
+    if not work.returns_logits:
+        return 0.0
+    width = 4 if work.loss == "shifted" else 2
+    return work.tokens / cut.context * work.scored * shape.vocab / cut.tensor * width
+
+
+def working_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What a layer needs beyond what it keeps while its backward pass runs: the gradients of the
+    MLP's wide tensors, and with sequence parallelism the rows gathered from the other slices."""
+    tokens = work.tokens / cut.context * work.widths.compute
+    if work.counted and work.kernels == "compiled":
+        return tokens * _compiled_working(shape, work) / cut.tensor
+    wide = (3 if shape.gated else 2) * mlp_width(shape) / cut.tensor
+    gathered = 3 * shape.hidden if work.sequence_parallel and cut.tensor > 1 else 0
+    return (wide + gathered) * tokens
+
+
+def _compiled_working(shape: ModelShape, work: Workload) -> float:
+    """Numbers a token. Compiled code writes gradients where their operands were. Adapters have
+    factors of their own, so that a gradient is there once for the weight and once for the adapter.
+    The counts are those that an H200 showed (docs/benchmarks/planner_gpu.md)."""
+    if work.adapter is None:
+        return mlp_width(shape) + 2 * shape.hidden * _stream(work) / work.widths.compute
+    return 5 * mlp_width(shape) + 1.5 * shape.hidden
+
+
+def mlp_width(shape: ModelShape) -> float:
+    """The MLP's width that a token meets."""
+    if shape.experts is None:
+        return shape.ffn
+    return shape.experts.per_token * shape.experts.ffn + shape.experts.shared_ffn
+
+
+def norm_count(shape: ModelShape) -> int:
+    """Norms of the residual stream in a layer: one, two, or four where results are normed too."""
+    layer = max(LAYERS, key=shape.layer_parameters)
+    return sum(
+        weight.kind == "norm"
+        and weight.name.endswith(".weight")
+        and weight.size == shape.hidden
+        and not weight.module.endswith(("q_norm", "k_norm"))
+        for weight in shape.in_part(layer)
+    )
+
+
+def _norms(shape: ModelShape, work: Workload) -> float:
+    """Norms and the residual stream, in numbers of 16 bits a token."""
+    norms = norm_count(shape)
+    if work.autocast:
+        return _cast_norms(shape, work, norms) * shape.hidden
+    adapted = work.adapts(shape)
+    # Four-bit linears of bitsandbytes keep their input, though their weight is frozen.
+    every = work.adapter is None or _keeps_packed_inputs(work)
+    readers = sum(
+        every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS)
+    )
+    if work.kernels == "eager" and shape.norm == "rms":
+        # Turned to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
+        inside = 2.0 if work.adapter is not None else 3.0
+    else:
+        inside = 1.0
+    return (inside * norms + min(readers, norms)) * shape.hidden
+
+
+def _cast_norms(shape: ModelShape, work: Workload, norms: int) -> float:
+    """The same under autocast, in hidden sizes.
+
+    On its own, every linear casts its input anew and keeps that. Compiled, one cast serves all
+    that read it; and of the stream only its beginning is kept in fp32, with what was added to it.
+    """
+    if work.adapter is None:
+        if work.kernels == "compiled":
+            return 2 * norms + 1
+        return (4 if shape.norm == "rms" else 2) * norms + len(stream_readers(shape))
+    adapted = work.adapts(shape)
+    if work.kernels == "compiled":
+        sides = sum(not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS))
+        return norms + min(sides, norms)
+    return 2 * norms + len(stream_readers(shape) & frozenset(adapted))
+
+
+def stream_readers(shape: ModelShape) -> frozenset[str]:
+    """The linears of a layer that read the residual stream."""
+    layer = max(LAYERS, key=shape.layer_parameters)
+    names = {weight.module.rpartition(".")[2] for weight in shape.in_part(layer)}
+    return (ATTENTION_INPUTS | MLP_INPUTS) & names
+
+
+def _keeps_packed_inputs(work: Workload) -> bool:
+    return work.packed_bits is not None and work.packed_inputs
+
+
+def _attention(shape: ModelShape, work: Workload) -> float:
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
+    kept = 2 * q + 2 * kv
+    if shape.qk_norm:
+        kept += (3 if work.kernels == "eager" else 1) * (q + kv)
+    if work.autocast and not ATTENTION_OUTPUTS.isdisjoint(work.adapts(shape)):
+        kept += q  # the result once more, cast to fp32 and back for the adapter
+    return kept
+
+
+def _mlp(shape: ModelShape, work: Workload) -> float:
+    width = mlp_width(shape)
+    last = (
+        work.adapter is None
+        or _keeps_packed_inputs(work)
+        or not MLP_OUTPUTS.isdisjoint(work.adapts(shape))
+    )
+    if not shape.gated:
+        return width * (1 + last)
+    return width * ((3 if work.kernels == "eager" else 2) + last)
+
+
+def _score(work: Workload) -> float:
+    """Bytes of a score that is written down: the softmax's fp32 result and its 16-bit copy."""
+    softmax = 6 if work.kernels == "eager" else 2
+    return softmax + (3 if work.dropout else 0)
+
+
+def _adapters(shape: ModelShape, work: Workload) -> float:
+    """Bytes a token: what lies between the two factors, and what dropout makes of their input."""
+    assert work.adapter is not None
+    inputs = {w.module: w.shape[-1] for w in shape.targeted(work.adapter.targets)}
+    between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
+    if not work.adapter.dropout:
+        return between
+    # Each adapted linear keeps its own dropped input, and the mask. Casts are its own anyway.
+    dropped = 1 if work.autocast else work.widths.compute + 1
+    return between + sum(inputs.values()) * dropped

@@ -1,0 +1,238 @@
+"""Seconds that one layer, and the loss, keep a GPU busy: products, attention, small operations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardtune.core.cluster import Cluster
+from shardtune.core.shape import LAYERS, MULTIPLIED, ModelShape, Weight
+from shardtune.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
+from shardtune.estimate.constants import Chip, TimeConstants
+from shardtune.estimate.parts import Cut
+from shardtune.estimate.workload import Loss, Workload
+
+LOSS_PASSES: dict[Loss, int] = {
+    "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 16,
+}  # fmt: skip
+"""Bytes that pass for a logit, forward and backward, beside the head's own products."""
+LOSS_LAUNCHES = 30
+"""Operations of embedding, last norm, head and loss in a forward pass."""
+
+
+COPY = 0.89
+"""Of the data sheet's bandwidth, what a copy reaches: 4.26 of 4.8 TB/s on an H200."""
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Forward and backward seconds of one micro-batch."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Busy) -> Busy:
+        return Busy(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the GPU can do, as a training step sees it."""
+
+    cluster: Cluster
+    chip: Chip
+    time: TimeConstants
+
+    @cached_property
+    def peak(self) -> float:
+        """FLOP/s by the data sheet."""
+        return self.cluster.gpu.peak_tflops * 1e12
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOP/s of a large product."""
+        found = [point.tflops for point in self.cluster.measured.matmul if point.dtype != "fp8"]
+        ceiling = max(found) * 1e12 if found else self.peak * self.chip.ceiling
+        return ceiling * self.chip.matmul
+
+    @cached_property
+    def bytes(self) -> float:
+        """Bytes a second that small operations pass over."""
+        copied = self.cluster.measured.memory_gbs
+        sheet = copied / COPY if copied else self.cluster.gpu.memory_gbs
+        return sheet * 1e9 * self.chip.memory
+
+    def product(self, m: float, n: float, k: float, *, fp8: bool = False) -> float:
+        """An m x k matrix times a k x n one: the arithmetic, then the way of its bytes.
+
+        They overlap, but tiles have edges, and kernels a start and an end: over all shapes the sum
+        is nearer to what is measured than the longer of the two.
+        """
+        speed = self.flops * (self.chip.fp8 if fp8 else 1.0)
+        if n % 8 or k % 8:
+            speed *= self.time.unaligned
+        return 2 * m * n * k / speed + 2 * (m * n + n * k + m * k) / self.bytes
+
+
+def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    """One layer, averaged over a model whose layers differ."""
+    tokens = work.tokens / cut.context
+    layers = shape.layers + shape.encoder_layers
+    total = Busy(0.0, 0.0)
+    for weight in shape.weights:
+        if weight.part in LAYERS and weight.kind in MULTIPLIED:
+            each = _linear(weight, shape, work, cut, tokens, on)
+            share = weight.times / layers
+            total += Busy(each.forward * share, each.backward * share)
+    total += _attention(shape, work, cut, on)
+    total += _small(shape, work, cut, tokens, on)
+    if work.adapter is not None:
+        total += _adapters(shape, work, cut, tokens, on)
+    if work.autocast:
+        total += _casts(work.trained(shape) - _ends(shape, work), on, layers * cut.tensor)
+    if work.packed_bits is not None:
+        unpack = shape.quantisable() / layers / cut.tensor * (work.packed_bits / 8 + 2) / on.bytes
+        total += Busy(unpack, unpack)
+    return _launched(total, shape, work, cut, on)
+
+
+def loss_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    """Output head and loss."""
+    tokens = work.tokens / cut.context * work.scored
+    vocab = shape.vocab / cut.tensor
+    product = on.product(tokens, vocab, shape.hidden)
+    trained = work.adapter is None
+    small = tokens * vocab * LOSS_PASSES[work.loss] / on.bytes
+    head = vocab * shape.hidden
+    if work.autocast and trained:
+        small += _casts(head, on, 1).both
+    if work.loss == "pieces" and trained:
+        # Each piece's share of the head's gradient in 16 bits, added to an fp32 sum.
+        small += -(-tokens // piece_rows(shape)) * head * (4 + 8) / on.bytes
+    host = LOSS_LAUNCHES * on.time.launch
+    return Busy(
+        _slower(product + small / 2, host, on),
+        _slower(product * (1 + trained) + small / 2, 2 * host, on),
+    )
+
+
+def _ends(shape: ModelShape, work: Workload) -> int:
+    return shape.embedding_parameters if work.adapter is None else 0
+
+
+def _casts(weights: float, on: Engine, shares: float) -> Busy:
+    """Weights from fp32 to 16 bits before a product, and their gradients back after it."""
+    scale = weights / shares / on.bytes
+    return Busy((4 + 2) * scale, (2 + 4) * scale)
+
+
+def _linear(
+    weight: Weight, shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine
+) -> Busy:
+    *many, outputs, inputs = weight.shape
+    copies = math.prod(many)
+    rows = tokens * _routed(weight, shape)
+    forward = copies * on.product(rows, outputs / cut.tensor, inputs, fp8=work.fp8)
+    trained = work.adapter is None
+    return Busy(forward, forward * (1 + trained))
+
+
+def _routed(weight: Weight, shape: ModelShape) -> float:
+    """Share of the tokens that one copy of a weight sees: all, or those sent to an expert."""
+    if not weight.routed:
+        return 1.0
+    assert shape.experts is not None
+    return shape.experts.per_token / shape.experts.count
+
+
+def _attention(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    layers = shape.layers + shape.encoder_layers
+    pairs = shape.attention_flops(work.sequence) / layers * work.micro_batch
+    pairs /= cut.tensor * cut.context
+    if work.attention != "eager":
+        share = on.chip.attention if work.attention == "flash" else on.chip.sdpa
+        forward = pairs / (on.peak * share)
+        return Busy(forward, 2.5 * forward / 0.75)  # five products instead of two, less well
+    # Every pair is computed and written down: forward 2 products, backward 4.
+    every = 2 * pairs / (on.flops * 0.5)
+    scores = work.micro_batch * shape.heads * work.sequence**2 / cut.tensor
+    passes = 13 if work.kernels != "eager" else 26
+    return Busy(every + scores * passes / on.bytes, 2 * every + scores * 1.5 * passes / on.bytes)
+
+
+def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine) -> Busy:
+    """Norms, residuals, rotations, activation functions: by the bytes that they pass over."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
+    spread = cut.tensor if work.sequence_parallel else 1
+    wide = mlp_width(shape)
+    eager = work.kernels == "eager"
+    by_hand = eager and shape.norm == "rms"
+    norms = norm_count(shape)
+    hidden = Busy(norms * (16 if by_hand else 2) + 6, norms * (30 if by_hand else 4) + 6)
+    if work.wide_stream:
+        # All of it in fp32; and on its own, every linear casts its input.
+        casts = 3 * len(stream_readers(shape))
+        hidden = hidden + (Busy(6 + casts, 6 + casts) if eager else hidden)
+    if work.dropout:
+        hidden += Busy(5, 5)
+    rotary = (12.0, 14.0) if eager else (2.0, 2.0)
+    rotated = Busy(*rotary) if shape.positions == "rotary" else Busy(1, 1)
+    mlp = (Busy(5, 9) if eager else Busy(3, 5)) if shape.gated else Busy(2, 3)
+    times = {
+        "eager": on.time.eager_passes,
+        "fused": on.time.fused_passes,
+        "compiled": on.time.compiled_passes,
+    }[work.kernels]
+    scale = times * tokens * work.widths.compute / on.bytes
+
+    def total(hidden: float, rotated: float, mlp: float) -> float:
+        inside = rotated * (q + kv) + mlp * wide
+        return scale * (hidden * shape.hidden / spread + inside / cut.tensor)
+
+    return Busy(
+        total(hidden.forward, rotated.forward, mlp.forward),
+        total(hidden.backward, rotated.backward, mlp.backward),
+    )
+
+
+def _adapters(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine) -> Busy:
+    """Narrow products that read and write whole activations; rank hardly matters."""
+    assert work.adapter is not None
+    layers = shape.layers + shape.encoder_layers
+    forward = backward = 0.0
+    dropped = 4 if work.adapter.dropout else 0
+    # On their own, scaling, adding and casting to fp32 and back each pass over everything.
+    alone = work.kernels != "compiled"
+    cast = 2 if work.widths.trained > 2 and alone else 1
+    for weight in shape.targeted(work.adapter.targets):
+        *many, outputs, inputs = weight.shape
+        share = weight.times / layers * math.prod(many) * _routed(weight, shape)
+        forward += share * ((1 + dropped) * inputs + (5 if alone else 3) * outputs)
+        backward += share * (((4 if alone else 3) + dropped) * inputs + 3 * outputs)
+    scale = cast * tokens * work.widths.compute / on.bytes / cut.tensor
+    return Busy(forward * scale, backward * scale)
+
+
+def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    """The slower of the GPU and of the host that feeds it."""
+    forward = {"eager": 55, "fused": 45, "compiled": 25}[work.kernels]
+    if work.adapter is not None:
+        layers = shape.layers + shape.encoder_layers
+        adapted = sum(w.times for w in shape.targeted(work.adapter.targets)) / layers
+        forward += round((2 if work.kernels == "compiled" else 6) * adapted)
+    if work.packed_bits is not None:
+        forward += 20
+    if cut.tensor > 1:
+        forward += 6  # two collectives
+    host = forward * on.time.launch
+    return Busy(_slower(busy.forward, host, on), _slower(busy.backward, 2 * host, on))
+
+
+def _slower(gpu: float, host: float, on: Engine) -> float:
+    power = on.time.sharpness
+    return float((gpu**power + host**power) ** (1 / power))

@@ -1,0 +1,154 @@
+"""The few numbers that are measured, not derived. Each says where it comes from.
+
+*Fitted* means: by `python -m benchmarks.planner_accuracy --fit`, on half of the published
+measurements; docs/benchmarks/planner_accuracy.md has the errors on the other half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class MemoryConstants:
+    """Bytes that no closed form gives."""
+
+    plain_logit: float = 12.54
+    """Bytes a logit at the loss: 16-bit logits, log-probabilities and their gradient in fp32, and
+    the 16-bit gradient make 12. Fitted."""
+    shifted_logit: float = 17.45
+    """The same with an fp32 copy that is shifted by a token. Fitted."""
+    sliced_logit: float = 16.75
+    """The same as `plain` where tensor parallelism divides the vocabulary: log-probabilities are
+    then made step by step, with fp32 temporaries (torch's loss_parallel). Fitted."""
+    compiled_logit: float = 3.88
+    """Logits and gradient in 16 bits, nothing between them. Fitted."""
+    chunked_logit: float = 2.59
+    """16-bit logits stay; the fp32 work is on an eighth of them. Fitted."""
+    fused_hidden: float = 5.63
+    """Bytes a hidden number for a loss that never has the logits at once: the gradient and a
+    chunk's. Fitted."""
+    fragmentation: float = 0.0486
+    """What is lost between blocks in use, as a share of what comes and goes. Fitted."""
+    mismatch: float = 0.554
+    """Share of the layer's blocks that the loss can't use, or the other way round. Fitted."""
+    stale: float = 1.0
+    """Share of the gradients' blocks that the rest of the step can't use. Fitted."""
+    variable: float = 1.06
+    """Blocks cached for rows of other lengths, as a share of what comes and goes. Fitted."""
+    context: float = 0.5 * GIB
+    """CUDA's own memory and the kernels; ml-engineering measured 0.47 to 0.92 GiB."""
+    own_context: float = 0.75 * GIB
+    """The same for our own engines: measured with torch 2.11 on an H200."""
+    collective: float = 0.15 * GIB
+    """NCCL's buffers for each rank of a node; 1 to 2 GiB for eight by ml-engineering."""
+
+
+@dataclass(frozen=True)
+class TimeConstants:
+    """What is the same for all GPUs: the host, and how often small operations pass over data."""
+
+    launch: float = 21.3e-6
+    """Seconds that the host takes to launch one operation. Fitted."""
+    sharpness: float = 1.9
+    """How sharply the slower of host and GPU decides: infinity would be a plain maximum. Fitted."""
+    eager_passes: float = 0.984
+    fused_passes: float = 1.372
+    compiled_passes: float = 0.92
+    """Passes of small operations over their data, against what counting them gives. Fitted."""
+    unaligned: float = 0.469
+    """Speed of a product whose width is no multiple of eight. Fitted."""
+    cpu_bytes: float = 80e9
+    """Bytes a second that a node's processors pass over while they update weights. DeepSpeed
+    reports more than 4 s for Llama-2-7B on a node with four A100, which is 52e9 at least."""
+    host: float = 0.87
+    """Of the link to the host, what pinned copies reach: 54.6 of 63 GB/s beside an H200."""
+    disk_read_gbs: float = 5.6
+    disk_write_gbs: float = 4.3
+    """Of one good NVMe disk (DeepSpeed's DeepNVMe tutorial)."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU type: what a training step sees of what the data sheet promises."""
+
+    ceiling: float
+    """Of the peak, what the best product of matrices reaches (MAMF, by ml-engineering); a measured
+    one counts instead where there is a profile."""
+    matmul: float
+    """Of that ceiling, what products reach in a step. Fitted."""
+    attention: float
+    """Of the peak, for FlashAttention's forward pass over the pairs that a token sees. Fitted."""
+    sdpa: float
+    """The same for what torch picks."""
+    memory: float
+    """Of the memory's bandwidth, for small operations. Fitted."""
+    fp8: float = 1.73
+    """Speed of an 8-bit product against a 16-bit one. Fitted on the H100."""
+    link: float = 0.8
+    """Of the link between GPUs. Fitted."""
+    network: float = 0.8
+    """Of the network between nodes; ml-engineering: expect 80 % of what is advertised."""
+    clash: float = 0.25
+    """How much of the shorter is lost when sending and computing overlap: 0 nothing, 1 all.
+    Fitted."""
+
+
+MEMORY = MemoryConstants()
+TIME = TimeConstants()
+
+A100 = Chip(0.869, 0.921, 0.382, 0.382, 0.762, link=1.0, network=1.0, clash=0.227)
+H100 = Chip(0.803, 0.935, 0.219, 0.61, 0.577, link=0.935, clash=0.599)
+H200 = replace(H100, matmul=1.0, memory=0.631)
+POWER_LIMITED = replace(
+    H100, matmul=1.0, attention=0.235, memory=0.326, fp8=2.0, link=1.0, clash=0.102
+)
+"""torchtitan's H100 with slower memory and 500 W."""
+# GeForce cards run above the clock that their data sheet's peak is for. They and the cards for
+# workstations send over the host, where there is no NVLink: 3 GB/s, and computing waits.
+RTX30 = Chip(1.05, 1.0, 0.8, 0.8, 0.75, link=0.098, clash=0.946)
+RTX40 = Chip(1.05, 1.0, 0.8, 0.8, 0.75, link=0.058, clash=0.083)
+V100 = Chip(0.8, 0.9, 0.3, 0.3, 0.75)
+"""Not fitted: no published run has all its settings."""
+
+CHIPS: dict[str, Chip] = {
+    "V100": V100,
+    "A100": A100,
+    "H100": H100,
+    "H100-96GB-500W": POWER_LIMITED,
+    "H200": H200,
+    "RTX3": RTX30,
+    "RTX4": RTX40,
+}
+"""By how the GPU's name begins; the longest beginning counts."""
+LIKE = {
+    "P100": "V100",
+    "T4": "V100",
+    "A10": "RTX3",
+    "A30": "RTX3",
+    "A40": "RTX3",
+    "A5000": "RTX3",
+    "A6000": "RTX3",
+    "L4": "RTX4",
+    "RTX": "RTX4",
+    "GH200": "H200",
+    "H20": "H100",
+    "B": "H200",
+    "GB": "H200",
+    "MI": "H100",
+}
+"""GPUs of which there are too few measurements: the nearest that has some."""
+
+
+def beginning_of(gpu: str) -> str:
+    """The entry of CHIPS for a GPU; one that we don't know at all is taken for an H100."""
+    known = [name for name in (*CHIPS, *LIKE) if gpu.startswith(name)]
+    nearest = max(known, key=len, default="H100")
+    return LIKE.get(nearest, nearest)
+
+
+def chip_of(gpu: str) -> Chip:
+    """The constants of a GPU."""
+    return CHIPS[beginning_of(gpu)]

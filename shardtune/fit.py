@@ -1,0 +1,116 @@
+"""Looks before the run: will it fit here, and which strategy does it best?"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardtune.core.cache import cache_dir
+from shardtune.core.cluster import Cluster, Gpu, find_gpu, parse_cluster
+from shardtune.core.document import KeyPath
+from shardtune.core.machine import Machine
+from shardtune.core.profile import LinkKind
+from shardtune.core.shape import ModelShape
+from shardtune.errors import JobError, ModelError, Problem
+from shardtune.forecast import GIB, Forecast, forecast
+from shardtune.job import Job
+from shardtune.resolve import ResolvedJob
+from shardtune.search import rank, smallest_change, smallest_cluster
+from shardtune.shapes import shape_of
+from shardtune.strategies import AutoStrategy
+
+CPU_TFLOPS, CPU_GBS = 0.1, 10.0  # of a core, and of the memory: enough to rank strategies by
+
+
+def profile_path() -> Path:
+    """Where `shardtune bench` leaves what it measured on this machine."""
+    return cache_dir() / "machine.yaml"
+
+
+def cluster_here(machine: Machine, processes: int) -> Cluster:
+    """This machine as a cluster of so many devices: as measured, or as its driver names it."""
+    if profile_path().is_file():
+        measured = parse_cluster(str(profile_path()))
+        if measured.gpus_per_node == processes and (machine.gpus > 0) == (
+            measured.gpu.name != "CPU"
+        ):
+            return measured
+    host = machine.memory / GIB or None
+    if not machine.gpus:
+        share = machine.memory / GIB / processes
+        gpu = Gpu(
+            "CPU", share, CPU_TFLOPS * machine.cores, CPU_TFLOPS * machine.cores, CPU_GBS,
+            None, "none", CPU_GBS, "this machine",
+        )  # fmt: skip
+        return Cluster("this machine", gpu, 1, processes)
+    name = machine.gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    gpu = find_gpu(name.replace(" ", ""), "this machine")
+    link: LinkKind = "nvlink" if gpu.nvlink == "switch" else "pcie"
+    return Cluster(f"{processes}x{gpu.name}", gpu, 1, processes, link, host_gib=host)
+
+
+def look(job: Job, machine: Machine) -> Forecast | None:
+    """The forecast of a job on this machine; None for what the estimator doesn't know."""
+    try:
+        return forecast(job, shape_of(job.model), cluster_here(machine, int(job.launch.processes)))
+    except (JobError, ModelError):
+        return None  # a GPU or a family that isn't in the catalogue is no reason to refuse a run
+
+
+def require_fit(found: Forecast) -> None:
+    """Refuses a job that will not fit, before any weight is loaded, and offers what will."""
+    if found.fits:
+        return
+    fix = f"{offer(found.job, found.shape, found.cluster)}; --ignore-forecast runs it as it is"
+    raise JobError(Problem("memory", shortage(found), fix))
+
+
+def shortage(found: Forecast) -> str:
+    """What is needed, what there is, and what takes most of it."""
+    if found.over <= 0:
+        room = found.cluster.host_gib or 0.0
+        return f"a node needs {found.host / GIB:.1f} GiB of main memory and has {room:.1f}"
+    largest = sorted(found.memory.gpu.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    gpu = found.cluster.gpu
+    needed = f"needs {found.memory.required / GIB:.1f} GiB on each {gpu.name}"
+    return f"{needed} and there are {gpu.memory_gib:.1f}: {parts}"
+
+
+def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
+    """The smallest change that fits, or the smallest cluster."""
+    change = smallest_change(job, shape, cluster)
+    if change is not None:
+        how = "the same result" if change.same_result else "another result"
+        left = -change.found.over / GIB
+        return f"{change}  ({how}; leaves {left:.1f} GiB)"
+    larger = smallest_cluster(job, shape, cluster)
+    if larger is not None and larger.found is not None:
+        rows = larger.found.job.train.global_batch
+        more = f" and train.global_batch={rows}" if rows > job.train.global_batch else ""
+        return f"{larger.found.cluster.name} with {larger.name}{more}: {larger.why}"
+    return "no cluster of such devices that we know of would do"
+
+
+def planned(resolved: ResolvedJob, machine: Machine) -> ResolvedJob:
+    """The job with the best strategy in place of `auto`, and why it is the best."""
+    job = resolved.job
+    if not isinstance(job.strategy, AutoStrategy):
+        return resolved
+    shape, cluster = shape_of(job.model), cluster_here(machine, int(job.launch.processes))
+    ranking = rank(job, shape, cluster, deepspeed=find_spec("deepspeed") is not None)
+    best = ranking.best
+    if best is None or best.found is None:
+        first = ranking.candidates[0]
+        fact = f"no strategy fits on {cluster.name}; nearest is {first.name}: {first.why}"
+        assert first.found is not None  # data parallelism is refused for the job's own faults only
+        raise JobError(Problem("strategy", fact, offer(first.found.job, shape, cluster)))
+    runner_up = next((each for each in ranking.candidates[1:] if each.why), None)
+    reason = f"planned: {best.name} {best.why}"
+    if runner_up is not None:
+        reason += f"; {runner_up.name}: {runner_up.why}"
+    reasons: dict[KeyPath, str] = {**resolved.reasons, ("strategy", "type"): reason}
+    for key in ("micro_batch", "gradient_checkpointing"):
+        if getattr(best.found.job.train, key) != getattr(job.train, key):
+            reasons["train", key] = f"planned with {best.name}"
+    return ResolvedJob(best.found.job, reasons)

@@ -1,0 +1,260 @@
+"""One job on one cluster: what it will hold, send and take. No weights, no data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardtune.core.cluster import Cluster
+from shardtune.core.footprint import Held, predict_held
+from shardtune.core.layout import Layout, State
+from shardtune.core.mesh import Mesh
+from shardtune.core.shape import ModelShape
+from shardtune.estimate.comms import Sent, group_of
+from shardtune.estimate.memory import Memory, estimate_memory
+from shardtune.estimate.speed import Speed, estimate_speed
+from shardtune.estimate.workload import (
+    NF4_DOUBLE_BITS,
+    Adapter,
+    Buckets,
+    Widths,
+    Workload,
+    whole_bytes,
+)
+from shardtune.job import IA3, AdamW, Job, LoRA, NoAdapter
+from shardtune.strategies import DDP, DeepSpeed
+
+GIB = float(1 << 30)
+INT8_BITS = 8.0
+EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
+"""Two moments of a byte each, and an fp32 scale for 256 of them."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a job will hold, send and take."""
+
+    job: Job
+    shape: ModelShape
+    cluster: Cluster
+    mesh: Mesh
+    layout: Layout
+    work: Workload
+    memory: Memory
+    speed: Speed
+    reasons: tuple[str, ...]
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of one GPU."""
+        return self.cluster.gpu.memory_gib * GIB
+
+    @property
+    def over(self) -> float:
+        """Bytes that are missing on a GPU; negative where some are left."""
+        return self.memory.required - self.capacity
+
+    @property
+    def host(self) -> float:
+        """Bytes of main memory that the ranks of a node need together."""
+        per_rank = max(self.memory.host, self.memory.host_building)
+        return per_rank * min(self.mesh.size, self.cluster.gpus_per_node)
+
+    @property
+    def host_over(self) -> float:
+        """Bytes of main memory that are missing on a node; negative where some are left."""
+        room = self.cluster.host_gib
+        return -1.0 if room is None else self.host - room * GIB
+
+    @property
+    def fits(self) -> bool:
+        return self.over <= 0 and self.host_over <= 0
+
+    @property
+    def held(self) -> Held:
+        """What a rank holds between two steps, by state: the same type as an engine's answer."""
+        whole = whole_bytes(self.shape, self.work)
+        return predict_held(self.layout.without_masters(), self.mesh, whole)
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole run; None where only the data can tell how many steps it has."""
+        steps = self.job.train.steps
+        return None if steps is None else steps * self.speed.step.total / 3600
+
+    @property
+    def cost(self) -> float | None:
+        price = self.cluster.price_per_hour
+        return None if price is None or self.hours is None else price * self.hours
+
+    def summary(self) -> dict[str, Any]:
+        """The figures, for `--json`."""
+        memory, speed = self.memory, self.speed
+        gpu: dict[str, float] = {name: size / GIB for name, size in memory.gpu.items()}
+        gpu["overhead"] = memory.overhead / GIB
+        step = speed.step
+        return {
+            "fits": self.fits,
+            "strategy": self.job.strategy.type,
+            "mesh": dict(self.mesh.axes),
+            "gpu_gib": {
+                **gpu,
+                "peak": memory.peak / GIB,
+                "required": memory.required / GIB,
+                "capacity": self.capacity / GIB,
+                "moment": memory.moment,
+                "moments": {name: size / GIB for name, size in memory.moments.items()},
+            },
+            "host_gib": {
+                "states": memory.host / GIB,
+                "building": memory.host_building / GIB,
+                "building_whole": memory.host_building_whole / GIB,
+                "node": self.host / GIB,
+                "node_capacity": self.cluster.host_gib,
+            },
+            "nvme_gib": memory.nvme / GIB,
+            "traffic_gib": self._traffic(),
+            "step_seconds": {
+                "compute": step.compute,
+                "communication": step.communication,
+                "optimizer": step.optimizer,
+                "offload": step.offload,
+                "bubble": step.bubble,
+                "data": step.data,
+                "total": step.total,
+            },
+            "tokens_per_second": speed.tokens_per_second,
+            "tokens_per_second_per_gpu": speed.tokens_per_second_per_gpu,
+            "mfu": speed.mfu,
+            "hours": self.hours,
+            "cost": self.cost,
+            "reasons": list(self.reasons),
+        }
+
+    def beside(
+        self, held: Held, *, peak: float | None, tokens_per_second: float | None
+    ) -> dict[str, Any]:
+        """Predicted beside measured, for a run's report. `peak` is in bytes; None where the device
+        doesn't count what is allocated on it."""
+        states: tuple[State, ...] = ("params", "grads", "optim")
+        found = {
+            "held_bytes": {s: _pair(self.held.of(s), held.of(s)) for s in states},
+            "peak_gib": None if peak is None else _pair(self.memory.allocated / GIB, peak / GIB),
+            "tokens_per_second": None,
+        }
+        if tokens_per_second:
+            found["tokens_per_second"] = _pair(self.speed.tokens_per_second, tokens_per_second)
+        return found
+
+    def _traffic(self) -> dict[str, Any]:
+        """Bytes that one GPU sends in a step, by link and by move."""
+        moves = [
+            {
+                "op": each.move.op,
+                "what": each.move.what,
+                "axis": each.axis,
+                "when": each.move.when,
+                "link": each.where,
+                "gib": self._wire(each) / GIB,
+            }
+            for each in self.speed.sent
+        ]
+        total = {
+            link: sum(float(str(m["gib"])) for m in moves if m["link"] == link)
+            for link in ("intra_node", "inter_node")
+        }
+        return {**total, "moves": moves}
+
+    def _wire(self, each: Sent) -> float:
+        ranks = group_of(each.axis, self.mesh, self.cluster).ranks
+        rounds = 2 if each.move.op == "all_reduce" else 1
+        return rounds * each.total * (ranks - 1) / ranks
+
+
+def _pair(predicted: float, measured: float) -> dict[str, float | None]:
+    error = predicted / measured - 1 if measured else None
+    return {"predicted": predicted, "measured": measured, "error": error}
+
+
+def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
+    """What `job` will hold, send and take on all GPUs of `cluster`."""
+    mesh, layout = job.strategy.mesh(cluster.gpus), job.strategy.layout()
+    mesh.require(cluster.gpus)
+    work = workload(job, shape, mesh)
+    memory = estimate_memory(layout, shape, mesh, work)
+    speed = estimate_speed(layout, shape, mesh, cluster, work)
+    reasons = [*cluster.assumptions]
+    if job.train.steps is None:
+        reasons.append(
+            "hours: only the data tells how many steps the epochs have; give train.steps"
+        )
+    return Forecast(job, shape, cluster, mesh, layout, work, memory, speed, tuple(reasons))
+
+
+def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
+    """The job as the estimator sees it."""
+    train = job.train
+    shares = mesh.data_ranks
+    micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
+    native = not isinstance(job.strategy, DeepSpeed)
+    # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
+    autocast = isinstance(job.strategy, DDP) and train.precision != "fp32"
+    quantised = {"none": None, "nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}[job.model.quantization]
+    return Workload(
+        micro_batch=micro,
+        sequence=job.data.sequence_length,
+        microbatches=max(1, -(-train.global_batch // (shares * micro))),
+        widths=widths(job),
+        adapter=adapter(job, shape),
+        packed_bits=quantised,
+        checkpointing="full" if train.gradient_checkpointing == "full" else "none",
+        attention="eager" if job.model.attention == "eager" else "sdpa",
+        loss="pieces" if train.loss == "fused" else "plain",
+        kernels="compiled" if train.kernels == "compiled" else "eager",
+        counted=True,
+        autocast=autocast,
+        packed_inputs=False,
+        buckets=None if native else Buckets(),
+        sequence_parallel=mesh.size_of("tensor") > 1,
+    )
+
+
+def widths(job: Job) -> Widths:
+    """Bytes a number under each engine: docs/adr/0004-precision.md says what is held in what."""
+    compute = 4 if job.train.precision == "fp32" else 2
+    moments = _moments(job)
+    if isinstance(job.strategy, DeepSpeed):
+        # Weights and gradients in the precision of the computation, masters in fp32.
+        masters = 4.0 if job.strategy.layout().masters else 0.0
+        return Widths(
+            frozen=compute, trained=compute, gradients=compute, optimizer=masters + moments,
+            gathered=compute, reduced=compute, compute=compute,
+        )  # fmt: skip
+    return Widths(
+        frozen=compute, trained=4, gradients=4, optimizer=moments,
+        gathered=compute, reduced=4, compute=compute,
+    )  # fmt: skip
+
+
+def _moments(job: Job) -> float:
+    optimizer = job.train.optimizer
+    if isinstance(optimizer, AdamW):
+        return EIGHT_BIT_MOMENTS if getattr(optimizer, "bits", 32) == 8 else 8.0
+    return 4.0 if optimizer.momentum else 0.0
+
+
+def adapter(job: Job, shape: ModelShape) -> Adapter | None:
+    """What is trained beside the frozen model."""
+    chosen = job.adapter
+    if isinstance(chosen, NoAdapter):
+        return None
+    if isinstance(chosen, IA3):
+        return Adapter(rank=1, trained=shape.ia3_parameters(chosen.targets, chosen.feedforward))
+    assert isinstance(chosen, LoRA)
+    trained = shape.lora_parameters(
+        chosen.rank,
+        chosen.targets,
+        dora=chosen.variant == "dora",
+        modules_to_save=chosen.modules_to_save,
+    )
+    return Adapter(chosen.rank, chosen.targets, chosen.dropout, trained)

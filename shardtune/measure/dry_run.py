@@ -1,0 +1,150 @@
+"""Replays one rank's steps of a run without its memory: the real engine on fake tensors.
+
+Nothing is estimated here. The model is the one that a run would build, the engine the one that it
+would use, and every tensor that they make is counted, for any number of ranks. It takes seconds.
+
+What it can't see is memory that a GPU's kernels take inside one operation, and CUDA's own. Without
+a GPU the fake tensors lie on the CPU, because PyTorch's autograd refuses to record for a device
+that its build doesn't know; then the operations are those which PyTorch chooses for a CPU. Most
+keep what the GPU's keep (fused attention: its result and one number a query); autocast differs a
+little (on a GPU it computes layer norms in fp32). Nothing is compiled, so what
+`train.kernels: compiled` saves isn't seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.core.blueprint import Blueprint
+from shardtune.core.footprint import Held
+from shardtune.core.layout import State
+from shardtune.core.setup import EngineSetup
+from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.core.world import World
+from shardtune.engines.tensors import local
+from shardtune.errors import JobError, ModelError, Problem
+from shardtune.measure.ledger import Class, Ledger, Moment
+from shardtune.measure.pretend import pretending
+from shardtune.strategies import DeepSpeed, Strategy
+
+STEPS = 2  # with the second, the optimizer's states are there from the start
+
+_CLASS_OF: dict[State, Class] = {"params": "params", "grads": "gradients", "optim": "optimizer"}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One rank's memory in bytes, as torch's allocator would count what is allocated."""
+
+    peak: int
+    moment: Moment
+    """When that is."""
+    classes: dict[Class, int]
+    """What the peak is made of. Logits are apart from the other activations; buffers are gathered,
+    cast and unpacked weights, what collectives send, and tables."""
+    moments: dict[Moment, int]
+    """The peak of each moment, building the model included."""
+    held: Held
+    """What the engine says that it holds between two steps."""
+
+
+def dry_run(
+    blueprint: Blueprint,
+    strategy: Strategy,
+    setup: EngineSetup,
+    *,
+    ranks: int,
+    rows: int,
+    length: int,
+    microbatches: int = 1,
+    packed: bool = False,
+    vocabulary: int = 0,
+) -> DryRun:
+    """Two steps of the first of `ranks` ranks, with `rows` rows of `length` tokens at a time.
+
+    `packed` rows hold two documents each, which takes another way through attention. `vocabulary`
+    lets logits be told from other activations. More than two micro-batches take no more memory
+    than two.
+    """
+    if isinstance(strategy, DeepSpeed):
+        fact = "DeepSpeed manages memory of its own, which fake tensors can't stand in for"
+        fix = "estimate without --dry-run; or set strategy.type: fsdp, which divides as stage 3"
+        raise JobError(Problem("strategy.type", fact, fix))
+    strategy.mesh(ranks).require(ranks)
+    batches = [micro_batch(rows, length, packed=packed)] * min(microbatches, 2)
+    world = World(0, ranks, 0, "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        with pretending(ranks):
+            return replay(blueprint, strategy, setup, world, batches, vocabulary=vocabulary)
+    except RuntimeError as error:
+        # Somebody else's code under fake tensors: an operation without a fake form, a branch that
+        # depends on numbers which aren't there. torch says which.
+        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        fact = f"this model can't be run dry: {reason}"
+        raise ModelError(Problem("model.name", fact, "estimate without --dry-run")) from error
+
+
+def replay(
+    blueprint: Blueprint,
+    strategy: Strategy,
+    setup: EngineSetup,
+    world: World,
+    batches: list[MicroBatch],
+    *,
+    vocabulary: int = 0,
+) -> DryRun:
+    """Builds the engine and takes its steps, and keeps book. On real tensors it does so too."""
+    ledger = Ledger(world.device, vocabulary=vocabulary)
+    with ledger, strategy.build(blueprint, setup, world) as engine:
+        model = engine.module()
+        # Some are older than the ledger, and transformers loads weights in other threads.
+        ledger.adopt((*_shares(model.parameters()), *model.buffers()))
+        ledger.classify(_shares(model.parameters()), ())
+        hook = model.register_forward_pre_hook(lambda *_: ledger.begin_forward())
+        built = len(ledger.events)
+        for _ in range(STEPS):
+            engine.step(batches)
+            ledger.classify(_shares(model.parameters()), _shares(_gradients(model)))
+        hook.remove()
+        return _summary(ledger, built, engine.held())
+
+
+def micro_batch(rows: int, length: int, *, packed: bool) -> MicroBatch:
+    """Rows in which every token is trained on."""
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    targets = ids.clone()
+    targets[:, -1] = IGNORED
+    positions = torch.arange(length)
+    if packed:
+        positions[length // 2 :] -= length // 2
+    labels = rows * (length - 1)
+    return MicroBatch(ids, positions.repeat(rows, 1), targets, (), rows * length, labels)
+
+
+def _summary(ledger: Ledger, built: int, held: Held) -> DryRun:
+    elsewhere = frozenset(
+        _CLASS_OF[state] for state, home in held.bytes if home != "gpu" and state in _CLASS_OF
+    )
+    building = ledger.peaks(until=built, without=elsewhere)
+    peaks = ledger.peaks(since=built, without=elsewhere)
+    moment = max(peaks, key=lambda each: sum(peaks[each].values()))
+    return DryRun(
+        peak=sum(peaks[moment].values()),
+        moment=moment,
+        classes=peaks[moment],
+        moments={each: sum(sizes.values()) for each, sizes in (building | peaks).items()},
+        held=held,
+    )
+
+
+def _gradients(model: nn.Module) -> Iterator[Tensor]:
+    return (p.grad for p in model.parameters() if p.grad is not None)
+
+
+def _shares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    # One at a time: a list of gradients would keep them alive into the next step.
+    return (local(tensor) for tensor in tensors)

@@ -1,0 +1,129 @@
+"""Forecasts and rankings, as a person wants to read them."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardtune.forecast import GIB, Forecast
+from shardtune.report.terminal import duration
+from shardtune.search import Ranking
+
+BAR = 40  # letters that a full GPU is wide
+
+
+def print_forecast(found: Forecast, console: Console) -> None:
+    """Memory by class as bars, the step by part, traffic by move, and what it comes to."""
+    console.print(_verdict(found))
+    console.print(_memory(found))
+    console.print(_step(found))
+    if found.speed.sent:
+        console.print(_traffic(found))
+    for reason in found.reasons:
+        console.print(Text(reason, style="dim"))
+
+
+def print_outlook(found: Forecast, steps: int, console: Console | None = None) -> None:
+    """The forecast in a line, for a run that is about to start."""
+    peak, room = found.memory.peak / GIB, found.capacity / GIB
+    line = f"forecast: {peak:.2f} of {room:.1f} GiB on each {found.cluster.gpu.name}"
+    # Of a processor nobody has measured we know too little to name a time.
+    if found.cluster.gpu.name != "CPU" or found.cluster.measured.matmul:
+        seconds = found.speed.step.total
+        line += f", {seconds:.3g} s a step, {duration(seconds * steps)} for {steps:,} steps"
+    (console or Console()).print(Text(line))
+
+
+def _verdict(found: Forecast) -> Text:
+    peak, room = found.memory.peak / GIB, found.capacity / GIB
+    words = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
+    moment = {
+        "forward": "at the end of the forward pass",
+        "backward": "in the backward pass",
+        "optimizer": "in the update",
+        "evaluation": "in the evaluation",
+        "save": "while saving",
+    }[found.memory.moment]
+    return Text.assemble(
+        words,
+        f": {peak:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
+        (f"   {found.job.strategy.type}, {_mesh(found)}", "dim"),
+    )
+
+
+def _mesh(found: Forecast) -> str:
+    return " x ".join(f"{name}({size})" for name, size in found.mesh.axes)
+
+
+def _memory(found: Forecast) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("on a GPU, GiB")
+    table.add_column(justify="right")
+    table.add_column()
+    memory = found.memory
+    sizes: dict[str, float] = dict(memory.gpu.items())
+    sizes["overhead"] = memory.overhead
+    for name, size in sizes.items():
+        bar = "█" * min(2 * BAR, round(BAR * size / found.capacity))
+        table.add_row(name, f"{size / GIB:.2f}", bar)
+    table.add_row("main memory of a node", f"{found.host / GIB:.2f}", "")
+    if memory.nvme:
+        table.add_row("disk of a rank", f"{memory.nvme / GIB:.2f}", "")
+    return table
+
+
+def _step(found: Forecast) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("a step, seconds")
+    table.add_column(justify="right")
+    step = found.speed.step
+    for name in ("compute", "communication", "optimizer", "offload", "bubble", "data"):
+        seconds = getattr(step, name)
+        if seconds:
+            table.add_row(name, f"{seconds:.3f}")
+    table.add_row("together", f"{step.total:.3f}")
+    table.add_row("tokens a second", f"{found.speed.tokens_per_second:,.0f}")
+    table.add_row("MFU", f"{found.speed.mfu:.1%}")
+    if found.hours is not None:
+        table.add_row(f"{found.job.train.steps:,} steps", duration(found.hours * 3600))
+    if found.cost is not None:
+        table.add_row("cost", f"{found.cost:,.2f}")
+    return table
+
+
+def _traffic(found: Forecast) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("sent by a GPU in a step", "axis", "link", "GiB"):
+        table.add_column(heading, justify="right" if heading == "GiB" else "left")
+    for move in found.summary()["traffic_gib"]["moves"]:
+        name = f"{move['op'].replace('_', '-')} of {move['what']}"
+        table.add_row(name, move["axis"], move["link"].replace("_", "-"), f"{move['gib']:.3f}")
+    return table
+
+
+def print_ranking(ranking: Ranking, console: Console) -> None:
+    """The best first; of every other, why it isn't."""
+    table = Table(box=box.SIMPLE)
+    for heading in ("strategy", "step", "tokens/s", "GPU, GiB", "micro-batch", "recompute"):
+        words = heading in ("strategy", "recompute")
+        table.add_column(heading, justify="left" if words else "right")
+    for each in ranking.candidates:
+        found = each.found
+        if found is None:
+            continue
+        speed = found.speed
+        table.add_row(
+            each.name,
+            f"{speed.step.total:.2f} s" if each.fits else "",
+            f"{speed.tokens_per_second:,.0f}" if each.fits else "",
+            f"{found.memory.peak / GIB:.1f} / {found.capacity / GIB:.0f}",
+            str(found.work.micro_batch),
+            "yes" if found.work.checkpointing == "full" else "no",
+            style="" if each.fits else "dim",
+        )
+    console.print(table)
+    for each in ranking.candidates:
+        style = "bold" if each is ranking.best else "" if each.fits else "dim"
+        console.print(Text(f"{each.name}: {each.why}", style=style))

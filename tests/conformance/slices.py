@@ -1,0 +1,80 @@
+"""What a rank with a slice of a stage holds and sends, counted from names and shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from shardtune.core.families import FAMILIES
+from shardtune.core.footprint import ModelBytes
+from shardtune.core.mesh import Mesh
+from shardtune.core.step import IGNORED
+from shardtune.measure.probe import CONTROL
+from tests.conformance.stages import Place
+from tests.conformance.table import LISTENED, MICRO_BATCH
+from tests.numerics.test_factorisations import LENGTH, loader
+
+FAMILY = FAMILIES["llama"]
+FP32 = 4
+
+
+def sliced(
+    shapes: Mapping[str, tuple[int, ...]],
+    trained: Collection[str],
+    mesh: Mesh,
+    place: Place,
+    rank: int,
+) -> ModelBytes:
+    """The part of a Llama in fp32 that one slice has, and what flows through it."""
+    norm = next(shape for name, shape in shapes.items() if name.endswith("model.norm.weight"))
+    learns = any(name.endswith("embed_tokens.weight") for name in trained)
+    degree = mesh.size_of("tensor")
+    sizes = {name: slice_of(name, shapes[name], degree) for name in place.names}
+    trained = place.names & set(trained)
+    grads = sum(sizes[name] for name in trained)
+    whole = [name for name in trained if FAMILY.cut(name, shapes[name]) is None]
+    layers = len({n.split("layers.")[1].split(".")[0] for n in place.names if "layers." in n})
+    hidden = MICRO_BATCH * LENGTH * norm[0] * FP32
+    return ModelBytes(
+        params=sum(sizes.values()),
+        trained=grads,
+        grads=grads,
+        optim=grads,
+        idle=_alone(sizes, place) if not learns else 0,
+        unsliced=sum(sizes[name] for name in whole),
+        tied=place.tied // degree,
+        hidden=hidden,
+        embedded=hidden if learns else 0,
+        scores=heard_scores(mesh, rank),
+        layers=layers,
+        returns=layers if learns or not place.starts else layers - 1,
+        starts=int(place.starts),
+        ends=int(place.ends),
+        borders=place.borders,
+    )
+
+
+def _alone(sizes: Mapping[str, int], place: Place) -> int:
+    """An embedding is gathered by itself where it lies on another stage than the head."""
+    if not place.starts or place.ends:
+        return 0
+    return sum(size for name, size in sizes.items() if "embed_tokens" in name)
+
+
+def slice_of(name: str, shape: tuple[int, ...], degree: int) -> int:
+    """Bytes of the first slice, which is the longest where a vocabulary doesn't divide."""
+    cut = FAMILY.cut(name, shape)
+    count = math.prod(shape)
+    return FP32 * (count if cut is None else count // shape[cut.dim] * -(-shape[cut.dim] // degree))
+
+
+def heard_scores(mesh: Mesh, rank: int) -> float:
+    """A micro-batch's numbers for the loss, on average; messages that the probe doesn't count left
+    out. Ranks agree on one number of each position, then add up two."""
+    data = loader(True, mesh.data_rank(rank), mesh.data_ranks, MICRO_BATCH)
+    *_, given = data.steps(0, LISTENED + 1)
+    total = 0
+    for batch in given:
+        kept = max(1, int((batch.targets != IGNORED).any(0).sum())) * MICRO_BATCH
+        total += sum(size for size in (kept * FP32, 2 * kept * FP32) if size > CONTROL)
+    return total / 3 / len(given)

@@ -1,0 +1,99 @@
+"""`shardtune plan`, `estimate` and `bench`, from the outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtune.cli import main
+
+JOB = """\
+model:
+  name: {model}
+data:
+  train:
+    - path: nowhere.jsonl
+      format: chat
+train:
+  steps: 100
+  global_batch: 32
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """The data file that it names doesn't exist: planning opens none."""
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.format(model="meta-llama/Llama-3.1-8B"), encoding="utf-8")
+    return path
+
+
+def test_estimate_has_the_promised_keys(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(job), "--cluster", "8xH100-80GB", "--json", "--price", "2"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    keys = "fits gpu_gib host_gib nvme_gib traffic_gib step_seconds tokens_per_second"
+    keys += " tokens_per_second_per_gpu mfu hours reasons"
+    assert set(keys.split()) <= found.keys()
+    assert {"peak", "capacity", "params", "gradients", "optimizer"} <= found["gpu_gib"].keys()
+    assert {"intra_node", "inter_node", "moves"} <= found["traffic_gib"].keys()
+    assert found["step_seconds"]["total"] == pytest.approx(
+        sum(seconds for part, seconds in found["step_seconds"].items() if part != "total")
+    )
+    assert not found["fits"]  # 8 B in fp32 with two moments on each of eight cards
+    assert found["cost"] == pytest.approx(found["hours"] * 8 * 2)
+
+
+def test_estimate_says_what_would_fit(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["estimate", str(job), "--cluster", "8xH100-80GB", "strategy.type=fsdp"])
+    assert code == 0
+    assert "fits" in capsys.readouterr().out
+    assert main(["estimate", str(job), "--cluster", "1xH100-80GB"]) == 1
+    assert "fix:" in capsys.readouterr().err
+
+
+def test_plan_writes_the_best_job(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "best.yaml"
+    assert main(["plan", str(job), "--cluster", "8xH100-80GB", "--write", str(best)]) == 0
+    capsys.readouterr()
+    assert main(["estimate", str(best), "--cluster", "8xH100-80GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_plan_as_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(job), "--cluster", "4xA40", "--json", "adapter.type=lora"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["fits"]
+    assert all(each["why"] for each in found["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("4xB17", "no GPU"), ("fourxA40", "neither a cluster nor a file"), ("2x8xA100@400", "what?")],
+)
+def test_a_bad_cluster_is_explained(
+    job: Path, spec: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(job), "--cluster", spec]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_planning_imports_no_torch(job: Path) -> None:
+    code = (
+        "import sys; from shardtune.cli import main; "
+        f"main(['plan', {str(job)!r}, '--cluster', '8xH100-80GB', '--json']); "
+        "sys.exit(3 if {'torch', 'transformers', 'datasets'} & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(job), "--cluster", "4xA40", "model.name=llama-3.1-8c"]
+    assert main(arguments) == 2
+    assert "did you mean" in capsys.readouterr().err

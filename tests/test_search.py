@@ -1,0 +1,145 @@
+"""The planner's choices, and the reasons that it gives."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from shardtune.core.cluster import parse_cluster
+from shardtune.core.known_models import catalogue, known_model
+from shardtune.forecast import GIB, forecast
+from shardtune.job import Job
+from shardtune.search import rank, smallest_change, smallest_cluster
+
+
+def job(name: str, **sections: Any) -> Job:
+    train = {"global_batch": 64, "steps": 100, "micro_batch": 1, "loss": "fused"}
+    document: dict[str, Any] = {
+        "model": {"name": name, **sections.pop("model", {})},
+        "data": {"train": [{"path": "a.jsonl", "format": "chat"}], "sequence_length": 2048},
+        "train": train | {"kernels": "compiled"} | sections.pop("train", {}),
+        **sections,
+    }
+    return Job.model_validate_json(json.dumps(document))
+
+
+LORA = {"type": "lora", "rank": 16}
+
+
+def test_a_small_model_needs_no_sharding() -> None:
+    ranking = rank(
+        job("qwen2.5-0.5b", adapter=LORA), known_model("qwen2.5-0.5b"), parse_cluster("4xA100-80GB")
+    )
+    assert ranking.best is not None
+    assert ranking.best.name in ("ddp", "zero1", "zero2")
+
+
+def test_weights_that_do_not_fit_are_sharded() -> None:
+    name = "llama-3.1-70b"
+    ranking = rank(job(name), known_model(name), parse_cluster("4x8xH100-80GB@3200Gbps"))
+    assert ranking.best is not None
+    assert ranking.best.name.startswith(("fsdp", "zero3"))
+    ddp = next(each for each in ranking.candidates if each.name == "ddp")
+    assert not ddp.fits
+    assert "GiB over at micro-batch" in ddp.why
+
+
+def test_every_loser_says_why() -> None:
+    name = "llama-2-7b"
+    for spec in ("2xA100-80GB", "8xRTX3090:pcie", "1xRTX4090"):
+        ranking = rank(job(name), known_model(name), parse_cluster(spec))
+        assert all(each.why for each in ranking.candidates)
+        steps = [c.found.speed.step.total for c in ranking.candidates if c.fits and c.found]
+        assert steps == pytest.approx(sorted(steps), rel=0.02)  # alike within what a forecast says
+
+
+def test_the_result_of_training_is_never_changed() -> None:
+    what = job("llama-2-7b")
+    for each in rank(what, known_model("llama-2-7b"), parse_cluster("8xRTX3090:pcie")).candidates:
+        assert each.found is not None
+        found = each.found.job
+        assert found.train.global_batch == what.train.global_batch
+        assert (found.adapter, found.data) == (what.adapter, what.data)
+        assert found.train.precision == what.train.precision
+
+
+def test_memory_can_be_what_matters() -> None:
+    shape, cluster = known_model("llama-2-7b"), parse_cluster("8xA100-80GB")
+    least = rank(job("llama-2-7b"), shape, cluster, "memory").best
+    fastest = rank(job("llama-2-7b"), shape, cluster, "time").best
+    assert least is not None
+    assert fastest is not None
+    assert least.found is not None
+    assert fastest.found is not None
+    assert least.found.memory.peak < fastest.found.memory.peak
+    assert least.found.speed.step.total >= fastest.found.speed.step.total
+
+
+def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
+    begun = time.perf_counter()
+    cluster = parse_cluster("128x8xH100-80GB@3200Gbps")
+    what = job("llama-3.1-405b", train={"global_batch": 1024})
+    ranking = rank(what, known_model("llama-3.1-405b"), cluster)
+    assert time.perf_counter() - begun < 2
+    assert ranking.best is not None
+
+
+def test_every_model_of_the_catalogue_gets_a_useful_answer_on_one_small_card() -> None:
+    cluster = parse_cluster("1xRTX4090")
+    silent = []
+    for model in catalogue():
+        what, shape = job(model.name, adapter=LORA), model.shape
+        ranking = rank(what, shape, cluster)
+        if ranking.best is None and smallest_cluster(what, shape, cluster) is None:
+            silent.append(model.name)
+    assert silent == []
+
+
+def test_a_layer_that_is_too_large_for_a_card_wants_a_larger_one() -> None:
+    """A layer of Llama-3.1-405B has 3.2 B weights: gathered twice in 16 bits, 12 of 24 GiB."""
+    name = "llama-3.1-405b"
+    found = smallest_cluster(job(name, adapter=LORA), known_model(name), parse_cluster("1xRTX4090"))
+    assert found is not None
+    assert found.found is not None
+    assert found.found.cluster.gpu.name == "A100-80GB"
+
+
+def test_more_gpus_than_rows_take_more_rows() -> None:
+    what = job("llama-3.1-70b", train={"global_batch": 8})
+    found = smallest_cluster(what, known_model("llama-3.1-70b"), parse_cluster("8xA100-80GB"))
+    assert found is not None
+    assert found.found is not None
+    assert found.found.cluster.gpus > 8
+    assert found.found.job.train.global_batch == found.found.cluster.gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "sections"),
+    [
+        ("llama-3.1-8b", "1xRTX4090", {}),
+        ("llama-3.1-8b", "1xRTX4090", {"train": {"micro_batch": 16, "loss": "plain"}}),
+        ("llama-2-13b", "4xA40", {"strategy": {"type": "fsdp"}}),
+        ("qwen2.5-0.5b", "1xRTX4090", {"train": {"micro_batch": 64, "loss": "plain"}}),
+        ("llama-2-70b", "2xRTX4090", {"adapter": LORA}),
+    ],
+)
+def test_the_change_that_is_offered_fits(name: str, spec: str, sections: dict[str, Any]) -> None:
+    shape, cluster = known_model(name), parse_cluster(spec)
+    what = job(name, **sections)
+    assert not forecast(what, shape, cluster).fits
+    change = smallest_change(what, shape, cluster)
+    assert change is not None
+    again = forecast(change.found.job, shape, cluster)
+    assert again.fits
+    assert again.memory.peak <= cluster.gpu.memory_gib * GIB
+
+
+def test_the_smallest_change_leaves_the_result_alone_where_it_can() -> None:
+    what = job("qwen2.5-0.5b", train={"micro_batch": 64, "loss": "plain"})
+    change = smallest_change(what, known_model("qwen2.5-0.5b"), parse_cluster("1xRTX4090"))
+    assert change is not None
+    assert change.same_result
+    assert list(change.values) == ["train.micro_batch"]
