@@ -15,7 +15,8 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long"
 
 test-all: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not build"
 
 # Every promise about faults, kept or not: about 20 minutes on 2 cores.
 exam: $(VENV)/dev
