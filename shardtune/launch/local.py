@@ -177,9 +177,9 @@ def _say_left(signals: Signals, policy: Policy) -> None:
 
 
 def _were_interrupted(codes: dict[int, int]) -> bool:
-    """Whether the ranks that failed did so because the signal came before they could heed it."""
-    failed = {code for code in codes.values() if code != 0}
-    return failed <= {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM}
+    """Whether a rank ended because the signal came before it could heed it. Others may have failed
+    for want of it."""
+    return bool({INTERRUPTED, -signal.SIGINT, -signal.SIGTERM} & set(codes.values()))
 
 
 def _say(text: str) -> None:
