@@ -1,7 +1,5 @@
 """`python -m shardtune`."""
 
-import sys
+from shardtune.cli import program
 
-from shardtune.cli import main
-
-sys.exit(main())
+program()

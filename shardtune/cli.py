@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from shardtune.forecast import Forecast
     from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
+    from shardtune.launch.local import Policy
     from shardtune.resolve import ResolvedJob
 
 _OVERRIDES = "change a value of the job, as train.learning_rate=1e-4"
@@ -45,6 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (`| head`)
         sys.stderr.close()
         return 0
+
+
+def program() -> NoReturn:
+    """`main`, and out.
+
+    To take a large interpreter down can take seconds. A launcher waits for its ranks, and whoever
+    sent a signal for both, so these leave at once: `main` has closed what was to be closed.
+    """
+    code = main()
+    if code > 128 or STARTED_BY_US in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _printable(text: str) -> str:
@@ -226,6 +243,16 @@ a first run, on any machine with the repository at hand:
     command.add_argument("directory", type=Path, metavar="RUN", help="directory of a run")
     command.add_argument("target", type=Path, metavar="OUT", help="folder to write")
 
+    command = _command(
+        commands,
+        "verify",
+        _verify,
+        "check every byte of a run's checkpoints and result",
+        "  shardtune verify runs/quickstart",
+    )
+    command.add_argument("directory", type=Path, metavar="RUN", help="directory of a run")
+    command.add_argument("--json", action="store_true", help="print JSON, for programs")
+
     models = _command(
         commands,
         "models",
@@ -338,21 +365,38 @@ def _train(arguments: argparse.Namespace) -> int:
     print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
     if foretold is not None:
         print_outlook(foretold, steps)
-    run.prepare(overwrite=arguments.overwrite)
-    with tempfile.TemporaryDirectory() as folder:
+    with run.locked(), tempfile.TemporaryDirectory() as folder:
+        run.prepare(overwrite=arguments.overwrite)
         # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
         # lies in the directory that was just cleared, must not matter.
         checked = Path(folder) / arguments.job.name
         checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        command = ["-m", "shardtune", "train", str(checked)]
         code = run_local(
-            ["-m", "shardtune", "train", str(checked), *(["--resume"] * arguments.resume)],
+            [*command, *(["--resume"] * arguments.resume)],
             processes=int(job.launch.processes),
             threads=int(job.launch.threads),
             logs=run.logs,
+            policy=_policy(job),
+            again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
         )
     if (report := run.read_report()) is not None:
         print_summary(report)
     return code
+
+
+def _policy(job: Job) -> Policy:
+    from shardtune.launch.local import Policy
+
+    reduce = job.train.on_oom == "reduce_micro_batch"
+    halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
+    launch = job.launch
+    return Policy(launch.restarts, launch.patience, launch.grace, halvings)
+
+
+def _smaller(job: Job, halvings: int) -> list[str]:
+    """The change to a job whose micro-batch had to be halved so often."""
+    return [f"train.micro_batch={int(job.train.micro_batch) >> halvings}"] if halvings else []
 
 
 def _model_reasons(job: Job) -> dict[KeyPath, str]:
@@ -366,8 +410,11 @@ def _model_reasons(job: Job) -> dict[KeyPath, str]:
 
 def _train_as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, or torchrun, has started."""
+    from shardtune.core.orphan import die_with_parent
     from shardtune.launch.last_words import leaving_last_words
 
+    if (launcher := os.environ.get(STARTED_BY_US)) is not None:  # before anything that takes time
+        die_with_parent(int(launcher))
     with leaving_last_words():
         loaded, resolved = _read(arguments, runs_here=True)
         if STARTED_BY_US not in os.environ:
@@ -375,8 +422,18 @@ def _train_as_rank(arguments: argparse.Namespace) -> int:
 
         from shardtune.train import train
 
-        train(resolved.job, resume=arguments.resume)
+        with _alone(resolved.job):
+            train(resolved.job, resume=arguments.resume)
     return 0
+
+
+def _alone(job: Job) -> AbstractContextManager[None]:
+    """Keeps other runs out of the directory. Our own launcher does that for its ranks."""
+    from shardtune.checkpoint.rundir import RunDir
+
+    if STARTED_BY_US in os.environ or os.environ["RANK"] != "0":
+        return nullcontext()
+    return RunDir(Path(job.save.directory).expanduser()).locked()
 
 
 def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
@@ -466,6 +523,23 @@ def _merge(arguments: argparse.Namespace) -> int:
     change = merge(arguments.directory, arguments.target)
     print(f"wrote {arguments.target}; no probability changed by more than {change:.2g}")
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from shardtune.checkpoint.rundir import RunDir
+    from shardtune.checkpoint.verify import verify_run
+    from shardtune.report.verify import print_verdicts
+
+    verdicts = [asdict(verdict) for verdict in verify_run(RunDir(arguments.directory))]
+    if arguments.json:
+        import json
+
+        print(json.dumps(verdicts, indent=2))
+    else:
+        print_verdicts(verdicts)
+    return int(any(verdict["faults"] for verdict in verdicts))
 
 
 def _models_list(arguments: argparse.Namespace) -> int:

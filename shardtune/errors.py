@@ -5,6 +5,8 @@
     ├── DataError               the data can't be trained on as it is
     ├── ModelError              the model can't be found, fetched, read or adapted
     ├── RunError                the run directory or the result is not what it should be
+    ├── BrokenWeights           weights are no longer numbers; an earlier checkpoint may be good
+    ├── OutOfMemory             a step didn't fit; a smaller micro-batch may
     └── LaunchError             a process of the run died (carries that process's own report)
 
 An error is a list of problems, because a person who mends one wants to see the others too.
@@ -16,6 +18,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+FailureKind = Literal["fault", "memory", "problem"]
+"""A fault may pass when a run is started again, want of memory when less is asked for; a problem
+waits for a person."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class ShardtuneError(Exception):
     """Base of all errors that a person can act on."""
 
     exit_code = 2
+    kind: ClassVar[FailureKind] = "problem"
 
     def __init__(self, problems: str | Problem | Sequence[Problem], *, fix: str = "") -> None:
         if isinstance(problems, str):
@@ -63,6 +71,18 @@ class ModelError(ShardtuneError):
 
 class RunError(ShardtuneError):
     """The run directory or the result is not what it should be."""
+
+
+class BrokenWeights(ShardtuneError):
+    """Weights are no longer numbers; an earlier checkpoint may be good."""
+
+    kind = "fault"
+
+
+class OutOfMemory(ShardtuneError):
+    """A step didn't fit; a smaller micro-batch may."""
+
+    kind = "memory"
 
 
 class LaunchError(ShardtuneError):

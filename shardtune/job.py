@@ -233,6 +233,12 @@ class TrainSection(Section):
     """Decides order, initial adapters and dropout."""
     optimizer: Annotated[AdamW | SGD, Field(discriminator="type")] = AdamW()
     """The update rule."""
+    on_nan: Literal["skip", "stop"] = "skip"
+    """What to do when a gradient is not finite: leave the update out on every rank, or stop. The
+    rank and the samples are named either way."""
+    on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
+    """What to do when memory runs out: stop and say what to change, or go on from the last
+    checkpoint with half the micro-batch, which changes nothing else."""
 
 
 class EvaluateSection(Section):
@@ -254,6 +260,14 @@ class LocalLaunch(Section):
     """One per GPU; `auto` counts them, and starts one process where there is none."""
     threads: Auto | Positive = "auto"
     """Threads a process may use; `auto` divides the cores among the processes."""
+    restarts: NotNegative = 3
+    """How often the run is started again from its last checkpoint after a process died or hung. At
+    the third failure in the same step it ends in any case."""
+    patience: Annotated[float, Field(ge=1)] = 4.0
+    """Seconds of silence inside a step (or 2.5 median steps, if that is more) after which a process
+    counts as hung. The first step, evaluating and saving may take longer."""
+    grace: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds after SIGTERM in which the step has to end and its checkpoint to be written."""
 
 
 class SaveSection(Section):
@@ -265,6 +279,15 @@ class SaveSection(Section):
     """Steps between checkpoints; 0 writes one at the end only."""
     keep: Positive = 2
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
+    background: bool = True
+    """Copy the state to main memory and write the copy while training goes on. Each rank needs
+    memory for its share of a checkpoint; false needs none, and trains on when all is written."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint can't be written: say so and train on until the next one is due,
+    or stop. The last checkpoint of a run has to succeed in any case."""
+    trace: bool = False
+    """Write `trace.jsonl`: after each step its loss, gradient norm and rate to the bit, and digests
+    of samples, random numbers, weights and optimizer state. For proofs; it gathers the state."""
 
 
 class Job(Section):

@@ -6,19 +6,27 @@ Every rank calls the same methods in the same order. All of them compute; rank 0
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardtune.checkpoint.digest import digest_of, digest_of_random_state, trace_line
+from shardtune.checkpoint.disk import estimate, require_room
+from shardtune.checkpoint.newest import Found, newest
+from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.result import check_result, probe_logits, save_result
 from shardtune.checkpoint.rundir import RunDir
-from shardtune.checkpoint.state import load_state, newest, save_state
+from shardtune.checkpoint.saver import Identity, Saver
+from shardtune.checkpoint.store import set_aside, sweep
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
+from shardtune.errors import RunError
 from shardtune.evaluate.judge import Judge
 from shardtune.forecast import Forecast
-from shardtune.job import Job
+from shardtune.job import AdamW, Job, NoAdapter
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
 from shardtune.measure.meter import GIB, peak_memory
@@ -42,12 +50,15 @@ class Run:
     view: RunView
     data: Mapping[str, str]
     """The digest of each data set."""
+    saver: Saver
     foretold: Forecast | None = None
     """What was predicted for it; None for a model or a device that the planner doesn't know."""
 
     def begin(self) -> Progress:
         """Writes down what is about to run, and looks at the model as it is."""
-        self.files.begin(self.job, describe_environment(self.world) | {"data": dict(self.data)})
+        self._require_room()
+        facts = {"run": secrets.token_hex(8), "data": dict(self.data)}
+        self.files.begin(self.job, describe_environment(self.world) | facts)
         self.evaluate(Progress())
         answers = self.judge.answers()
         if self.world.is_main:
@@ -55,17 +66,54 @@ class Run:
         return Progress()
 
     def resume(self) -> Progress:
-        """Goes on after the newest checkpoint; from the start if there is none yet."""
-        checkpoint = newest(self.files.checkpoints)
-        if checkpoint is None:
+        """Goes on after the newest good checkpoint; from the start if there is none yet."""
+        found = self._newest()
+        if found is None or found.checkpoint is None:
             self.view.say("no checkpoint yet: starting from the first step")
             return self.begin()
+        self._require_room()
         self.files.refuse_other_data(self.data)
-        step, tensors, numbers = load_state(checkpoint)
-        self.engine.load_state(tensors, numbers)
-        self.files.forget_after(step)
-        self.view.say(f"resuming after step {step}, from {checkpoint}")
-        return Progress(step, int(numbers["tokens"]), numbers["seconds"], numbers["first_loss"])
+        path, manifest = found.checkpoint
+        state = Reader(path, manifest)
+        pieces, _ = self.engine.pieces()
+        state.refuse_other_weights({p.key: p for p in pieces if p.key.startswith("weight.")})
+        self.engine.load_state(state, manifest.numbers)
+        self.files.forget_after(manifest.step)
+        by = f"written by {manifest.strategy} on {manifest.ranks} ranks"
+        self.view.say(f"resuming after step {manifest.step}, from {path} ({by})")
+        return Progress.resumed(manifest.step, manifest.progress)
+
+    def _newest(self) -> Found | None:
+        """What to go on from. Damaged checkpoints are named, and put where none is looked for."""
+        folder = self.files.checkpoints
+        if self.world.is_main:
+            sweep(folder)
+        self.world.wait()
+        if not self.world.any(folder.is_dir() and any(folder.iterdir())):
+            return None
+        found = newest(folder, self.files.require_run_id(), self.world)
+        for path, why in found.damaged:
+            if self.world.is_main:
+                set_aside(path)
+            self.view.say(f"{path} is damaged: {why}; set aside as {path.name}.damaged", "yellow")
+        self.world.wait()
+        return found
+
+    def _require_room(self) -> None:
+        """Refuses a disk on which the run's checkpoints and result will not fit."""
+        pieces, _ = self.engine.pieces()
+        mine = sum(piece.cut.size for piece in pieces if piece.key.startswith("weight."))
+        trained = sum(map(int, self.world.gather(str(mine))))
+        rule, save = self.job.train.optimizer, self.job.save
+        whole = isinstance(self.job.adapter, NoAdapter)
+        need = estimate(
+            trained,
+            2 if isinstance(rule, AdamW) else int(rule.momentum > 0),
+            keep=save.keep,
+            saves=-(-self.view.steps // save.every) if save.every else 1,
+            result=trained * (own_dtype(self.job.model).itemsize if whole else 4),
+        )
+        require_room(self.files.path, need)
 
     def log(
         self,
@@ -81,6 +129,23 @@ class Run:
         digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
         facts = asdict(result) | asdict(reading) | {"epoch": epoch, "samples_sha256": digest}
         self.files.log({"kind": "step", "step": progress.step, **facts})
+        if self.job.save.trace:
+            self._trace(progress.step, result, digest)
+
+    def note(self, kind: str, step: int, fact: str, **facts: Any) -> None:
+        """Something that a person should know about a step, on the screen and in the metrics."""
+        self.view.say(f"step {step}: {fact}", "yellow")
+        self.files.log({"kind": kind, "step": step, "fact": fact, **facts})
+
+    def _trace(self, step: int, result: StepResult, samples: str) -> None:
+        """The step to the bit, on all ranks together."""
+        drawn = "".join(self.world.gather(digest_of_random_state(self.world.device)))
+        random = hashlib.sha256(drawn.encode()).hexdigest()
+        tensors, _ = self.engine.state()
+        if self.world.is_main:
+            state = digest_of(tensors)
+            line = trace_line(step, result, samples=samples, random=random, state=state)
+            self.files.log_trace(line)
 
     def evaluate(self, progress: Progress) -> list[EvalResult]:
         """Loss, perplexity and accuracy of each held-out set, now."""
@@ -92,14 +157,37 @@ class Run:
         return results
 
     def save(self, progress: Progress) -> None:
-        """Writes a checkpoint that `resume` goes on from."""
-        tensors, numbers = self.engine.state()
-        if self.world.is_main:
-            numbers |= {"tokens": progress.tokens, "seconds": progress.seconds}
-            numbers |= {"first_loss": progress.first_loss or 0.0}
-            keep = self.job.save.keep
-            save_state(self.files.checkpoints, progress.step, tensors, numbers, keep=keep)
-        self.world.wait()
+        """Begins a checkpoint that `resume` goes on from, when an earlier one is through."""
+        with self._failing_softly():
+            self.saver.wait()
+        self.files.sync_logs()
+        job = hashlib.sha256(self.job.model_dump_json().encode()).hexdigest()
+        run = self.files.require_run_id()
+        identity = Identity(run, progress.step, self.job.strategy.type, job)
+        with self._failing_softly():
+            self.saver.save(identity, *self.engine.pieces(), progress.facts())
+
+    def keep_saving(self) -> None:
+        """Completes a checkpoint that all ranks have written meanwhile. Call it after each step."""
+        with self._failing_softly():
+            self.saver.poll()
+
+    def saved(self) -> None:
+        """Returns when the last checkpoint is complete; RunError if it can't be."""
+        with self._failing_softly():
+            self.saver.wait()
+        if self.saver.failure is not None:
+            raise self.saver.failure
+
+    @contextmanager
+    def _failing_softly(self) -> Iterator[None]:
+        """A checkpoint that failed costs no training, unless the job says so. Every rank knows."""
+        try:
+            yield
+        except RunError as error:
+            if self.job.save.on_failure == "stop":
+                raise
+            self.view.say(f"{error}\n    training goes on; the next is tried when due", "red")
 
     def finish(self, progress: Progress, probe: MicroBatch) -> dict[str, Any]:
         """Evaluates, saves, reads back and compares; only then is a run done."""

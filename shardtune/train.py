@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.saver import Saver
 from shardtune.core.cache import cache_dir
 from shardtune.core.families import require_divisible
 from shardtune.core.machine import Machine
 from shardtune.core.progress import Progress
+from shardtune.core.wish import Wish
 from shardtune.core.world import World
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.data.prepared import PreparedData
-from shardtune.errors import Problem, RunError
 from shardtune.evaluate.judge import Judge
 from shardtune.fit import look
+from shardtune.health import Health, naming_memory
 from shardtune.job import Job
 from shardtune.launch.join import join
 from shardtune.measure.meter import Meter
@@ -29,11 +31,10 @@ from shardtune.rehearsal import rehearse
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
 
-HOPELESS = 20  # steps in a row without a finite gradient; fp16 needs some to find its loss scale
-
 
 def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
-    """Trains `job` on the ranks of which this process is one; returns the report."""
+    """Trains `job` on the ranks of which this process is one; returns the report, which is empty
+    if the run was told to leave at once."""
     inputs = open_inputs(job, quiet=True)
     with join(int(job.launch.threads)) as world:
         data = open_loader(job, inputs, world)
@@ -54,48 +55,55 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
                 world.device,
             )
             files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
-            foretold = look(job, Machine.here())
-            run = Run(job, world, engine, judge, files, view, inputs.data.digests(), foretold)
+            keep, background = job.save.keep, job.save.background
+            saver = Saver(files.checkpoints, world, keep=keep, background=background)
+            digests, foretold = inputs.data.digests(), look(job, Machine.here())
+            run = Run(job, world, engine, judge, files, view, digests, saver, foretold)
             rehearse(run, data)
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
+            world.pulse.enter("finish")
+            if progress.left:
+                view.say(f"left after step {progress.step}, with a checkpoint")
+                return {}
             return run.finish(progress, probe=next(data.steps(0, 1))[0])
 
 
 def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
     """The training loop. It never asks which strategy it is running."""
-    job, world = run.job, run.world
+    job, world, health = run.job, run.world, Health(run)
     meter = Meter(steps - progress.step, world.device)
+    world.pulse.begin(progress.step + 1)
     for microbatches in data.steps(progress.step, steps):
-        result = run.engine.step(microbatches)  # forward, backward, clip, update, schedule
+        with naming_memory(world, f"at step {progress.step + 1}", microbatches, job.train):
+            result = run.engine.step(microbatches)  # forward, backward, clip, update, schedule
         reading = meter.tick(result)
         samples = data.samples(progress.step)
-        wished = world.stop_wished() and progress.step + 1 < steps  # the last step ends anyway
-        progress = progress.after(result, reading, wished=wished)
+        world.pulse.enter("collective")
+        wish = world.wish() if progress.step + 1 < steps else Wish.NONE  # the last one ends anyway
+        progress = progress.after(result, reading, wish)
         run.log(progress, result, reading, epoch=data.epoch(progress.step), samples=samples)
-        if progress.skipped_in_a_row >= HOPELESS:
-            raise hopeless(progress)
+        health.check(progress, result, microbatches, samples)
         with meter.paused():
-            last = progress.step == steps
-            if progress.stopped or last or due(progress.step, job.save.every):
-                run.save(progress)
-            if progress.stopped:
-                break
+            world.pulse.enter("save")
+            last = progress.step == steps or progress.stopped
+            run.keep_saving()
+            # Before the checkpoint: a run that goes on after it must not lack these lines.
             if due(progress.step, int(job.evaluate.every)) and not last:
                 run.evaluate(progress)
+            if last or due(progress.step, job.save.every):
+                run.save(progress)
+        if progress.stopped:
+            break
+        world.pulse.begin(progress.step + 1)
+    world.pulse.enter("save")
+    run.saved()
     return progress
 
 
 def count_steps(job: Job, data: Loader) -> int:
     """How many steps the run has, which only the data can tell where the job counts epochs."""
     return job.train.steps or data.total_steps(job.train.epochs or 1.0)
-
-
-def hopeless(progress: Progress) -> RunError:
-    """A run that no longer learns must not end as if it had."""
-    fact = f"the last {progress.skipped_in_a_row} gradients were not finite; nothing was learnt"
-    fix = "lower train.learning_rate, or set train.precision: fp32 to see whether it is a matter of"
-    return RunError(Problem(f"step {progress.step}", fact, fix + " range"))
 
 
 def due(step: int, every: int) -> bool:

@@ -59,6 +59,7 @@ MEASURED = {
     "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation"
 }  # fmt: skip
 PROMPT = "Say the number 7."
+KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH")  # of our environment
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Place:
     @property
     def environment(self) -> dict[str, str]:
         return {
-            **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
+            **{name: os.environ[name] for name in KEPT if name in os.environ},
             "XDG_CACHE_HOME": str(self.path / "cache"),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",

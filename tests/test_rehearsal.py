@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from shardtune.checkpoint.rundir import RunDir
-from shardtune.core.cluster import parse_cluster
+from shardtune.checkpoint.saver import Saver
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import EvalResult, MicroBatch
@@ -26,17 +24,15 @@ from shardtune.data.loader import Loader
 from shardtune.data.prepared import PreparedData
 from shardtune.engines.fake import FakeEngine
 from shardtune.engines.optimizer import future_moments, make_optimizer, moment_tensors
-from shardtune.errors import JobError, RunError
+from shardtune.errors import OutOfMemory, RunError
 from shardtune.evaluate.judge import Judge
-from shardtune.forecast import Forecast, forecast
 from shardtune.job import LoRA, ModelSection, TrainSection
 from shardtune.launch.join import JoinedWorld
 from shardtune.models import tiny
 from shardtune.models.blueprint import ModelBlueprint
-from shardtune.rehearsal import rehearse, rehearse_save
+from shardtune.rehearsal import rehearse, require_writable
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
-from shardtune.shapes import shape_of
 from shardtune.strategies import Strategy
 from tests.ranks import on_ranks
 from tests.synthetic import batch, make_job, numbered, prepared
@@ -73,7 +69,8 @@ def make_run(folder: Path, engine: Watched, **train: Any) -> tuple[Run, Loader]:
     )  # fmt: skip
     judge = Judge(engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate)
     view = RunView(3, console=Console(file=io.StringIO()))
-    return Run(job, JoinedWorld(), engine, judge, RunDir(folder), view, {}), data
+    saver = Saver(folder / "checkpoints", JoinedWorld(), keep=1, background=False)
+    return Run(job, JoinedWorld(), engine, judge, RunDir(folder), view, {}, saver), data
 
 
 def test_the_longest_document_is_in_the_rehearsal(tmp_path: Path) -> None:
@@ -92,9 +89,10 @@ def test_it_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_want_of_memory_names_the_batch_and_a_way_out(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="2 rows of 40 tokens") as caught:
+    with pytest.raises(OutOfMemory, match="2 rows of up to 40 tokens") as caught:
         rehearse(*make_run(tmp_path, Watched(room=79)))
-    assert "train.micro_batch" in str(caught.value)
+    assert "before the first step" in str(caught.value)
+    assert "set train.micro_batch: 1" in str(caught.value)
     rehearse(*make_run(tmp_path, Watched(room=80)))
 
 
@@ -107,30 +105,18 @@ def test_an_error_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
         rehearse(*make_run(tmp_path, Broken()))
 
 
-def foretold(folder: Path) -> Forecast:
-    job = make_job(str(folder), train={"steps": 4})
-    return forecast(job, shape_of(job.model), parse_cluster("1xA100-80GB"))
-
-
-def test_a_full_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = foretold(tmp_path)
-    # 4 bytes for a weight and each of its moments, 4 in the result, and 1 MiB for small files.
-    need = found.shape.parameters * 16 + (1 << 20)
-    for free, enough in ((need, True), (need - 1, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        if enough:
-            rehearse_save(tmp_path, found.job, found)
-        else:
-            with pytest.raises(RunError, match="are free"):
-                rehearse_save(tmp_path, found.job, found)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_closed_folder_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)
     with pytest.raises(RunError, match="can't be written to"):
-        rehearse_save(folder, make_job(str(folder)), None)
+        require_writable(folder)
+
+
+def test_what_is_no_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="can't be written to"):
+        require_writable(tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize(

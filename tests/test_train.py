@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.rundir import RunDir
-from shardtune.checkpoint.state import load_state
+from shardtune.checkpoint.saver import Saver
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
 from shardtune.core.step import MicroBatch, StepResult
@@ -26,13 +27,14 @@ from shardtune.data.prepared import PreparedData
 from shardtune.engines.fake import FakeEngine
 from shardtune.errors import RunError
 from shardtune.evaluate.judge import Judge
+from shardtune.health import HOPELESS
 from shardtune.job import Job
 from shardtune.launch.join import JoinedWorld
 from shardtune.models import tiny
 from shardtune.models.folder import write_folder
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
-from shardtune.train import HOPELESS, due, fit, train
+from shardtune.train import due, fit, train
 from tests.synthetic import make_job, numbered, prepared
 
 STEPS = 6
@@ -71,7 +73,9 @@ def make_run(folder: Path, engine: Engine, **sections: dict[str, Any]) -> tuple[
     data = loader(job)
     judge = Judge(engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate)
     view = RunView(STEPS, console=Console(file=io.StringIO()))
-    return Run(job, JoinedWorld(), engine, judge, RunDir(folder), view, {"train/d": "digest"}), data
+    files, world = RunDir(folder), JoinedWorld()
+    saver = Saver(files.checkpoints, world, keep=job.save.keep, background=job.save.background)
+    return Run(job, world, engine, judge, files, view, {"train/d": "digest"}, saver), data
 
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -215,15 +219,12 @@ def test_steps_after_the_checkpoint_are_taken_again_and_written_once(tmp_path: P
 def test_a_checkpoint_holds_the_engine_and_the_progress(tmp_path: Path) -> None:
     run, data = make_run(tmp_path, FakeEngine(), save={"every": 6})
     progress = fit(run, data, run.begin(), STEPS)
-    step, tensors, numbers = load_state(tmp_path / "checkpoints" / "step-000006")
-    assert step == 6
-    assert tensors.keys() == {"weight.weight"}
-    assert numbers == {
-        "taken": 6.0,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
-        "first_loss": 1.0,
-    }
+    manifest = read_manifest(tmp_path / "checkpoints" / "step-000006")
+    assert manifest.step == 6
+    assert manifest.tensors.keys() == {"weight.weight"}
+    assert manifest.numbers == {"taken": 6.0}
+    assert Progress.resumed(6, manifest.progress) == progress
+    assert (manifest.run, manifest.ranks) == (run.files.run_id(), 1)
 
 
 # The whole story, with the tiny model ------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.checkpoint.folder import seal_folder
 from shardtune.core.cache import atomic_folder
 from shardtune.errors import Problem, RunError
 
@@ -54,6 +55,7 @@ def save_result(
         generation.eos_token_id = sorted(stops)  # where the answers learned to end
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        seal_folder(partial)
     return torch.float32 if adapted else dtype
 
 

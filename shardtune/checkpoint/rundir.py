@@ -3,6 +3,7 @@
 job.yaml           the job with every value resolved; training it again repeats the run
 environment.json   versions, machine, git revision
 metrics.jsonl      one line per step and per evaluation
+trace.jsonl        one line per step, to the bit (save.trace)
 checkpoints/       step-000020/ ...: what training needs to go on
 result/            the adapter or the model, as peft and transformers read it
 answers.json       what the model said to the held-out prompts before training
@@ -14,18 +15,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtune.checkpoint.store import sweep
 from shardtune.core.document import dotted, dump_document
 from shardtune.errors import Problem, RunError
 from shardtune.job import Job
 from shardtune.jobfile import leaves, load_job
 
-_FILES = ("job.yaml", "environment.json", "metrics.jsonl", "answers.json", "report.json")
+_FILES = (
+    "job.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "trace.jsonl",
+    "answers.json",
+    "report.json",
+)
 # What a resumed run may change: none of these alters what is computed.
 _FREE = {
     *(("train", key) for key in ("micro_batch", "gradient_checkpointing", "rehearse")),
@@ -49,6 +60,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -116,6 +131,20 @@ class RunDir:
             fix = "put the old files back, or begin another run in a directory of its own"
             raise RunError(Problem("data", fact, fix))
 
+    def run_id(self) -> str | None:
+        """What tells this run from others in the same place; None if that can't be read."""
+        try:
+            text = (self.path / "environment.json").read_text(encoding="utf-8")
+            return str(json.loads(text)["run"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def require_run_id(self) -> str:
+        if (found := self.run_id()) is None:
+            fact = "environment.json can't be read: whose checkpoints these are is unknown"
+            raise RunError(Problem(str(self.path), fact, "put it back, or begin again"))
+        return found
+
     def refuse_if_finished(self) -> None:
         """A run that came to its end has nothing left to do."""
         report = self.read_report()
@@ -138,15 +167,35 @@ class RunDir:
         """Makes the folder ready for a run to write to."""
         if overwrite:
             self._clear()
+        self._make()
+        self.forget_report()
+        for folder in (self.path, self.checkpoints):  # of a run that was killed while it wrote
+            sweep(folder)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuses a second run in the same place; the lock of a process that dies is gone."""
+        import fcntl
+
+        self._make()
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fact = "another run is writing to this folder now"
+                fix = "wait for its end, or set save.directory to another"
+                raise RunError(Problem(str(self.path), fact, fix)) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _make(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fact = f"the folder can't be made: {error.strerror}"
             raise RunError(Problem(str(self.path), fact, "set save.directory to another")) from None
-        self.forget_report()
-        for folder in (self.path, self.checkpoints):  # of a run that was killed while it wrote
-            for partial in folder.glob(".*.partial"):
-                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
     def _clear(self) -> None:
         """Removes what a run wrote here, if there was one, and nothing else in the folder."""
@@ -161,32 +210,44 @@ class RunDir:
         """Writes down what is about to run, from its first step on."""
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.metrics.unlink(missing_ok=True)  # of an attempt that came to no checkpoint
-            text = dump_document(job.model_dump(mode="json"))
-            self.job.write_text(text, encoding="utf-8")
+            self.forget_report()  # and what else is of an attempt that came to no checkpoint
+            for log in (self.metrics, self.trace):
+                log.unlink(missing_ok=True)
+            _write(self.job, dump_document(job.model_dump(mode="json")))
             _write_json(self.path / "environment.json", environment)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Adds a line to the metrics; a crash loses at most the line being written."""
         if self.writes:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(record)) + "\n")
+            _append(self.metrics, _finite(record))
+
+    def log_trace(self, record: Mapping[str, Any]) -> None:
+        """Adds a line to the trace."""
+        if self.writes:
+            _append(self.trace, record)
+
+    def sync_logs(self) -> None:
+        """Puts the lines on the disk: a checkpoint must not be there without those before it."""
+        if self.writes:
+            for log in (self.metrics, self.trace):
+                if log.exists():
+                    with log.open("rb") as file:
+                        os.fsync(file.fileno())
 
     def forget_after(self, step: int) -> None:
-        """Drops the metrics of steps that a resumed run will take again, and the old report."""
+        """Drops the lines of steps that a resumed run will take again, and the old report."""
         if self.writes:
             self.forget_report()
-            kept = [record for record in self._records() if record["step"] <= step]
-            text = "".join(json.dumps(record) + "\n" for record in kept)
-            partial = self.path / ".metrics.jsonl.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self.metrics)
+            for log in (self.metrics, self.trace):
+                if log.exists():
+                    kept = [record for record in _records(log) if record["step"] <= step]
+                    _write(log, "".join(json.dumps(record) + "\n" for record in kept))
 
     def evaluations(self, step: int) -> dict[str, Any]:
         """The figures of each held-out set after `step` steps."""
         return {
             record["set"]: {key: record[key] for key in ("loss", "perplexity", "accuracy")}
-            for record in self._records()
+            for record in _records(self.metrics)
             if record["kind"] == "evaluation" and record["step"] == step
         }
 
@@ -205,10 +266,16 @@ class RunDir:
         path = self.path / "report.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def _records(self) -> list[dict[str, Any]]:
-        text = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
-        whole, _, _ = text.rpartition("\n")  # a crash may have left a line without an end
-        return [json.loads(line) for line in whole.splitlines()]
+
+def _records(log: Path) -> list[dict[str, Any]]:
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    whole, _, _ = text.rpartition("\n")  # a crash may have left a line without an end
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _append(log: Path, record: Mapping[str, Any]) -> None:
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,4 +287,14 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """The file has its old content or the new, whenever the power goes."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from shardtune.core.footprint import Held
+from shardtune.core.pieces import Piece
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 
 if TYPE_CHECKING:
@@ -34,6 +35,15 @@ class Engine(Protocol):
         """Loss and token accuracy over all ranks' micro-batches. Changes nothing."""
         ...
 
+    def suspects(self, microbatches: Sequence[MicroBatch]) -> tuple[str, ...]:
+        """After a step that wasn't applied: this rank's samples that are to blame, as far as that
+        can be told. Every rank has to ask."""
+        ...
+
+    def broken(self) -> tuple[str, ...]:
+        """The trained weights that hold something on this rank that is no number."""
+        ...
+
     def module(self) -> nn.Module:
         """The model itself, for generation and for saving the result."""
         ...
@@ -47,11 +57,17 @@ class Engine(Protocol):
         ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """What training needs to go on: tensors by name, and a few numbers."""
+        """What training needs to go on: whole tensors by `kind.weight`, and a few numbers."""
+        ...
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        """The same, but of the tensors only what this rank is to save. Together the ranks' pieces
+        are every tensor once."""
         ...
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`, also of another engine's. Tensors may be read as they are asked
+        for; an engine asks for one at a time."""
         ...
 
     def __enter__(self) -> Engine: ...

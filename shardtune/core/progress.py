@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from shardtune.core.step import Reading, StepResult
+from shardtune.core.wish import Wish
+
+_NOT_KEPT = ("step", "stopped", "left")
 
 
 @dataclass(frozen=True)
@@ -23,9 +29,26 @@ class Progress:
     """Steps whose gradient wasn't finite."""
     skipped_in_a_row: int = 0
     stopped: bool = False
+    """Ended before its last step, because somebody wished it."""
+    left: bool = False
+    """Stopped in such a hurry that nothing but a checkpoint was made."""
 
-    def after(self, result: StepResult, reading: Reading, *, wished: bool) -> Progress:
-        """The progress after one more step; `wished` says that a person wants to stop here."""
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the step; a loss that is no number is left out."""
+        found = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in found.items()
+        }
+
+    @staticmethod
+    def resumed(step: int, facts: Mapping[str, Any]) -> Progress:
+        """The progress that `facts` were taken of."""
+        known = Progress().facts().keys()
+        return Progress(step, **{key: facts[key] for key in known & facts.keys()})
+
+    def after(self, result: StepResult, reading: Reading, wish: Wish = Wish.NONE) -> Progress:
+        """The progress after one more step; `wish` says whether it shall be the last."""
         return replace(
             self,
             step=self.step + 1,
@@ -37,5 +60,6 @@ class Progress:
             utilisation=reading.utilisation,
             skipped=self.skipped + (not result.applied),
             skipped_in_a_row=0 if result.applied else self.skipped_in_a_row + 1,
-            stopped=wished,
+            stopped=wish > Wish.NONE,
+            left=wish is Wish.LEAVE,
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from shardtune.core.pulse import Pulse
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     device: str = "cpu"
+    pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+    """Where an engine says what it is doing."""
 
     @property
     def is_main(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardtune.core.cache import atomic_folder, file_lock
 from shardtune.core.machine import Machine
+from shardtune.core.orphan import die_with_parent
 from shardtune.data import store
 from shardtune.data.formats import Format, make_format
 from shardtune.data.parts import Part
@@ -177,12 +179,17 @@ class _Work:
         tally, indices = Tally(), []
         # Not forked: this process has threads, of the tokenizers library if of nothing else.
         with ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=_start_worker, initargs=(format,)
+            workers, get_context("spawn"), initializer=_start_worker, initargs=(format, os.getpid())
         ) as pool:
-            for ours, index in pool.map(_run_share, shares):
-                tally.add(ours)
-                indices.append(index)
-                progress(ours.rows, int(index.lengths.sum()))
+            try:
+                for ours, index in pool.map(_run_share, shares):
+                    tally.add(ours)
+                    indices.append(index)
+                    progress(ours.rows, int(index.lengths.sum()))
+            except BrokenProcessPool as error:
+                fact = f"one of the {workers} processes that tokenise was killed"
+                fix = "if the machine ran out of memory, set data.workers: 1"
+                raise DataError(Problem(source.path, fact, fix)) from error
         return tally, Index.joined(indices)
 
     def _workers(self, opened: Opened) -> int:
@@ -240,8 +247,9 @@ def _divided(parts: Sequence[Part], count: int) -> list[Sequence[Part]]:
 _worker_format: Format | None = None  # of a worker process: the tokenizer travels only once
 
 
-def _start_worker(format: Format) -> None:
+def _start_worker(format: Format, parent: int) -> None:
     global _worker_format
+    die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker_format = format
 

@@ -22,20 +22,25 @@ from torch import Tensor, nn
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout, State
+from shardtune.core.pieces import Piece, by_weight
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.world import World
+from shardtune.engines.deepspeed_pieces import stretched_pieces
+from shardtune.engines.deepspeed_stages import states_of
 from shardtune.engines.deepspeed_start import (
     freed_memory_goes_back,
     require_async_io,
     start,
 )
-from shardtune.engines.deepspeed_states import States, states_of
+from shardtune.engines.deepspeed_states import States
 from shardtune.engines.native import COMPUTE, NativeEngine
 
 
 class DeepSpeedEngine(NativeEngine):
     """One optimizer step by DeepSpeed. `config` was derived from `layout`."""
+
+    alone = False
 
     def __init__(
         self,
@@ -72,6 +77,7 @@ class DeepSpeedEngine(NativeEngine):
         # of micro-batches, and the scale says it all.
         self.engine.set_gradient_accumulation_boundary(last)
         loss = self._loss(batch)
+        self.world.pulse.enter("backward")
         self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
         self._passing = _larger(self._passing, self.states.passing())
         return loss.detach()
@@ -107,6 +113,10 @@ class DeepSpeedEngine(NativeEngine):
         self.engine.empty_partition_cache()  # a backward pass would let go of gathered weights
         return result
 
+    def broken(self) -> tuple[str, ...]:
+        parts = ((name, getattr(p, "ds_tensor", p).detach()) for name, p in self.trained.items())
+        return tuple(name for name, part in parts if not part.isfinite().all())
+
     def trained_weights(self) -> Mapping[str, Tensor]:
         return {name: self.states.weight(parameter) for name, parameter in self.trained.items()}
 
@@ -123,20 +133,17 @@ class DeepSpeedEngine(NativeEngine):
             for name, parameter in self.trained.items():
                 for key, value in self.states.moments(parameter).items():
                     tensors[f"{key}.{name}"] = value
-        return tensors, {"taken": float(self.taken), **self.states.scale_state()}
+        return tensors, self._numbers()
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        if not self.states.divided:
+            return super().pieces()
+        with self.states.unpacked():
+            return stretched_pieces(self.states, self.trained, self.world), self._numbers()
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        moments: dict[str, dict[str, Tensor]] = {name: {} for name in self.trained}
-        for key, value in tensors.items():
-            kind, name = key.split(".", 1)
-            if kind != "weight":
-                moments[name][kind] = value
-        self.states.load(
-            {
-                parameter: (tensors[f"weight.{name}"], moments[name])
-                for name, parameter in self.trained.items()
-            }
-        )
+        kept = by_weight(tensors)
+        self.states.load({parameter: kept[name] for name, parameter in self.trained.items()})
         self.states.load_scale_state(numbers)
         self.taken = int(numbers["taken"])
 
@@ -150,6 +157,9 @@ class DeepSpeedEngine(NativeEngine):
         nn.functional.linear = self._linear  # ZeRO-3 has put its own in its place
         for folder in self._swap.values():
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _numbers(self) -> dict[str, float]:
+        return {"taken": float(self.taken), **self.states.scale_state()}
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()  # the weights themselves are in 16 bits

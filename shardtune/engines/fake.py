@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.core.footprint import Held
+from shardtune.core.pieces import Piece, dealt
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 
 
@@ -36,6 +37,12 @@ class FakeEngine:
         labels = sum(batch.labels for batch in microbatches)
         return EvalResult(name, labels / (1 + len(self.seen)), labels // 2, labels)
 
+    def suspects(self, microbatches: Sequence[MicroBatch]) -> tuple[str, ...]:
+        return tuple(sample for batch in microbatches for sample in batch.samples)
+
+    def broken(self) -> tuple[str, ...]:
+        return ()
+
     def module(self) -> nn.Module:
         return self.model
 
@@ -47,6 +54,10 @@ class FakeEngine:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         return {"weight.weight": torch.ones(1, 1)}, {"taken": float(len(self.seen))}
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        tensors, numbers = self.state()
+        return dealt(tensors, 0, 1), numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         self.seen = [()] * int(numbers["taken"])

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
+from shardtune.core.pieces import Piece
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 from shardtune.engines.mesh import device_mesh, peers
@@ -33,6 +34,8 @@ from shardtune.engines.tensor import build_sliced, norm_of_spread
 
 class FSDPEngine(NativeEngine):
     """The native step on a model whose weights are spread."""
+
+    alone = False
 
     def __init__(
         self,
@@ -58,6 +61,9 @@ class FSDPEngine(NativeEngine):
         _prefetch(model)
         self._offload = offload
         super().__init__(model, setup, world, peers(mesh, groups, world), slices)
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        return self._spread_pieces(), self._numbers()
 
     def _norm(self) -> float:
         return norm_of_spread(self._gradients().values(), self.world)

@@ -1,10 +1,10 @@
-"""PyTorch's own tools: one process, or DDP over several. FSDP2 builds on it in `fsdp.py`."""
+"""PyTorch's own tools in one process. `ddp.py`, `fsdp.py` and others spread the same step out."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import TracebackType
@@ -12,10 +12,10 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
+from shardtune.core.pieces import Piece, by_weight, dealt
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
 from shardtune.core.world import World
@@ -23,17 +23,10 @@ from shardtune.engines.eight_bit import is_8bit, packed, unpacked
 from shardtune.engines.fused_loss import fused_loss
 from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_logits
 from shardtune.engines.optimizer import future_moments, make_optimizer, moment_tensors
+from shardtune.engines.shares import pieces_of, place_of, share_from
 from shardtune.engines.slices import Unsliced
 from shardtune.engines.stopwatch import Stopwatch
-from shardtune.engines.tensors import (
-    gathered,
-    let_go,
-    local,
-    share_of,
-    size_of,
-    spread_like,
-    whole,
-)
+from shardtune.engines.tensors import gathered, let_go, local, share_of, size_of, whole
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,6 +55,8 @@ class NativeEngine:
 
     fuses = True
     """Whether the model's own forward pass ends with its output head."""
+    alone = True
+    """Whether a rank can run a micro-batch without the others."""
 
     def __init__(
         self,
@@ -84,6 +79,7 @@ class NativeEngine:
         self.optimizer = make_optimizer(self.shares, setup.optimizer, setup.schedule.peak)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
+        self._losses: list[Tensor] = []
         self._select = selects_logits(model)
         wished = self.fuses and slices is None and setup.loss == "fused"
         self._fused = fused_loss(model) if wished else None
@@ -98,7 +94,9 @@ class NativeEngine:
         tokens, labels = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
         total = self._backward(microbatches, scale=self.peers.size / max(1, labels))
+        self.world.pulse.enter("collective")
         self.peers.sum(total)
+        self.world.pulse.enter("update")
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -135,11 +133,16 @@ class NativeEngine:
 
     def _backward(self, microbatches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
-        total = torch.zeros((), device=self.device)
+        self._losses = []
         for index, batch in enumerate(microbatches):
             torch.manual_seed(self._seed_of(index))
+            self.world.pulse.forward(*batch.input_ids.shape)
             with self._stopwatch.running():
-                total += self._pass(batch, scale, last=index == len(microbatches) - 1)
+                loss = self._pass(batch, scale, last=index == len(microbatches) - 1)
+            self._losses.append(loss)
+        total = torch.zeros((), device=self.device)
+        for loss in self._losses:
+            total += loss
         return total
 
     def _busy(self) -> float:
@@ -172,6 +175,7 @@ class NativeEngine:
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in microbatches:
+            self.world.pulse.enter("evaluate")
             with self._autocast():
                 sums[:2] += self._judge(batch)
             sums[2] += batch.labels
@@ -179,6 +183,21 @@ class NativeEngine:
         self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
+
+    def suspects(self, microbatches: Sequence[MicroBatch]) -> tuple[str, ...]:
+        guilty = [not math.isfinite(loss) for loss in self._losses]
+        seen = torch.tensor([int(any(guilty))])
+        if self.world.size > 1:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        if not seen:  # every loss was a number: it is a gradient that wasn't
+            guilty = self._overflowing(microbatches)
+        # A pipeline has empty micro-batches behind these, and losses on its last rank only.
+        wrong = (batch for batch, bad in zip(microbatches, guilty, strict=False) if bad)
+        return tuple(sample for batch in wrong for sample in batch.samples)
+
+    def broken(self) -> tuple[str, ...]:
+        parts = ((name, local(parameter.detach())) for name, parameter in self.trained.items())
+        return tuple(name for name, part in parts if not part.isfinite().all())
 
     def module(self) -> nn.Module:
         return self.model
@@ -207,35 +226,24 @@ class NativeEngine:
                 tensors[f"{key}.{name}"] = (
                     self.slices.in_order(name, gathered(value, parameter)) if value.ndim else value
                 )
-        numbers = {"taken": float(self.taken)}
-        if self.scaler.is_enabled():
-            scaler = self.scaler.state_dict()
-            numbers |= {"scale": scaler["scale"], "growth": float(scaler["_growth_tracker"])}
-        return tensors, numbers
+        return tensors, self._numbers()
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        """Every rank has everything: each saves some of the tensors."""
+        tensors, numbers = self.state()
+        return dealt(tensors, self.world.rank, self.world.size), numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         let_go(self.model)
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                weight = self.slices.side_by_side(name, tensors[f"weight.{name}"])
-                local(parameter).copy_(local(spread_like(weight, parameter)))
-        kept: dict[str, dict[str, Tensor]] = {name: {} for name in self.trained}
-        for key, value in tensors.items():
-            kind, name = key.split(".", 1)
-            if kind != "weight":
-                parameter = self.trained[name]
-                kept[name][kind] = (
-                    local(spread_like(self.slices.side_by_side(name, value), parameter))
-                    if value.ndim
-                    else value.to(parameter.device, copy=True)
-                )
+        kept = by_weight(tensors)
         eight_bit = is_8bit(self.optimizer)
-        for name, moments in kept.items():
-            if moments:
-                share = self.shares[name]
-                self.optimizer.state[share] = (
-                    packed(moments, self.optimizer) if eight_bit else moments
-                )
+        for name, parameter in self.trained.items():
+            found = {kind: self._share(tensors, kind, name) for kind in kept[name]}
+            with torch.no_grad():
+                local(parameter).copy_(found.pop("weight"))
+            if found:
+                state = packed(found, self.optimizer) if eight_bit else found
+                self.optimizer.state[self.shares[name]] = state
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -257,6 +265,34 @@ class NativeEngine:
         """A weight's moments of this rank in fp32; none before the first step."""
         kept = self.optimizer.state.get(self.shares[name], {})
         return unpacked(kept) if kept and is_8bit(self.optimizer) else kept
+
+    def _share(self, tensors: Mapping[str, Tensor], kind: str, name: str) -> Tensor:
+        """This rank's share of a stored tensor; nothing else is read where that can be."""
+        parameter = self.trained[name]
+        if kind == "step":  # one count a weight
+            return tensors[f"step.{name}"].to(local(parameter).device, copy=True)
+        return share_from(tensors, f"{kind}.{name}", parameter, self.slices.boxes(name, parameter))
+
+    def _spread_pieces(
+        self, twin: int = 0, twins: int = 1, without: Collection[str] = ()
+    ) -> list[Piece]:
+        """What this rank saves of weights that are spread. A share that several hold, or `twins`
+        that no tensor knows of, is saved by one of them: another one for each weight."""
+        found = []
+        for number, (name, parameter) in enumerate(self.trained.items()):
+            place = place_of(parameter)
+            mine = number % (place.copies * twins) == place.copy * twins + twin
+            if mine and name not in without:
+                boxes = self.slices.boxes(name, parameter)
+                found += pieces_of(name, parameter, self._moments(name), boxes)
+        return found
+
+    def _numbers(self) -> dict[str, float]:
+        numbers = {"taken": float(self.taken)}
+        if self.scaler.is_enabled():
+            scaler = self.scaler.state_dict()
+            numbers |= {"scale": scaler["scale"], "growth": float(scaler["_growth_tracker"])}
+        return numbers
 
     @contextlib.contextmanager
     def _shares_bound(self) -> Iterator[None]:
@@ -285,6 +321,7 @@ class NativeEngine:
         with self._synchronising(last=last):
             with self._autocast():
                 loss = self._loss(batch)
+            self.world.pulse.enter("backward")
             self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -331,6 +368,7 @@ class NativeEngine:
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
+        self.world.pulse.enter("collective")
         counts = torch.tensor(
             [sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)],
             device=self.device,
@@ -339,9 +377,25 @@ class NativeEngine:
         tokens, labels = counts.tolist()
         return tokens, labels
 
-    def _seed_of(self, index: int) -> int:
+    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
+        """Which micro-batches of the last step make a gradient that isn't finite: each again, by
+        itself, without the other ranks. Under fp16 the loss scale is to blame, not a sample."""
+        if self.scaler.is_enabled() or not self.alone:
+            return []
+        found = []
+        for index, batch in enumerate(microbatches):
+            torch.manual_seed(self._seed_of(index, step=self.taken - 1))
+            self._begin()
+            self._pass(batch, 1.0, last=False)
+            gradients = self._gradients().values()
+            found.append(not all(bool(gradient.isfinite().all()) for gradient in gradients))
+        self._begin()
+        return found
+
+    def _seed_of(self, index: int, step: int | None = None) -> int:
         """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
-        key = f"{self.setup.seed}/{self.taken}/{self.peers.rank}/{index}"
+        taken = self.taken if step is None else step
+        key = f"{self.setup.seed}/{taken}/{self.peers.rank}/{index}"
         return int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1
 
     def _here(self, batch: MicroBatch) -> MicroBatch:
@@ -365,42 +419,3 @@ class NativeEngine:
 
     def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
-
-
-class DDPEngine(NativeEngine):
-    """Every rank holds the whole model; gradients meet once per step, with the last micro-batch."""
-
-    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
-        super().__init__(model, setup, world)
-        self._ddp: DistributedDataParallel | None = _joined(model)
-
-    def _module(self) -> nn.Module:
-        assert self._ddp is not None
-        return self._ddp
-
-    def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
-        assert self._ddp is not None
-        return contextlib.nullcontext() if last else self._ddp.no_sync()
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._ddp = None
-        # After a backward pass DDP arranges its buckets anew, and sums them in another order.
-        self._ddp = _joined(self.model)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ddp = None  # lets go of its buckets before the process group ends
-
-
-def _joined(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
-    """The engine for a whole model on each rank, of which there may be only one."""
-    return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
+from shardtune.core.pieces import Piece
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.world import World
@@ -25,7 +26,7 @@ from shardtune.engines.exchange import union
 from shardtune.engines.fsdp import sharing
 from shardtune.engines.gradients import add_up, square
 from shardtune.engines.mesh import device_mesh, peers
-from shardtune.engines.native import COMPUTE, NativeEngine
+from shardtune.engines.native import COMPUTE, NativeEngine, Peers
 from shardtune.engines.parts import Divide, Parts
 from shardtune.engines.relay import Relay
 from shardtune.engines.same_shape import Block, alike
@@ -38,6 +39,7 @@ class PipelineEngine(NativeEngine):
     """One rank's stages in a step."""
 
     fuses = False
+    alone = False
 
     def __init__(
         self,
@@ -104,13 +106,14 @@ class PipelineEngine(NativeEngine):
         self._scale = scale
         blocks = alike(microbatches, self._runs(len(microbatches)), self._seed_of)
         together = 1 if self.pipelining.kind == "layers" else len(blocks)
-        losses: list[Tensor] = []
+        self._losses = []
+        self.world.pulse.enter("collective")
         with self._relay.resting():
             for begin in range(0, len(blocks), together):
-                losses += self._run(Block.joined(blocks[begin : begin + together]), together)
+                self._losses += self._run(Block.joined(blocks[begin : begin + together]), together)
         total = torch.zeros((), device=self.device)
-        if losses:
-            total += torch.stack(losses).sum().detach() / scale
+        if self._losses:
+            total += torch.stack(self._losses).sum().detach() / scale
         dist.all_reduce(total, group=self._line)  # only the last stage knows
         return total
 
@@ -156,6 +159,8 @@ class PipelineEngine(NativeEngine):
         loss = torch.empty(1, device="meta", requires_grad=True)
         return TimedStage(
             self._stopwatch,
+            self.world.pulse,
+            shape,
             stage,
             stage.number,
             len(self.division.layers),
@@ -180,7 +185,7 @@ class PipelineEngine(NativeEngine):
 
     def _norm(self) -> float:
         """Over all stages; a tied weight's gradient lies on two of them, and counts once."""
-        twice = self._tied if self._place == self.division.ranks[-1] else ()
+        twice = self._had_by_another()
         mine = [each for name, each in self._gradients().items() if name not in twice]
         total = square(mine, self.world.size // self._size).to(self.device)
         dist.all_reduce(total)
@@ -196,6 +201,10 @@ class PipelineEngine(NativeEngine):
         self._ends = dist.new_group(ranks, use_local_synchronization=True)
         return frozenset(tied & self.trained.keys())
 
+    def _had_by_another(self) -> frozenset[str]:
+        """Trained weights that an earlier rank of the line has, too."""
+        return self._tied if self._place == self.division.ranks[-1] else frozenset()
+
     def _home(self) -> Home:
         return "cpu" if self._offload else "gpu"
 
@@ -208,6 +217,7 @@ class PipelineEngine(NativeEngine):
             stage.eval()
         with self._relay.resting():
             for batch in microbatches:
+                self.world.pulse.enter("evaluate")
                 sums += self._through(Block.of(self._here(batch)))
         let_go(self.model)
         dist.all_reduce(sums, group=self._line)
@@ -237,11 +247,7 @@ class PipelineEngine(NativeEngine):
         mine, numbers = super().state()
         return union(mine, self._line), numbers
 
-    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        mine = {key: value for key, value in tensors.items() if _name(key) in self.trained}
-        super().load_state(mine, numbers)
-
-
-def _name(key: str) -> str:
-    """The weight that a tensor of the state belongs to."""
-    return key.split(".", 1)[1]
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        rows = self.peers if self._replicated else Peers(0, 1)
+        found = self._spread_pieces(rows.rank, rows.size, without=self._had_by_another())
+        return found, self._numbers()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from shardtune.core.pipelining import Pipelining
+from shardtune.core.pulse import Phase, Pulse
 from shardtune.engines.stopwatch import Stopwatch
 
 
@@ -37,20 +39,38 @@ def make_schedule(
 
 
 class TimedStage(PipelineStage):
-    """Counts the time that a stage works; waiting for others is the schedule's."""
+    """Counts the time that a stage works on micro-batches of `shape`, and tells it to the watcher;
+    waiting for others is the schedule's."""
 
-    def __init__(self, stopwatch: Stopwatch, *given: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        stopwatch: Stopwatch,
+        pulse: Pulse,
+        shape: tuple[int, int],
+        *given: Any,
+        **named: Any,
+    ) -> None:
         super().__init__(*given, **named)
-        self._stopwatch = stopwatch
+        self._stopwatch, self._pulse, self._shape = stopwatch, pulse, shape
 
     def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
-        with self._stopwatch.running():
+        with self._working("forward"):
             return super().forward_one_chunk(*given, **named)
 
     def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
-        with self._stopwatch.running():
+        with self._working("backward"):
             return super().backward_one_chunk(*given, **named)
 
     def backward_weight_one_chunk(self, *given: Any, **named: Any) -> Any:
-        with self._stopwatch.running():
+        with self._working("backward"):
             return super().backward_weight_one_chunk(*given, **named)
+
+    @contextmanager
+    def _working(self, phase: Phase) -> Iterator[None]:
+        if phase == "forward":
+            self._pulse.forward(*self._shape)
+        else:
+            self._pulse.enter(phase)
+        with self._stopwatch.running():
+            yield
+        self._pulse.enter("collective")

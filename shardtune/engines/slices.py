@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtune.core.families import Cut, Family, cut_of_vocabulary
+from shardtune.core.pieces import Cut as Box
 from shardtune.engines.gradients import add_up
 from shardtune.engines.loss import loss_sum
+from shardtune.engines.shares import Boxes, place_of
 from shardtune.engines.token_flow import Flow
 from shardtune.engines.vocabulary import Run, join_when_asked, slice_lookup, sliced_loss_sum
 
@@ -46,9 +48,9 @@ class Unsliced:
         """A weight as the model has it, from the ranks' slices side by side."""
         return whole
 
-    def side_by_side(self, name: str, whole: Tensor) -> Tensor:
-        """The inverse of `in_order`."""
-        return whole
+    def boxes(self, name: str, weight: Tensor) -> Boxes:
+        """Where this rank's share of a weight lies in the weight as the model has it."""
+        return Boxes(0, [place_of(weight).cut])
 
 
 class Slices(Unsliced):
@@ -130,9 +132,11 @@ class Slices(Unsliced):
         cut = self.family.cut(name, whole.shape)
         return whole if cut is None else _exchanged(whole, cut.dim, self.flow.size, cut.parts)
 
-    def side_by_side(self, name: str, whole: Tensor) -> Tensor:
-        cut = self.family.cut(name, whole.shape)
-        return whole if cut is None else _exchanged(whole, cut.dim, cut.parts, self.flow.size)
+    def boxes(self, name: str, weight: Tensor) -> Boxes:
+        cut, place = self.family.cut(name, weight.shape), place_of(weight).cut
+        if cut is None or cut.parts == 1 or not place.size:
+            return Boxes(0, [place])
+        return Boxes(cut.dim, _in_order(place, cut, self.flow.size, weight.shape[cut.dim]))
 
     def _divide(
         self, module: nn.Module, cut_of: CutOf, made: dict[nn.Parameter, nn.Parameter]
@@ -184,6 +188,20 @@ def _exchanged(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
         return tensor
     pieces = [part.chunk(inner, dim) for part in tensor.chunk(outer, dim)]
     return torch.cat([pieces[o][i] for i in range(inner) for o in range(outer)], dim)
+
+
+def _in_order(place: Box, cut: Cut, ranks: int, length: int) -> list[Box]:
+    """A box of the ranks' slices side by side, as boxes of a weight that has parts."""
+    unit = length // (cut.parts * ranks)  # one rank's slice of one part
+    found, at, end = [], place.begin[cut.dim], place.begin[cut.dim] + place.extent[cut.dim]
+    while at < end:
+        (rank, part), inside = divmod(at // unit, cut.parts), at % unit
+        begin, extent = list(place.begin), list(place.extent)
+        begin[cut.dim] = (part * ranks + rank) * unit + inside
+        extent[cut.dim] = min(unit - inside, end - at)
+        found.append(Box(tuple(begin), tuple(extent)))
+        at += extent[cut.dim]
+    return found
 
 
 # Hooks --------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.families import require_slices
 from shardtune.core.mesh import Mesh
+from shardtune.core.pieces import Piece
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 from shardtune.engines.gradients import add_up, square
@@ -28,10 +29,15 @@ from shardtune.engines.stages import Anatomy
 class TensorEngine(NativeEngine):
     """The native step on slices. Groups of slices have rows of their own, and meet once a step."""
 
+    alone = False
+
     def __init__(self, blueprint: Blueprint, setup: EngineSetup, world: World, mesh: Mesh) -> None:
         groups = device_mesh(mesh, world)
         model, slices = build_sliced(blueprint, world.device, groups["tensor"])
         super().__init__(model, setup, world, peers(mesh, groups, world), slices)
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        return self._spread_pieces(self.peers.rank, self.peers.size), self._numbers()
 
     def _meet(self) -> None:
         super()._meet()

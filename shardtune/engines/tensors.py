@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -28,15 +28,6 @@ def size_of(tensor: Tensor) -> int:
     """The bytes that this rank holds of it."""
     mine = local(tensor)
     return mine.numel() * mine.element_size()
-
-
-def spread_like(value: Tensor, example: Tensor) -> Tensor:
-    """`value`, whole, divided over the ranks as `example` is; a copy in any case."""
-    if not isinstance(example, DTensor):
-        return value.to(example.device, copy=True)
-    value = value.to(example.device)
-    # Every rank has the whole value already: nothing needs to be sent.
-    return distribute_tensor(value, example.device_mesh, example.placements, src_data_rank=None)
 
 
 def gathered(share: Tensor, example: Tensor) -> Tensor:

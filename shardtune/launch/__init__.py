@@ -1,4 +1,7 @@
-"""Starts `train(job)` on several processes, and joins them. Knows nothing of strategies."""
+"""Starts `train(job)` on several processes, and sees them to their end. Knows no strategy."""
 
-STARTED_BY_US = "SHARDTUNE_LAUNCHER_PID"  # not a setting: tells a rank that its parent is ours
+# Not settings: how our launcher speaks to the ranks that it starts.
+STARTED_BY_US = "SHARDTUNE_LAUNCHER_PID"  # tells a rank that its parent is ours
+PULSE = "SHARDTUNE_PULSE_FD"  # the open file in which it shows what it is doing
+STACK = "SHARDTUNE_STACK_FILE"  # where it writes its stack when it is asked to
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C

@@ -6,10 +6,8 @@ MASTER_ADDR and MASTER_PORT; that is the whole interface.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,8 +17,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from shardtune.core.orphan import die_with_parent
+from shardtune.core.pulse import Pulse, open_pulse
+from shardtune.core.wish import Wish
 from shardtune.core.world import World
-from shardtune.launch import STARTED_BY_US
+from shardtune.launch import PULSE, STARTED_BY_US
+from shardtune.launch.process import answer_with_stack
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -29,13 +31,16 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class Interrupt:
     """A wish to stop, which the training loop looks at between two steps."""
 
-    wished: bool = False
+    wish: Wish = Wish.NONE
+    once: bool = False
+    """A second signal doesn't ask. Our launcher decides that itself, and would be misunderstood
+    where a cluster sends the first one to every process."""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks; the second doesn't ask."""
-        if self.wished:
+        """The first signal asks."""
+        if self.wish and self.once:
             os._exit(128 + number)
-        self.wished = True
+        self.wish = max(self.wish, Wish.STOP if number == signal.SIGINT else Wish.LEAVE)
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class JoinedWorld(World):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags.item())
 
-    def stop_wished(self) -> bool:
-        """Whether any rank was asked to stop. All ranks get the same answer in the same step."""
-        return self.any(self.interrupt.wished)
+    def wish(self) -> Wish:
+        """What any rank was asked to do. All ranks get the same answer in the same step."""
+        return Wish(int(self.most(self.interrupt.wish)))
 
     def most(self, value: float) -> float:
         """The largest `value` of all ranks."""
@@ -63,6 +68,20 @@ class JoinedWorld(World):
         values = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.item()
+
+    def gather(self, text: str) -> list[str]:
+        """What each rank says, on all of them, by rank."""
+        if self.size == 1:
+            return [text]
+        mine = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]))
+        longest = int(max(lengths))
+        padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(found, padded)
+        said = zip(found, lengths, strict=True)
+        return [each[: int(length) - 1].numpy().tobytes().decode() for each, length in said]
 
     def wait(self) -> None:
         """Returns when every rank has come here."""
@@ -74,7 +93,9 @@ def join(threads: int) -> Iterator[JoinedWorld]:
     """This process's place in the world; the process group lives as long as the block."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    _die_with_parent()
+    if (launcher := os.environ.get(STARTED_BY_US)) is not None:
+        die_with_parent(int(launcher))
+    answer_with_stack()
     torch.set_num_threads(threads)
     device = "cpu"
     if torch.cuda.is_available():
@@ -84,7 +105,7 @@ def join(threads: int) -> Iterator[JoinedWorld]:
         if size > 1:
             backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        yield JoinedWorld(rank, size, local_rank, device, interrupt)
+        yield JoinedWorld(rank, size, local_rank, device, _pulse(rank, size), interrupt)
         # Only after a good end: a rank that fails has to say why before its peers notice that it
         # is gone, or their complaints would come first. The group ends with the process anyway.
         if size > 1:
@@ -94,10 +115,8 @@ def join(threads: int) -> Iterator[JoinedWorld]:
 @contextmanager
 def _heeding_signals() -> Iterator[Interrupt]:
     """SIGINT and SIGTERM become a wish, as long as the block lasts."""
-    interrupt = Interrupt()
-    # Our own launcher turns its SIGTERM into a SIGINT; a SIGTERM from it means: now.
-    ours = STARTED_BY_US in os.environ
-    numbers = (signal.SIGINT,) if ours else (signal.SIGINT, signal.SIGTERM)
+    interrupt = Interrupt(once=STARTED_BY_US not in os.environ)
+    numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, interrupt.on_signal) for number in numbers}
     try:
         yield interrupt
@@ -106,12 +125,6 @@ def _heeding_signals() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
 
-def _die_with_parent() -> None:
-    """A launcher that is killed can't clean up; on Linux the kernel does it for us."""
-    parent = os.environ.get(STARTED_BY_US)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    set_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before we asked
-        os._exit(1)
+def _pulse(rank: int, size: int) -> Pulse:
+    file = os.environ.get(PULSE)
+    return Pulse() if file is None else open_pulse(int(file), rank, size)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardtune.errors import Problem, ShardtuneError
+from shardtune.errors import FailureKind, Problem, ShardtuneError
 from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -28,6 +28,7 @@ class LastWords:
     time: float
     traceback: str
     problems: tuple[Problem, ...]
+    kind: FailureKind = "problem"
 
 
 @contextmanager
@@ -45,7 +46,10 @@ def leaving_last_words() -> Iterator[None]:
             _write(Path(path), error)
         if STARTED_BY_US not in os.environ:
             raise
-        sys.exit(getattr(error, "exit_code", 1))
+        # At once: to take a large interpreter down can take seconds, in which the others wait.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(getattr(error, "exit_code", 1))
 
 
 def read_last_words(path: Path) -> LastWords | None:
@@ -54,19 +58,21 @@ def read_last_words(path: Path) -> LastWords | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         problems = tuple(Problem(**problem) for problem in found["problems"])
         text = found["message"]["extraInfo"]["py_callstack"]
-        return LastWords(float(found["time"]), str(text).strip(), problems)
+        return LastWords(float(found["time"]), str(text).strip(), problems, found["kind"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _write(path: Path, error: BaseException) -> None:
-    # torchrun reads `message`; `time` and `problems` are ours.
+    # torchrun reads `message`; the rest is ours.
     problems = error.problems if isinstance(error, ShardtuneError) else ()
+    kind = error.kind if isinstance(error, ShardtuneError) else "fault"
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     found = {
         "message": message,
         "time": time.time(),
+        "kind": kind,
         "problems": [asdict(problem) for problem in problems],
     }
     path.write_text(json.dumps(found), encoding="utf-8")

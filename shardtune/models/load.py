@@ -16,6 +16,7 @@ from shardtune.job import Adapter, ModelSection, NoAdapter, TrainSection
 from shardtune.models.adapters import check_names, check_trains_tokens
 from shardtune.models.catalogue import resolve
 from shardtune.models.tokens import Growth, add_tokens, grow
+from shardtune.models.weights import INDEX, read_index
 
 PLACE = "model.name"
 _FIX = (
@@ -124,6 +125,8 @@ def check_weights(section: ModelSection, adapter: Adapter, config: Any) -> None:
         fact = f"the folder {section.name!r} has no *.safetensors; its weights are {found}"
         fix = "save the model again with save_pretrained, which writes safetensors"
         raise ModelError(Problem(PLACE, fact, fix))
+    if (index := folder / INDEX).is_file():
+        read_index(index)
     other = "eager" if section.attention == "sdpa" else "sdpa"
     with explaining("model.attention", section.name, f"attention: {other}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -30,7 +30,7 @@ class WeightFiles:
         """The files of `section`, from its folder or the hub; there only what is needed."""
         index = _fetch(section, INDEX)
         if index is not None:
-            shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            shards = read_index(index)
             paths = {shard: _fetch(section, shard) for shard in sorted(set(shards.values()))}
             missing = sorted(shard for shard, path in paths.items() if path is None)
             if missing:
@@ -61,6 +61,22 @@ class WeightFiles:
             with safe_open(path, framework="pt") as file:
                 for name in wanted:
                     yield name, file.get_tensor(name)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Which file holds which tensor. Files are in the model's folder: a name that leads elsewhere
+    would have us open what the model's author has no business with."""
+    try:
+        shards: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        names = sorted(set(shards.values()))
+        outside = [name for name in names if name in ("", "..") or Path(name).name != name]
+    except (ValueError, KeyError, TypeError) as error:
+        fact = f"{path} can't be read: {error}"
+        raise ModelError(Problem(PLACE, fact, "fetch the model again")) from None
+    if outside:
+        fact = f"{path} names files outside of its folder: {', '.join(outside)}"
+        raise ModelError(Problem(PLACE, fact, "don't use this model: its index is forged"))
+    return shards
 
 
 @dataclass(frozen=True)

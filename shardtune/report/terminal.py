@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -36,7 +37,8 @@ class RunView:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
     def step(self, done: int, result: StepResult, reading: Reading) -> None:
         """After each step; `done` counts it."""
@@ -47,8 +49,6 @@ class RunView:
         if reading.utilisation is not None:
             numbers += f"  {reading.utilisation:.0%} busy"
         left = f"{duration(reading.seconds_left)} left"
-        if not result.applied:
-            self.say(f"step {done}: the gradient is not finite; the update was left out", "yellow")
         if self._live is not None:
             self._live.show(done, numbers, left)
         elif done in (1, self.steps) or done % self._every == 0:
@@ -65,7 +65,9 @@ class RunView:
 
     def say(self, text: str, style: str = "") -> None:
         """A line above the live part. It may hold names of files, so it is no markup."""
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        # A terminal that was closed is no reason to lose a step: the metrics have it all.
+        with suppress(OSError):
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Live:

@@ -27,6 +27,6 @@ class DDP(Section):
         return Layout((AxisRule("data", moves=(Move("all_reduce", "grads", "step"),)),))
 
     def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
-        from shardtune.engines.native import native_engine
+        from shardtune.engines.ddp import native_engine
 
         return native_engine(blueprint.whole(world.device), setup, world)

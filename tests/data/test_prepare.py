@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import threading
 
 import numpy as np
@@ -223,6 +225,29 @@ def test_several_processes_give_the_same(tmp_path, tokenizer, monkeypatch):
     tally, index = store.read(tmp_path / "b" / "data" / folder)
     assert [row.number for row in tally.bad_rows] == [78]
     assert index.numbers.tolist() == [*range(1, 78), *range(79, 401)]
+
+
+class Fatal:
+    """A format that ends any other process which looks at it."""
+
+    settings = ("fatal",)
+
+    def __init__(self) -> None:
+        self.home = os.getpid()
+
+    def __getattr__(self, name: str) -> object:
+        if not name.startswith("__") and os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise AttributeError(name)
+
+
+def test_a_killed_worker_is_told(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 512)
+    monkeypatch.setattr(sources, "GRAIN", 1024)
+    path = write(tmp_path / "words.jsonl", texts(*(f"row {number}" for number in range(400))))
+    monkeypatch.setattr(prepare_module, "make_format", lambda *given: Fatal())
+    with pytest.raises(DataError, match="one of the 2 processes that tokenise was killed"):
+        one(path, tokenizer, tmp_path / "a", section={"workers": 2})
 
 
 def test_batches_don_t_change_the_result(tmp_path, tokenizer, monkeypatch):

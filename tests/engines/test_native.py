@@ -13,7 +13,8 @@ from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch, StepResult
 from shardtune.core.world import World
-from shardtune.engines.native import DDPEngine, NativeEngine, native_engine
+from shardtune.engines.ddp import DDPEngine, native_engine
+from shardtune.engines.native import NativeEngine
 from shardtune.job import LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.models.blueprint import ModelBlueprint
 from tests.ranks import on_ranks
@@ -113,6 +114,29 @@ def test_state_goes_on_exactly(precision: Precision) -> None:
     second = make(precision=precision, adapter=adapter)
     second.load_state(tensors, numbers)
     assert [second.step([batch(n)]) for n in range(3, 6)] == expected[3:]
+
+
+def interrupted(world: World) -> list[bool]:
+    """After each step: whether a run that was begun anew in its middle is where it should be."""
+
+    def step(engine: NativeEngine, number: int) -> dict[str, torch.Tensor]:
+        engine.step([batch(100 * number + 10 * n + world.rank) for n in range(2)])
+        return {name: weight.clone() for name, weight in engine.trained_weights().items()}
+
+    whole, first, second = (make(world, adapter=LoRA(rank=4, dropout=0.1)) for _ in range(3))
+    expected = [step(whole, number) for number in range(4)]
+    found = [step(first, number) for number in range(2)]
+    tensors, numbers = first.state()
+    second.load_state(tensors, numbers)
+    found += [step(second, number) for number in range(2, 4)]
+    pairs = zip(found, expected, strict=True)
+    return [all(torch.equal(one[n], other[n]) for n in one) for one, other in pairs]
+
+
+def test_state_goes_on_exactly_on_many_ranks() -> None:
+    """Three numbers have several sums, by their order: two ranks would show nothing."""
+    for found in on_ranks(4, interrupted):
+        assert found == [True] * 4
 
 
 def halves(world: World) -> dict[str, Any]:

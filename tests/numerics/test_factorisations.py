@@ -19,7 +19,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.data.loader import Loader
 from shardtune.data.prepared import Prepared, PreparedData, SourceReport
-from shardtune.engines.native import native_engine
+from shardtune.engines.ddp import native_engine
 from shardtune.job import DataSection, LoRA, ModelSection, NoAdapter, TrainSection, TrainSource
 from shardtune.models.blueprint import ModelBlueprint
 from tests.ranks import on_ranks

@@ -71,14 +71,6 @@ def test_a_text_is_no_markup() -> None:
     assert text(console) == "resuming after step 3, from runs/[bold]/step-000003\n"
 
 
-@pytest.mark.parametrize("make", [log, terminal])
-def test_an_update_that_was_left_out_is_told(make: type[Console]) -> None:
-    console = make()
-    with RunView(100, console=console) as view:
-        view.step(7, result(applied=False), READING)
-    assert "step 7: the gradient is not finite; the update was left out" in text(console)
-
-
 def test_a_terminal_is_live() -> None:
     console = terminal()
     with RunView(60, console=console) as view:

@@ -1,0 +1,209 @@
+"""What a checkpoint costs: `python -m benchmarks.checkpoint`.
+
+The stall is measured in pairs of windows of as many steps, one with a save and one without, taken
+in turns, so that noise of the machine hits both alike. Size and times of writing and loading stand
+beside PyTorch's distributed checkpoint and DeepSpeed's own, for the same weights and moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.table import write_table
+from shardtune.checkpoint.newest import newest
+from shardtune.checkpoint.reader import Reader
+from shardtune.checkpoint.saver import Identity, Saver
+from shardtune.core.schedule import Schedule
+from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.core.world import World
+from shardtune.engines.native import NativeEngine
+from shardtune.launch.join import JoinedWorld
+
+LIMIT = 0.01
+MIB = 1 << 20
+
+
+def make_engine(layers: int, device: str) -> NativeEngine:
+    """SmolLM2-135M's shape (30 layers), with weights drawn at random."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(device)
+    schedule = Schedule("constant", 1e-4, 0, 10**6)
+    precision = "fp32" if device == "cpu" else "bf16"
+    setup = EngineSetup(precision, OptimizerSetup(), schedule, 1.0, 0)
+    return NativeEngine(model, setup, World(device=device))
+
+
+def make_batch(step: int, rows: int, length: int) -> MicroBatch:
+    ids = torch.randint(0, 49152, (rows, length), generator=torch.Generator().manual_seed(step))
+    targets = torch.roll(ids, -1, dims=1)
+    targets[:, -1] = IGNORED
+    positions = torch.arange(length).expand(rows, length)
+    return MicroBatch(ids, positions, targets, (), rows * length, rows * (length - 1))
+
+
+def stall(
+    engine: NativeEngine, folder: Path, every: int, pairs: int, shape: tuple[int, int]
+) -> tuple[float, float, float, float]:
+    """Seconds: of a step; that a save adds to `every` steps; that it adds to the processor time of
+    the thread that trains, which other programs on the machine don't change; of `save` itself."""
+    saver = Saver(folder, JoinedWorld(), keep=1, background=True)
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    worked: dict[bool, list[float]] = {True: [], False: []}
+    calls: list[float] = []
+    engine.step([make_batch(0, *shape)])
+    saver.save(Identity("run", 0, "ddp", ""), *engine.pieces(), {})  # its memory is made here
+    saver.wait()
+    for pair in range(pairs):
+        for saves in (True, False) if pair % 2 else (False, True):
+            begun, work = time.perf_counter(), time.thread_time()
+            for step in range(every):
+                engine.step([make_batch(step, *shape)])
+                saver.poll()
+                if saves and step == 0:
+                    before = time.perf_counter()
+                    identity = Identity("run", pair + 1, "ddp", "")
+                    saver.save(identity, *engine.pieces(), {})
+                    calls.append(time.perf_counter() - before)
+            spent[saves].append(time.perf_counter() - begun)
+            worked[saves].append(time.thread_time() - work)
+            saver.wait()  # a save longer than the window would count in the next
+    extra, own = (
+        statistics.median(a - b for a, b in zip(each[True], each[False], strict=True))
+        for each in (spent, worked)
+    )
+    return statistics.median(spent[False]) / every, extra, own, statistics.median(calls)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def timed(act: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def ours(engine: NativeEngine, folder: Path) -> tuple[float, float, int]:
+    saver = Saver(folder, JoinedWorld(), keep=1, background=False)
+    pieces, numbers = engine.pieces()
+    write = timed(lambda: saver.save(Identity("run", 1, "ddp", ""), pieces, numbers, {}))
+
+    def load() -> None:
+        found = newest(folder, "run", JoinedWorld()).checkpoint  # every byte is hashed here
+        assert found is not None
+        engine.load_state(Reader(*found), found[1].numbers)
+
+    return write, timed(load), size_of(folder)
+
+
+def torchs(engine: NativeEngine, folder: Path) -> tuple[float, float, int]:
+    """torch.distributed.checkpoint, of the same tensors, into memory that is there already."""
+    import torch.distributed.checkpoint as dcp
+
+    tensors, _ = engine.state()
+    write = timed(lambda: dcp.save(dict(tensors), checkpoint_id=folder))
+    into = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+    load = timed(lambda: dcp.load(into, checkpoint_id=folder))
+    assert all(torch.equal(into[key], tensors[key]) for key in tensors)
+    return write, load, size_of(folder)
+
+
+def deepspeeds(engine: NativeEngine, folder: Path) -> tuple[float, float, int] | None:
+    """DeepSpeed's own checkpoint of the same model at stage 1, after a step."""
+    from shardtune.engines.deepspeed_start import start
+
+    try:
+        deepspeed = start(World(device=str(engine.device)))
+    except Exception as error:  # noqa: BLE001  a peer that isn't there is left out
+        print(f"deepspeed is left out: {error}", file=sys.stderr)
+        return None
+    model = engine.model
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    theirs, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    batch = make_batch(0, 1, 16)
+    ids = batch.input_ids.to(engine.device)
+    theirs.backward(theirs(input_ids=ids, labels=ids, use_cache=False).loss)
+    theirs.step()
+    write = timed(lambda: theirs.save_checkpoint(str(folder)))
+    load = timed(lambda: theirs.load_checkpoint(str(folder)))
+    return write, load, size_of(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--every", type=int, default=20, help="steps between two saves (20)")
+    parser.add_argument("--pairs", type=int, default=3, help="windows with and without a save (3)")
+    parser.add_argument("--layers", type=int, default=30, help="30 is SmolLM2-135M")
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folder", type=Path, default=None, help="a disk to write to")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the other core is for writing, as it is in a run of its own
+    engine = make_engine(given.layers, given.device)
+    shape = (given.rows, given.length)
+    with tempfile.TemporaryDirectory(dir=given.folder) as place:
+        folder = Path(place)
+        step, extra, own, call = stall(engine, folder / "stall", given.every, given.pairs, shape)
+        shutil.rmtree(folder / "stall")
+        rows = {"shardtune (every byte verified)": ours(engine, folder / "ours")}
+        rows["torch.distributed.checkpoint"] = torchs(engine, folder / "torch")
+        shutil.rmtree(folder / "torch")
+        if (peer := deepspeeds(engine, folder / "deepspeed")) is not None:
+            rows["DeepSpeed, stage 1"] = peer
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    weights: list[Tensor] = list(engine.model.parameters())
+    count = sum(weight.numel() for weight in weights) / 1e6
+    share = extra / (given.every * step)
+    write_table(
+        "checkpoint",
+        "What a checkpoint costs",
+        ["", "write, s", "load, s", "MiB on disk"],
+        [[n, f"{w:.2f}", f"{r:.2f}", f"{size / MIB:,.0f}"] for n, (w, r, size) in rows.items()],
+        f"{count:.0f} M parameters in fp32 with two moments, on {given.device}. A step of "
+        f"{given.rows} x {given.length} tokens takes {step:.2f} s. A save in the background every "
+        f"{given.every} steps adds {extra:.2f} s to them, {100 * share:.2f} % of their time "
+        f"(median of {given.pairs} pairs of windows with and without one); training stands still "
+        f"for {call:.2f} s of it, while the state is copied. The processor time of the thread that "
+        f"trains grows by {own:.2f} s. More than {100 * LIMIT:.0f} % is a "
+        "failure.",
+    )
+    return int(share > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

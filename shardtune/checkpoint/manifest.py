@@ -1,0 +1,205 @@
+"""The manifest: what a checkpoint consists of, to the byte, and what it means.
+
+It is the last file to be written, and it is sealed: a file that isn't exactly what we would write
+for what it says is not believed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from shardtune.checkpoint.shards import Written
+from shardtune.core.pieces import Cut
+
+FORMAT = 1
+NAME = "manifest.json"
+_SHARD = re.compile(r"rank-\d{5}-\d{3,}\.safetensors")
+_LARGEST = 1 << 30
+
+
+class Damaged(Exception):
+    """Something on the disk isn't what was written. Says what; not shown to a person as it is."""
+
+
+class Newer(Exception):
+    """Written by a later version than this one."""
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A piece, and the file and the name under which it lies there."""
+
+    file: str
+    name: str
+    cut: Cut
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor, in pieces."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+
+    def gap(self) -> str:
+        """What is wrong with the pieces: together they have to be the whole, each element once."""
+        if not all(piece.cut.fits(self.shape) for piece in self.pieces):
+            return "has a piece outside of its shape"
+        size = math.prod(self.shape)
+        if (found := sum(piece.cut.size for piece in self.pieces)) != size:
+            return f"has {found:,} of {size:,} elements"
+        ends = [piece.cut.stretch(self.shape) for piece in self.pieces if piece.cut.size]
+        if None in ends:
+            boxes = [piece.cut for piece in self.pieces]
+            if any(box.flat for box in boxes):
+                return "has boxes and stretches"
+            return "has pieces that overlap" if _overlap(boxes) else ""
+        ordered = sorted(end for end in ends if end is not None)
+        apart = all(one[1] <= two[0] for one, two in pairwise(ordered))
+        return "" if apart else "has pieces that overlap"
+
+
+def _overlap(boxes: list[Cut]) -> bool:
+    return any(
+        all(
+            max(a, b) < min(a + m, b + n)
+            for a, m, b, n in zip(one.begin, one.extent, two.begin, two.extent, strict=True)
+        )
+        for number, one in enumerate(boxes)
+        for two in boxes[:number]
+    )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint. `step` is also the position in the data: the order is a function of it."""
+
+    run: str
+    step: int
+    ranks: int
+    strategy: str
+    job: str
+    """Digest of the job that ran."""
+    progress: Mapping[str, Any]
+    numbers: Mapping[str, float]
+    files: Mapping[str, Written]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+    def metadata(self, file: str) -> dict[str, str]:
+        """What a shard says about itself, in its own header."""
+        return shard_metadata(self.run, self.step, int(file.split("-")[1]))
+
+    def gaps(self) -> list[str]:
+        """Tensors that aren't whole."""
+        return [f"{key} {gap}" for key, each in self.tensors.items() if (gap := each.gap())]
+
+
+def shard_metadata(run: str, step: int, rank: int) -> dict[str, str]:
+    return {"run": run, "step": str(step), "rank": str(rank)}
+
+
+def sealed(body: Mapping[str, Any]) -> str:
+    """A JSON document with its own digest."""
+    text = _canonical(body)
+    return _canonical({**body, "seal": sha256(text.encode()).hexdigest()}) + "\n"
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """The document, if it is exactly as `sealed` wrote it."""
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{path.name} is missing")
+        if path.stat().st_size > _LARGEST:
+            raise Damaged(f"{path.name} is too large to be one")
+        text = path.read_bytes().decode()  # to the byte: no newline is translated
+        body: dict[str, Any] = json.loads(text)
+        body.pop("seal")
+    except OSError as error:
+        raise Damaged(f"{path.name} can't be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{path.name} is not what was written") from None
+    if sealed(body) != text:
+        raise Damaged(f"{path.name} is not what was written (its seal is broken)")
+    return body
+
+
+def _canonical(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def render(manifest: Manifest) -> str:
+    """The text of manifest.json."""
+    return sealed({"format": FORMAT, "kind": "checkpoint", **asdict(manifest)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`; Damaged if it is not what was written, Newer if we can't know."""
+    body = unsealed(folder / NAME)
+    if body.get("kind") != "checkpoint":
+        raise Damaged(f"{NAME} is not a checkpoint's")
+    if body.get("format", 0) > FORMAT:
+        raise Newer(f"is written in format {body['format']}; this version reads {FORMAT}")
+    # The seal holds: what follows is as we wrote it, but for somebody who seals his own.
+    try:
+        manifest = Manifest(
+            run=str(body["run"]),
+            step=int(body["step"]),
+            ranks=int(body["ranks"]),
+            strategy=str(body["strategy"]),
+            job=str(body["job"]),
+            progress=dict(body["progress"]),
+            numbers={str(key): float(value) for key, value in body["numbers"].items()},
+            files={name: Written(**each) for name, each in body["files"].items()},
+            tensors={key: tensor_from(each) for key, each in body["tensors"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise Damaged(f"{NAME} lacks what a checkpoint has") from None
+    if not all(_SHARD.fullmatch(name) for name in manifest.files):
+        raise Damaged(f"{NAME} names files that are none of a checkpoint's")
+    known = manifest.files.keys()
+    if not {p.file for each in manifest.tensors.values() for p in each.pieces} <= known:
+        raise Damaged(f"{NAME} has tensors in files that it doesn't list")
+    if gaps := manifest.gaps():
+        raise Damaged(f"{NAME}: {gaps[0]}")
+    return manifest
+
+
+def tensor_from(body: Mapping[str, Any]) -> StoredTensor:
+    """The inverse of `asdict` for a tensor that was sent or stored as JSON."""
+    pieces = tuple(
+        StoredPiece(
+            str(piece["file"]),
+            str(piece["name"]),
+            Cut(
+                tuple(map(int, piece["cut"]["begin"])),
+                tuple(map(int, piece["cut"]["extent"])),
+                bool(piece["cut"]["flat"]),
+            ),
+        )
+        for piece in body["pieces"]
+    )
+    return StoredTensor(tuple(map(int, body["shape"])), str(body["dtype"]), pieces)
+
+
+def joined(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """The tensors of all ranks; pieces of one tensor come together."""
+    found: dict[str, StoredTensor] = {}
+    for part in parts:
+        for key, each in part.items():
+            before = found.get(key)
+            pieces = (*before.pieces, *each.pieces) if before else each.pieces
+            found[key] = StoredTensor(each.shape, each.dtype, pieces)
+    return found

@@ -1,0 +1,57 @@
+"""Checks every byte of what a run has left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtune.checkpoint.folder import files_of, folder_faults
+from shardtune.checkpoint.manifest import Damaged, Newer
+from shardtune.checkpoint.newest import faults, read_checked
+from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.store import checkpoints
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One checkpoint, or the result: what it is, and what is wrong with it."""
+
+    name: str
+    written_by: str = ""
+    """Strategy and ranks; empty for a result."""
+    files: int = 0
+    bytes: int = 0
+    faults: tuple[str, ...] = ()
+
+
+def verify_run(run: RunDir) -> list[Verdict]:
+    """Every checkpoint, in the order of their steps, and the result if there is one."""
+    run.require_run()
+    here = run.run_id()
+    found = [_checkpoint(path, here) for _, path in checkpoints(run.checkpoints)]
+    if here is None:
+        fault = "can't be read: which run this is, and so whose checkpoints, is unknown"
+        found.insert(0, Verdict("environment.json", faults=(fault,)))
+    if run.result.exists():
+        found.append(_result(run.result))
+    return found
+
+
+def _checkpoint(path: Path, run: str | None) -> Verdict:
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        manifest = read_checked(path, run)
+    except (Damaged, Newer) as error:
+        return Verdict(name, faults=(str(error),))
+    by = f"{manifest.strategy} x{manifest.ranks}"
+    wrong = tuple(faults(path, manifest))
+    return Verdict(name, by, len(manifest.files), manifest.bytes, wrong)
+
+
+def _result(path: Path) -> Verdict:
+    try:
+        files = files_of(path)
+    except Damaged as error:
+        return Verdict(path.name, faults=(str(error),))
+    size = sum(each.bytes for each in files.values())
+    return Verdict(path.name, "", len(files), size, tuple(folder_faults(path, files)))

@@ -1,0 +1,136 @@
+"""A rank's part of the state of training, and how parts become whole again.
+
+What is saved are pieces of named tensors: a box of the whole, or a stretch of it laid out flat. Who
+saves need not hold more than its own pieces, and who loads may want to cut otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a piece lies in the whole: a box of it, or, `flat`, a stretch of its elements."""
+
+    begin: tuple[int, ...]
+    extent: tuple[int, ...]
+    flat: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.extent)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether it lies inside of a tensor of that shape."""
+        room = (math.prod(shape),) if self.flat else shape
+        return len(self.begin) == len(self.extent) == len(room) and all(
+            begin >= 0 and extent >= 0 and begin + extent <= most
+            for begin, extent, most in zip(self.begin, self.extent, room, strict=True)
+        )
+
+    def stretch(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Its first element and the one after its last in the flat whole; None where it has gaps.
+
+        A box has none if it is cut along one dimension only and nothing but ones stands before it.
+        """
+        if self.flat:
+            return self.begin[0], self.begin[0] + self.extent[0]
+        cut = [dim for dim, size in enumerate(shape) if self.extent[dim] != size]
+        if cut and (cut[1:] or math.prod(shape[: cut[0]]) != 1):
+            return None
+        first = 0
+        for begin, size in zip(self.begin, shape, strict=True):
+            first = first * size + begin
+        return first, first + self.size
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Cut:
+        return Cut((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank saves of the tensor `key`, whose whole shape is `shape`."""
+
+    key: str
+    shape: tuple[int, ...]
+    cut: Cut
+    tensor: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def dealt(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
+    """This rank's share of tensors that every rank has whole: whole ones, about as many bytes each.
+
+    All ranks have to give the same names and sizes; nothing is sent.
+    """
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
+    loads = [0] * ranks
+    mine = []
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += max(1, sizes[key])
+        if lightest == rank:
+            mine.append(key)
+    return [
+        Piece(key, shape, Cut.whole(shape), tensors[key])
+        for key in sorted(mine)
+        for shape in [tuple(tensors[key].shape)]
+    ]
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """Tensors that lie elsewhere, of which a part can be had without the rest."""
+
+    def part(self, key: str, cut: Cut) -> Tensor:
+        """What `cut` takes out of the tensor `key`, in the cut's extent."""
+        ...
+
+
+def part_of(tensors: Mapping[str, Tensor], key: str, cut: Cut) -> Tensor:
+    """A part of a tensor, read alone where that is possible."""
+    if isinstance(tensors, Stored):
+        return tensors.part(key, cut)
+    value = tensors[key].reshape(-1) if cut.flat else tensors[key]
+    for dim, (begin, extent) in enumerate(zip(cut.begin, cut.extent, strict=True)):
+        value = value.narrow(dim, begin, extent)
+    return value
+
+
+class OfWeight(Mapping[str, "Tensor"]):
+    """What `tensors` have for one weight, by kind (`weight`, `exp_avg`); read when asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str, kinds: tuple[str, ...]) -> None:
+        self._tensors, self._name, self._kinds = tensors, name, kinds
+
+    def __getitem__(self, kind: str) -> Tensor:
+        return self._tensors[f"{kind}.{self._name}"]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._kinds  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+
+def by_weight(tensors: Mapping[str, Tensor]) -> dict[str, OfWeight]:
+    """The state of training sorted by weight; its keys are `kind.weight`."""
+    kinds: dict[str, list[str]] = {}
+    for key in tensors:
+        kind, name = key.split(".", 1)
+        kinds.setdefault(name, []).append(kind)
+    return {name: OfWeight(tensors, name, tuple(found)) for name, found in kinds.items()}

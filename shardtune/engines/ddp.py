@@ -1,0 +1,57 @@
+"""DistributedDataParallel: every rank holds the whole model, and computes other rows."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardtune.core.setup import EngineSetup
+from shardtune.core.step import MicroBatch
+from shardtune.core.world import World
+from shardtune.engines.native import NativeEngine
+
+
+class DDPEngine(NativeEngine):
+    """Gradients meet once per step, with the last micro-batch."""
+
+    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
+        super().__init__(model, setup, world)
+        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
+            model, gradient_as_bucket_view=True
+        )
+        self._settle()
+
+    def _settle(self) -> None:
+        """DDP lays its buckets out anew after its first backward pass, and with them the order in
+        which the ranks' numbers are summed. That has to happen before the first step: a run that
+        is resumed would otherwise round its next step differently from one that was not."""
+        ids = torch.arange(2).unsqueeze(0)
+        self._begin()
+        with torch.compiler.set_stance("force_eager"):  # nothing is to be compiled for two tokens
+            self._pass(MicroBatch(ids, ids, ids, (), 2, 2), 1.0, last=True)
+        self._begin()
+
+    def _module(self) -> nn.Module:
+        assert self._ddp is not None
+        return self._ddp
+
+    def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        assert self._ddp is not None
+        return contextlib.nullcontext() if last else self._ddp.no_sync()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ddp = None  # lets go of its buckets before the process group ends
+
+
+def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
+    """The engine for a whole model on each rank, of which there may be only one."""
+    return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

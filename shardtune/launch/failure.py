@@ -1,0 +1,96 @@
+"""Why an attempt failed, told by whoever knows best, and what may be done about it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardtune.core.pulse import Beat
+from shardtune.errors import FailureKind, Problem
+from shardtune.launch.group import Group
+from shardtune.launch.last_words import LastWords
+from shardtune.launch.process import ask_for_stack, memory_kills
+from shardtune.launch.watch import Hung
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A `fault` may pass when the run is started again; `memory` when it needs less of it; a
+    `problem` only when a person acts."""
+
+    kind: FailureKind
+    rank: int | None
+    step: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def cause(self) -> str:
+        """One line."""
+        first = self.problems[0]
+        return f"{first.place}: {first.fact}".strip().splitlines()[0]
+
+
+def of_dead_ranks(group: Group, codes: Mapping[int, int], kills_before: int) -> Failure:
+    """The rank that failed first. Who was killed, or left without a word, comes before those that
+    complain: they have only lost their peer."""
+    failed = {rank: code for rank, code in codes.items() if code != 0}
+    words = {rank: said for rank in failed if (said := group.words(rank))}
+    mute = [rank for rank in failed if rank not in words]
+    if mute:
+        rank = min(mute, key=lambda rank: failed[rank])  # signals are negative
+        return _of_mute(group, rank, failed[rank], out_of_memory=memory_kills() > kills_before)
+    rank, said = min(words.items(), key=lambda item: item[1].time)
+    return _of_words(group, rank, said)
+
+
+def of_hung_rank(group: Group, hung: Hung) -> Failure:
+    """With the stack, if the rank can still write it."""
+    alive = group.alive()
+    stacks = {rank: ask_for_stack(pid, group.stack_file(rank)) for rank, pid in alive.items()}
+    for_how_long = f"hung for {hung.seconds:.1f} s in {hung.beat}"
+    if hung.rank is None:
+        text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items() if stack)
+        fact = f"{for_how_long}; they wait for each other\n{text}"
+        place = f"ranks {', '.join(map(str, alive))}"
+    else:
+        place = f"rank {hung.rank}"
+        if hung.stopped:
+            fact = f"{for_how_long}: the process is stopped (SIGSTOP), so it can't show its stack"
+        elif stack := stacks.get(hung.rank):
+            fact = f"{for_how_long}; its stack, innermost first:\n{stack}"
+        else:
+            fact = f"{for_how_long}; it gave no stack"
+    fix = f"the stacks of all ranks are in {group.logs}"
+    return Failure("fault", hung.rank, hung.beat.step, (Problem(place, fact, fix),))
+
+
+def _of_words(group: Group, rank: int, words: LastWords) -> Failure:
+    beat = group.pulses.read(rank)
+    if words.problems:
+        return Failure(words.kind, rank, beat.step, words.problems)
+    fix = f"this is a fault of shardtune or of a library; the ranks' own output is in {group.logs}"
+    problem = Problem(f"rank {rank}", words.traceback, fix)
+    # What fails before the first step does so each time.
+    return Failure("fault" if beat.step else "problem", rank, beat.step, (problem,))
+
+
+def _of_mute(group: Group, rank: int, code: int, *, out_of_memory: bool) -> Failure:
+    beat = group.pulses.read(rank)
+    killed = code == -signal.SIGKILL
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    fact = f"{how} without a word in {beat}"
+    fix = f"see the ranks' own output in {group.logs}"
+    if killed and out_of_memory:
+        fact = f"was killed by the kernel, out of memory, in {beat}: {batch(beat)}"
+        fix = "lower train.micro_batch (the result stays the same) or start fewer processes"
+    elif killed:
+        fact += f" ({batch(beat)})" if beat.rows else ""
+        fix = "if the machine ran out of memory, lower train.micro_batch or start fewer processes"
+    kind: FailureKind = "memory" if killed and out_of_memory else "fault"
+    return Failure(kind, rank, beat.step, (Problem(f"rank {rank}", fact, fix),))
+
+
+def batch(beat: Beat) -> str:
+    """The micro-batch in work."""
+    return f"its micro-batch had {beat.rows} rows of up to {beat.width} tokens"

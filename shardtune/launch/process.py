@@ -1,0 +1,86 @@
+"""What the kernel knows about a process, and what the process says when it is asked.
+
+Everything here works on a process that can't answer. Where there is no /proc, nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+
+from shardtune.launch import STACK
+
+ASK = signal.SIGUSR2
+STOPPED = "T"
+_STACK_LINES = 14
+_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
+
+
+def answer_with_stack() -> None:
+    """From now on this process writes its stack down when asked; also while it holds the GIL."""
+    path = os.environ.get(STACK)
+    if path is not None:
+        file = Path(path).open("w")  # noqa: SIM115  as long as the process lives
+        faulthandler.register(ASK, file=file, all_threads=True)
+
+
+def ask_for_stack(pid: int, file: Path, *, wait: float = 0.5) -> str:
+    """The innermost lines of a process's stack; empty if it gave no answer."""
+    if state(pid) == STOPPED:
+        return ""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, ASK)
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        if text.rstrip():
+            return _main_thread(text)
+    return ""
+
+
+def state(pid: int) -> str:
+    """R running, S sleeping, D waiting for a disk, T stopped, Z dead; empty where unknown."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def cpu_seconds(pid: int) -> float:
+    """The processor time that a process has used; 0 where unknown."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def seconds_in_queue(pid: int) -> float:
+    """The time for which a process was ready to run and had no processor; 0 where unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def memory_kills() -> int:
+    """How many processes of our group the kernel has killed for memory, as far as it tells."""
+    try:
+        lines = _MEMORY_EVENTS.read_text(encoding="ascii").splitlines()
+        return int(dict(line.split() for line in lines).get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+def _main_thread(text: str) -> str:
+    """faulthandler writes the main thread last."""
+    last = text.strip().rpartition("\n\n")[2].splitlines()
+    return "\n".join(last[: 1 + _STACK_LINES])

@@ -1,0 +1,107 @@
+"""`shardtune verify`: every byte of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardtune.checkpoint.disk import estimate, require_room
+from shardtune.checkpoint.result import save_result
+from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.verify import verify_run
+from shardtune.cli import main
+from shardtune.errors import RunError
+from shardtune.job import LoRA, ModelSection, TrainSection
+from shardtune.models import tiny
+from tests.checkpoint.together import save
+from tests.synthetic import load_model, make_job, trained
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Two checkpoints and a result."""
+    run = RunDir(tmp_path / "run")
+    run.begin(make_job(str(run.path)), {"run": "run"})
+    save(run.checkpoints, 2, 4)
+    model = load_model(ModelSection(name="tiny"), LoRA(rank=2), TrainSection(precision="fp32"))
+    save_result(
+        model, trained(model), tiny.tokens(), frozenset({1}), run.result, dtype=torch.float32
+    )
+    return run
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_good_run_is_good(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("every byte as written") == 3
+    assert "checkpoints/step-000002" in said
+    assert "ddp x2" in said
+
+
+def test_faults_are_named_and_fail(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = sorted((run.checkpoints / "step-000002").glob("*.safetensors"))[0]
+    flip(shard)
+    flip(run.result / "adapter_model.safetensors")
+    (run.result / "tokenizer.json").unlink()
+    assert main(["verify", str(run.path), "--json"]) == 1
+    found = {each["name"]: each["faults"] for each in json.loads(capsys.readouterr().out)}
+    changed = "has other content than was written (SHA-256 differs)"
+    assert found == {
+        "checkpoints/step-000002": [f"{shard.name} {changed}"],
+        "checkpoints/step-000004": [],
+        "result": [f"adapter_model.safetensors {changed}", "tokenizer.json is missing"],
+    }
+    assert main(["verify", str(run.path)]) == 1
+    assert "tokenizer.json is missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-000004/manifest.json", "result/manifest.json"])
+def test_every_bit_of_a_manifest_counts(run: RunDir, name: str) -> None:
+    path = run.path / name
+    data = path.read_bytes()
+    for at in range(0, 8 * len(data), len(data) // 5):
+        changed = bytearray(data)
+        changed[at // 8] ^= 1 << at % 8
+        path.write_bytes(changed)
+        assert any(each.faults for each in verify_run(run)), f"bit {at}"
+    path.write_bytes(data)
+    assert not any(each.faults for each in verify_run(run))
+
+
+def test_a_run_that_does_not_know_itself(run: RunDir) -> None:
+    (run.path / "environment.json").write_text("{", encoding="utf-8")
+    assert verify_run(run)[0].faults
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err
+
+
+# Room on the disk --------------------------------------------------------------------------------
+
+
+def test_the_need_of_a_disk() -> None:
+    # A million weights, two moments: 12 MB a checkpoint. Two are kept while a third is written.
+    need = estimate(1_000_000, 2, keep=2, saves=10, result=2_000_000)
+    assert (need.checkpoint, need.copies) == (12_000_000, 3)
+    assert need.total == 38_000_000 + (1 << 20)
+    assert estimate(1_000_000, 2, keep=2, saves=1, result=0).copies == 1
+
+
+def test_a_disk_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    require_room(tmp_path / "not" / "there", estimate(10, 2, keep=1, saves=1, result=10))
+    with pytest.raises(RunError) as caught:
+        require_room(tmp_path, estimate(10**15, 2, keep=2, saves=9, result=4 * 10**15))
+    (problem,) = caught.value.problems
+    assert "3 checkpoints of 11175870.90 GiB" in problem.fact  # 12e15 / 2^30
+    assert f"are free in {tmp_path}" in problem.fact

@@ -1,0 +1,115 @@
+"""`make exam`: every case of the fault exam on this machine, as a table.
+
+python -m tests.exam [--only 30 31] [--json FILE] [--docs] [--without-peer]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.exam import page, peer
+from tests.exam.case import Findings, Verdict
+from tests.exam.harness import Lab
+from tests.exam.proofs import Proofs, run_tests
+from tests.exam.table import ROWS, Check, Row, count
+
+
+def main() -> int:
+    arguments = _arguments()
+    rows = [row for row in ROWS if not arguments.only or row.number in arguments.only]
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        lab = Lab(Path(folder))
+        lab.prepare()
+        verdicts = sit(rows, lab)
+        theirs = {} if arguments.without_peer else peer.sit(lab)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(_table(rows, verdicts, theirs))
+    minutes = (time.monotonic() - begun) / 60
+    held = {p: count(rows, verdicts, p) for p in ("P0", "P1")}
+    for priority, (good, applying) in held.items():
+        console.print(f"{priority}: {good} of {applying} cases that apply are held")
+    console.print(f"{minutes:.1f} minutes")
+    if arguments.json:
+        found = [
+            {"case": row.number, "priority": row.priority, "title": row.title,
+             **asdict(verdicts[row.number])}
+            for row in rows
+        ]  # fmt: skip
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    if arguments.docs:
+        page.write(rows, verdicts, theirs, minutes)
+    enough = held["P1"][0] >= 0.8 * held["P1"][1]
+    return int(held["P0"][0] < held["P0"][1] or not enough)
+
+
+def sit(rows: Sequence[Row], lab: Lab) -> dict[int, Verdict]:
+    """Each check once, whatever the number of rows that it answers."""
+    proofs = run_tests(sorted({test for row in rows for test in row.tests}))
+    seen: dict[Check, Findings] = {}
+    for row in rows:
+        for check in row.checks:
+            if check not in seen:
+                seen[check] = _findings(check, lab)
+    return {row.number: _verdict(row, proofs, seen) for row in rows}
+
+
+def _findings(check: Check, lab: Lab) -> Findings:
+    found, begun = Findings(), time.monotonic()
+    try:
+        check(lab, found)
+    except Exception as error:
+        found.expect(f"{check.__name__} fails: {type(error).__name__}: {error}", False)
+        traceback.print_exc()
+    print(f"{check.__name__}: {found.verdict().outcome}, {time.monotonic() - begun:.0f} s",
+          file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def _verdict(row: Row, proofs: Proofs, seen: dict[Check, Findings]) -> Verdict:
+    if row.missing:
+        return Verdict("not applicable", row.missing)
+    found = Findings()
+    for check in row.checks:
+        found.facts += seen[check].facts
+        found.figures += seen[check].figures
+    for test in row.tests:
+        proofs.tell(test, found)
+    if row.tests:
+        found.show(f"{proofs.count(row.tests)} tests")
+    return found.verdict()
+
+
+def _table(rows: Sequence[Row], verdicts: dict[int, Verdict], theirs: dict[int, Verdict]) -> Table:
+    table = Table("case", "", "what", "held", "figure", "Hugging Face's Trainer", padding=(0, 1))
+    for row in rows:
+        verdict, other = verdicts[row.number], theirs.get(row.number)
+        table.add_row(
+            str(row.number), row.priority, row.title, verdict.outcome, verdict.figure,
+            f"{other.outcome}: {other.figure}" if other else "",
+        )  # fmt: skip
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Runs the fault exam.")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
+    parser.add_argument("--json", type=Path, help="write the table there too")
+    parser.add_argument("--docs", action="store_true", help="and into docs/faults.md")
+    parser.add_argument("--without-peer", action="store_true", help="leave the Trainer out")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

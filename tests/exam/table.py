@@ -1,0 +1,145 @@
+"""The exam's rows, and what answers each: a run with faults, or tests that are run with the others.
+
+A row is held when everything that answers it holds. A row without an answer says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.exam import artefacts, saves, supervision, values
+from tests.exam.case import Findings, Priority, Verdict
+from tests.exam.harness import Lab
+
+Check = Callable[[Lab, Findings], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of the exam."""
+
+    number: int
+    priority: Priority
+    title: str
+    checks: tuple[Check, ...] = ()
+    tests: tuple[str, ...] = ()
+    """Names of tests, under tests/."""
+    missing: str = ""
+    """What keeps the case from applying to what exists."""
+
+
+def row(
+    number: int, priority: Priority, title: str, *answers: Check | str, missing: str = ""
+) -> Row:
+    checks = tuple(answer for answer in answers if not isinstance(answer, str))
+    tests = tuple(answer for answer in answers if isinstance(answer, str))
+    return Row(number, priority, title, checks, tests, missing)
+
+
+CORRUPTED = (
+    "checkpoint/test_corruption.py::test_every_corruption_is_refused_and_the_one_before_is_used"
+)
+CHAIN = "checkpoint/test_anywhere.py::test_the_chain_follows_one_process"
+CUT = "numerics/test_factorisations.py::test_every_factorisation_equals_the_full_batch"
+
+ROWS: tuple[Row, ...] = (
+    # Crash and checkpoint
+    row(1, "P0", "SIGKILL of each rank at steps 1, 2, 8, 24", supervision.kills),
+    row(2, "P0", "SIGKILL at system calls of a checkpoint write", saves.killed_in_save),
+    row(3, "P0", "SIGKILL around the commit", saves.killed_in_save),
+    row(4, "P0", "SIGKILL during rotation", saves.killed_in_save),
+    row(5, "P0", "SIGTERM in each phase, 5 s grace", supervision.termination),
+    row(6, "P0", "SIGINT once, twice, three times", supervision.interruption),
+    row(7, "P0", "launcher killed, terminal closed", supervision.orphans),
+    row(8, "P0", "disk full at a checkpoint", saves.failing_disk,
+        "checkpoint/test_saver.py::test_a_file_that_cannot_grow_fails_the_save_and_the_next_succeeds"),
+    row(9, "P1", "disk too small at the start",
+        "checkpoint/test_verify.py::test_a_disk_that_is_too_small_is_refused_with_the_numbers"),
+    row(10, "P1", "EIO, EROFS, EDQUOT, EMFILE in a save", saves.failing_disk,
+        "checkpoint/test_saver.py::test_a_rank_that_cannot_write_fails_the_save_on_all"),
+    row(11, "P0", "flipped bits", CORRUPTED),
+    row(12, "P0", "truncated shards", CORRUPTED),
+    row(13, "P0", "deleted, duplicated, swapped, foreign shards", CORRUPTED,
+        "checkpoint/test_corruption.py::test_checkpoints_of_another_run_are_not_taken"),
+    row(14, "P1", "corrupt pointer to the latest (there is none: the folder is scanned)",
+        "checkpoint/test_saver.py::test_what_is_no_checkpoint_is_left_alone", CORRUPTED),
+    row(15, "P1", "newer schema, other model, changed job",
+        "checkpoint/test_corruption.py::test_one_of_a_newer_version_is_refused_not_passed_over",
+        "checkpoint/test_rundir.py::test_a_run_is_resumed_with_the_job_it_was_begun_with"),
+    row(16, "P1", "two jobs in one directory", artefacts.two_jobs),
+    row(17, "P1", "a step saved twice",
+        "checkpoint/test_saver.py::test_saving_a_step_again_replaces_it", artefacts.two_jobs),
+    row(18, "P1", "slow writer while training goes on",
+        "checkpoint/test_saver.py::test_training_goes_on_while_a_snapshot_is_written",
+        "checkpoint/test_saver.py::test_memory_of_a_snapshot_is_used_again"),
+    row(19, "P1", "the same step fails 3 times", supervision.crash_loop),
+    # Exactness and elasticity
+    row(20, "P0", "the same seed twice", saves.twice),
+    row(21, "P0", "resume at every step", saves.resumed_at_every_step),
+    row(22, "P0", "another world size", CHAIN,
+        "data/test_loader.py::test_samples_of_every_step_are_the_same_for_any_number_of_ranks"),
+    row(23, "P1", "ranks that don't divide the batch", CUT,
+        "data/test_share.py::test_every_row_goes_to_one_rank"),
+    row(24, "P0", "another strategy", CHAIN),
+    row(25, "P1", "another micro-batch at the same global batch", values.stepping_down, CUT),
+    row(26, "P0", "every factorisation of one global batch", CUT),
+    row(27, "P0", "uneven data", "data/test_loader.py::test_an_epoch_has_each_document_once",
+        "data/test_loader.py::test_evaluation_sees_each_document_once",
+        "data/test_share.py::test_too_few_rows_leave_empty_micro_batches"),
+    row(28, "P1", "another number of workers",
+        "data/test_prepare.py::test_several_processes_give_the_same"),
+    row(29, "P1", "the rate is a function of the step", "core/test_schedule.py", saves.twice,
+        "checkpoint/test_rundir.py::test_a_run_is_resumed_with_the_job_it_was_begun_with"),
+    # Hangs, slow ranks, memory, numbers
+    row(30, "P0", "SIGSTOP in forward, collective, save, data", supervision.hangs),
+    row(31, "P0", "GIL held for 30 s", supervision.hangs),
+    row(32, "P1", "slow ranks", supervision.pauses,
+        "launch/test_watch.py::test_a_slow_rank_is_told_once_with_its_phase"),
+    row(33, "P1", "long legal pauses", supervision.pauses,
+        "launch/test_watch.py::test_no_false_alarm_in_10000_steps"),
+    row(34, "P0", "NaN in a sample, Inf gradient, NaN weights", values.not_finite,
+        values.broken_weights),
+    row(35, "P1", "loss spike", values.not_finite, "core/test_spikes.py"),
+    row(36, "P1", "out of memory on one rank", values.memory, values.stepping_down),
+    row(37, "P1", "a worker dies or raises",
+        "data/test_loader.py::test_an_error_in_the_thread_reaches_the_consumer",
+        "data/test_prepare.py::test_a_killed_worker_is_told"),
+    row(38, "P1", "one rank raises before a collective", supervision.hangs),
+    row(39, "P1", "stale rendezvous, port in use", supervision.crash_loop,
+        "launch/test_local.py::test_ranks_find_each_other"),
+    # Bad data, bad config, wrong artefacts
+    row(40, "P0", "malformed rows",
+        "data/test_preflight.py::test_the_exam_s_bad_rows_are_all_listed",
+        "data/test_preflight.py::test_the_exam_s_bad_rows_can_be_skipped",
+        "data/test_rows.py::test_every_bad_line_of_a_jsonl_file_is_named"),
+    row(41, "P0", "empty, filtered, masked, leaking data",
+        "data/test_preflight.py"),
+    row(42, "P1", "huge rows, tiny rows", artefacts.huge_rows),
+    row(43, "P0", "templates, stop tokens, tied embeddings", "data/test_chat.py",
+        "checkpoint/test_result.py::test_tied_embeddings_are_written_once",
+        "checkpoint/test_merge.py::test_the_merged_model_computes_the_same"),
+    row(44, "P0", "result of each strategy", CHAIN, "checkpoint/test_result.py"),
+    row(45, "P0", "hostile YAML", "core/test_document.py", "test_jobfile.py"),
+    # Security
+    row(46, "P0", "malicious pickles", artefacts.pickles, artefacts.forbidden_calls),
+    row(47, "P0", "code in a model's repository",
+        "models/test_load.py::test_code_of_others_is_refused",
+        "models/test_load.py::test_code_of_others_in_a_tokenizer_is_refused",
+        "data/test_chat.py::test_a_template_cannot_reach_python"),
+    row(48, "P0", "paths that lead outside",
+        "checkpoint/test_corruption.py::test_a_manifest_that_names_files_elsewhere_is_refused",
+        "models/test_weights.py", CORRUPTED),
+    row(49, "P0", "shell metacharacters", artefacts.forbidden_calls, artefacts.odd_names),
+    row(50, "P0", "the dashboard", missing="there is no dashboard yet"),
+    row(51, "P0", "listening sockets",
+        "launch/test_local.py::test_nothing_listens_beyond_loopback"),
+    row(52, "P1", "secrets; offline", supervision.crash_loop,
+        "measure/test_environment.py::test_secrets_stay_out"),
+)  # fmt: skip
+
+
+def count(rows: Sequence[Row], verdicts: Mapping[int, Verdict], priority: str) -> tuple[int, int]:
+    """The cases of a priority that are held, and those that apply."""
+    found = [verdicts[row.number].outcome for row in rows if row.priority == priority]
+    return found.count("held"), len(found) - found.count("not applicable")
