@@ -106,12 +106,13 @@ class Watcher:
         for rank, pid in alive.items():
             if silent[rank] > STOPPED_FOR and state(pid) == STOPPED:
                 return Hung(rank, self._ranks[rank].beat, silent[rank], stopped=True)
-        late = {rank for rank in alive if silent[rank] > self._limit(self._ranks[rank])}
-        if not late or not late.issuperset(blamed := self._blamed(alive)):
+        over = {rank for rank in alive if silent[rank] > self._limit(self._ranks[rank])}
+        blamed = self._blamed(alive) if over else []
+        if not over or not over.issuperset(blamed):
             return None
-        rank = blamed[0] if len(blamed) == 1 else None
         seconds = min(silent[each] for each in blamed)
-        return Hung(rank, self._ranks[blamed[0]].beat, seconds, stopped=False)
+        beat = self._ranks[blamed[0]].beat
+        return Hung(blamed[0] if len(blamed) == 1 else None, beat, seconds, stopped=False)
 
     def slow(self) -> Slow | None:
         """A rank that has become a straggler, said once for each phase."""
