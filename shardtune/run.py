@@ -195,7 +195,7 @@ class Run:
         peak = self.world.most(peak_memory(self.world.device)) / GIB
         # What needs every rank comes first: a model that is spread answers only together.
         answers = self.judge.answers()
-        trained = self.engine.trained_weights()
+        trained = self._trained_weights()
         logits = probe_logits(self.engine.module(), probe, self.world.device)
         report: dict[str, Any] = {}
         if self.world.is_main:
@@ -245,11 +245,18 @@ class Run:
             for question, old, new in zip(self.judge.questions(), before, after, strict=True)
         ]
 
+    def _trained_weights(self) -> dict[str, Tensor]:
+        """All of them in the main rank's memory, beside its device; others only take part."""
+        found: dict[str, Tensor] = {}
+        for name, weight in self.engine.trained_weights():
+            if self.world.is_main:
+                found[name] = weight.cpu()
+        return found
+
     def _save_result(
         self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch
     ) -> float:
         job, target, judge = self.job, self.files.result, self.judge
-        trained = {name: weight.cpu() for name, weight in trained.items()}
         written = save_result(
             self.engine.module(),
             trained,

@@ -173,6 +173,6 @@ def _train(world: World, settings: dict[str, Any], *, rehearsed: bool) -> tuple[
             mine = [batch(100 * step + 10 * row + n) for n in range(2)]
             losses.append(engine.step(mine).loss)
         digest = hashlib.sha256()
-        for name, weight in sorted(engine.trained_weights().items()):
+        for name, weight in sorted(engine.trained_weights()):
             digest.update(name.encode() + weight.cpu().numpy().tobytes())
     return losses, digest.hexdigest()

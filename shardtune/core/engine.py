@@ -7,7 +7,7 @@ the step's label tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,8 +48,9 @@ class Engine(Protocol):
         """The model itself, for generation and for saving the result."""
         ...
 
-    def trained_weights(self) -> Mapping[str, Tensor]:
-        """Every weight that is trained, whole, by its name in the model."""
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight that is trained, by its name in the model: whole, but one after another.
+        All ranks have to go through all of them; who needs a weight later keeps a copy."""
         ...
 
     def held(self) -> Held:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -117,8 +117,9 @@ class DeepSpeedEngine(NativeEngine):
         parts = ((name, getattr(p, "ds_tensor", p).detach()) for name, p in self.trained.items())
         return tuple(name for name, part in parts if not part.isfinite().all())
 
-    def trained_weights(self) -> Mapping[str, Tensor]:
-        return {name: self.states.weight(parameter) for name, parameter in self.trained.items()}
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.trained.items():
+            yield name, self.states.weight(parameter)
 
     def held(self) -> Held:
         """Gradients, and the second copy that hpZ keeps, are gone after a step: they are counted as
@@ -128,7 +129,7 @@ class DeepSpeedEngine(NativeEngine):
         return Held({key: lasting.get(key, 0) + passing.get(key, 0) for key in keys})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        tensors = {f"weight.{name}": weight for name, weight in self.trained_weights().items()}
+        tensors = {f"weight.{name}": weight for name, weight in self.trained_weights()}
         with self.states.unpacked():
             for name, parameter in self.trained.items():
                 for key, value in self.states.moments(parameter).items():

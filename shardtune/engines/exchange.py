@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,25 +11,34 @@ from torch import Tensor
 
 
 def union(mine: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """What any rank of the group has, on all of them. Every rank has to ask.
+    """What any rank of the group has, on all of them. Every rank has to ask."""
+    return dict(in_turn(mine, group, lambda _, tensor: tensor))
 
-    Of a tensor that several have, the first rank's is taken.
+
+def in_turn(
+    mine: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    made_whole: Callable[[str, Tensor], Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """The same, one after another: no rank holds more than one tensor that isn't its own.
+
+    `made_whole` is asked for each of `mine`, also where another rank's is taken: of a tensor that
+    several have, that of the first.
     """
     said: list[Any] = [None] * dist.get_world_size(group)
     shapes = {name: (tuple(each.shape), each.dtype) for name, each in mine.items()}
     dist.all_gather_object(said, shapes, group=group)
-    device = _device(group)
-    found: dict[str, Tensor] = {}
+    device, seen = _device(group), set[str]()
     for owner, theirs in enumerate(said):
         for name, (shape, dtype) in theirs.items():
-            if name in found:
-                continue
             if owner == dist.get_rank(group):
-                found[name] = mine[name].detach().to(device).contiguous()
+                tensor = made_whole(name, mine[name]).detach().to(device).contiguous()
             else:
-                found[name] = torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(found[name], group=group, group_src=owner)
-    return found
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+            if name not in seen:
+                seen.add(name)
+                dist.broadcast(tensor, group=group, group_src=owner)
+                yield name, tensor
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:

@@ -6,7 +6,7 @@ test sees a micro-batch that is lost, added or out of order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -46,8 +46,8 @@ class FakeEngine:
     def module(self) -> nn.Module:
         return self.model
 
-    def trained_weights(self) -> Mapping[str, Tensor]:
-        return {"weight": self.model.weight.detach()}
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", self.model.weight.detach()
 
     def held(self) -> Held:
         return Held({})

@@ -202,11 +202,12 @@ class NativeEngine:
     def module(self) -> nn.Module:
         return self.model
 
-    def trained_weights(self) -> Mapping[str, Tensor]:
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._own_weights()
 
-    def _own_weights(self) -> dict[str, Tensor]:
-        return {name: self._whole(name, weight.detach()) for name, weight in self.trained.items()}
+    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.trained.items():
+            yield name, self._whole(name, weight.detach())
 
     def held(self) -> Held:
         moments = moment_tensors(self.optimizer)
@@ -220,7 +221,7 @@ class NativeEngine:
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        tensors = {f"weight.{name}": weight for name, weight in self._own_weights().items()}
+        tensors = {f"weight.{name}": weight for name, weight in self._own_weights()}
         for name, parameter in self.trained.items():
             for key, value in self._moments(name).items():
                 tensors[f"{key}.{name}"] = (

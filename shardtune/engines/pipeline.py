@@ -7,7 +7,7 @@ updating. `layers` is the same with one micro-batch at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from shardtune.core.pieces import Piece
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.exchange import union
+from shardtune.engines.exchange import in_turn, union
 from shardtune.engines.fsdp import sharing
 from shardtune.engines.gradients import add_up, square
 from shardtune.engines.mesh import device_mesh, peers
@@ -240,8 +240,9 @@ class PipelineEngine(NativeEngine):
                 dist.send(flowing.contiguous(), group=self._line, group_dst=ranks[number + 1])
         return flowing if stage.last else torch.zeros(3, device=self.device)
 
-    def trained_weights(self) -> Mapping[str, Tensor]:
-        return union(self._own_weights(), self._line)
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        mine = {name: weight.detach() for name, weight in self.trained.items()}
+        return in_turn(mine, self._line, self._whole)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         mine, numbers = super().state()

@@ -146,7 +146,7 @@ def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
             else:
                 results.append(engine.step(given))
         held = engine.held()
-        weights = {name: w.float().cpu().numpy() for name, w in engine.trained_weights().items()}
+        weights = {name: w.float().cpu().numpy() for name, w in engine.trained_weights()}
         evaluation = engine.evaluate("d", next(data.steps(0, 1))).loss
         shapes = {name: tuple(w.shape) for name, w in engine.module().named_parameters()}
     losses, norms = zip(*((result.loss, result.grad_norm) for result in results), strict=True)

@@ -70,7 +70,7 @@ def reference(adapter: str, clip: float | None = 1.0, precision: Precision = "fp
     engine = NativeEngine(model, setup(precision, clip=clip), World())
     results = [engine.step(batches(step, 1)[0]) for step in range(STEPS)]
     curve = [(result.loss, result.grad_norm) for result in results]
-    return curve, {name: weight.clone() for name, weight in engine.trained_weights().items()}
+    return curve, {name: weight.clone() for name, weight in engine.trained_weights()}
 
 
 def run(
@@ -87,7 +87,7 @@ def run(
         evaluated = engine.evaluate("held-out", [batch(1000 + world.rank, 15)])
         return {
             "curve": [(result.loss, result.grad_norm) for result in results],
-            "weights": {name: w.numpy() for name, w in engine.trained_weights().items()},
+            "weights": {name: w.numpy() for name, w in engine.trained_weights()},
             "held": engine.held().bytes,
             "evaluated": evaluated.loss,
         }
@@ -216,10 +216,10 @@ def odd_steps(world: World) -> dict[str, Any]:
         short = engine.step(batches(1, 1)[0][:2])
         weight = next(iter(engine.trained.values()))
         handle = weight.register_hook(lambda gradient: gradient * float("nan"))
-        before = {name: each.clone() for name, each in engine.trained_weights().items()}
+        before = {name: each.clone() for name, each in engine.trained_weights()}
         bad = engine.step(batches(2, 1)[0])
         handle.remove()
-        after = engine.trained_weights()
+        after = dict(engine.trained_weights())
         return {
             "losses": [full.loss, short.loss],
             "applied": [full.applied, short.applied, bad.applied],

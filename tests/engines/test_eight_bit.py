@@ -113,11 +113,11 @@ def halves(world: World, strategy: Any, precision: Precision) -> dict[str, Any]:
         tensors, numbers = engine.state()
         saved = {name: tensor.clone() for name, tensor in tensors.items()}
         expected = losses(engine, 3, 6)
-        after = {name: weight.clone() for name, weight in engine.trained_weights().items()}
+        after = {name: weight.clone() for name, weight in engine.trained_weights()}
     with build(strategy, world, precision=precision) as engine:
         engine.load_state(saved, numbers)
         resumed = losses(engine, 3, 6)
-        same = all(torch.equal(after[name], w) for name, w in engine.trained_weights().items())
+        same = all(torch.equal(after[name], w) for name, w in engine.trained_weights())
     return {"expected": expected, "resumed": resumed, "same": same, "names": sorted(saved)}
 
 

@@ -54,7 +54,7 @@ def test_a_repeated_batch_is_learnt(precision: Precision, adapter: LoRA | NoAdap
     engine = make(precision=precision, adapter=adapter)
     losses = [engine.step([batch(1)]).loss for _ in range(12)]
     assert losses[-1] < 0.95 * losses[0]
-    assert all(weight.dtype == torch.float32 for weight in engine.trained_weights().values())
+    assert all(weight.dtype == torch.float32 for _, weight in engine.trained_weights())
 
 
 def test_16_bit_losses_stay_near_those_of_fp32() -> None:
@@ -76,11 +76,11 @@ def test_checkpointing_changes_nothing() -> None:
 
 def test_clipping_shortens_the_update_and_reports_the_norm_before() -> None:
     free, clipped = make(optimizer="sgd", clip=None), make(optimizer="sgd", clip=0.01)
-    before = {name: weight.clone() for name, weight in clipped.trained_weights().items()}
+    before = {name: weight.clone() for name, weight in clipped.trained_weights()}
     one, other = free.step([batch(1)]), clipped.step([batch(1)])
     assert one.grad_norm == pytest.approx(other.grad_norm)
     moved = math.sqrt(
-        sum((w - before[n]).square().sum().item() for n, w in clipped.trained_weights().items())
+        sum((w - before[n]).square().sum().item() for n, w in clipped.trained_weights())
     )
     assert moved == pytest.approx(0.01 * 1e-2, rel=1e-3)  # the limit times the learning rate
 
@@ -89,13 +89,13 @@ def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     engine = make(optimizer="sgd")
     engine.step([batch(1)])
     weight = next(iter(engine.trained.values()))
-    before = {name: weight.clone() for name, weight in engine.trained_weights().items()}
+    before = {name: weight.clone() for name, weight in engine.trained_weights()}
     handle = weight.register_hook(lambda gradient: gradient * float("nan"))
     result = engine.step([batch(2)])
     handle.remove()
     assert not result.applied
     assert math.isnan(result.grad_norm)
-    for name, value in engine.trained_weights().items():
+    for name, value in engine.trained_weights():
         assert torch.equal(value, before[name])
     assert engine.step([batch(3)]).applied
 
@@ -121,7 +121,7 @@ def interrupted(world: World) -> list[bool]:
 
     def step(engine: NativeEngine, number: int) -> dict[str, torch.Tensor]:
         engine.step([batch(100 * number + 10 * n + world.rank) for n in range(2)])
-        return {name: weight.clone() for name, weight in engine.trained_weights().items()}
+        return {name: weight.clone() for name, weight in engine.trained_weights()}
 
     whole, first, second = (make(world, adapter=LoRA(rank=4, dropout=0.1)) for _ in range(3))
     expected = [step(whole, number) for number in range(4)]
@@ -157,7 +157,7 @@ def halves(world: World) -> dict[str, Any]:
         tensors, numbers = engine.state()
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         expected = steps(engine, 5, 8)
-        after = {name: each.clone() for name, each in engine.trained_weights().items()}
+        after = {name: each.clone() for name, each in engine.trained_weights()}
     torch.manual_seed(12345)
     with make(world, precision="fp16", adapter=adapter) as engine:
         fresh = engine.state()[1]["scale"]
@@ -165,7 +165,7 @@ def halves(world: World) -> dict[str, Any]:
         again, same_numbers = engine.state()
         same = all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
         resumed = steps(engine, 5, 8)
-        ended = engine.trained_weights()
+        ended = dict(engine.trained_weights())
         return {
             "applied": left_out.applied,
             "numbers": numbers,
@@ -201,7 +201,7 @@ def test_the_output_head_runs_only_where_there_are_labels() -> None:
 def sent_in_a_step(world: World, microbatches: int) -> dict[str, int]:
     engine = make(world)
     engine.step([batch(world.rank)])
-    trained = sum(weight.numel() for weight in engine.trained_weights().values())
+    trained = sum(weight.numel() for _, weight in engine.trained_weights())
     bytes_sent: list[int] = []
 
     def hook(state, bucket):  # DDP reads annotations, and can't read postponed ones

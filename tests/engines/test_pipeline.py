@@ -129,7 +129,7 @@ def look(engine: Any, results: list[Any]) -> Seen:
         (evaluation.loss_sum, evaluation.correct, evaluation.labels),
         logits.float().numpy(),
         written.tolist(),
-        {name: weight.float().numpy() for name, weight in engine.trained_weights().items()},
+        {name: weight.float().numpy() for name, weight in engine.trained_weights()},
     )
 
 
@@ -269,12 +269,12 @@ def test_a_state_goes_to_other_stages_and_to_one_process(tmp_path: Path) -> None
 def poisoned(world: World, case: Case) -> tuple[bool, bool, bool]:
     """A gradient that isn't finite on one stage is left out on all."""
     with build(world, case) as engine:
-        before = {name: weight.clone() for name, weight in engine.trained_weights().items()}
+        before = {name: weight.clone() for name, weight in engine.trained_weights()}
         if world.rank == 1:
             with torch.no_grad():
                 engine.anatomy.norm.weight[0] = float("inf")
         poisoned = engine.step(step(0))
-        after = engine.trained_weights()
+        after = dict(engine.trained_weights())
         same = [
             torch.equal(after[name], old) for name, old in before.items() if ".norm." not in name
         ]
