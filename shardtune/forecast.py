@@ -184,7 +184,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """What `job` will hold, send and take on all GPUs of `cluster`."""
     mesh, layout = job.strategy.mesh(cluster.gpus), job.strategy.layout()
     mesh.require(cluster.gpus)
-    require_cuttable(shape, mesh)
+    require_cuttable(shape, mesh, layout.pipelining)
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardtune.core.mesh import Mesh
+from shardtune.core.pipelining import Pipelining
 from shardtune.core.shape import ModelShape
 from shardtune.errors import ModelError, Problem
 
@@ -194,7 +195,7 @@ def degrees_of(shape: ModelShape) -> list[int]:
     return [n for n in range(1, common + 1) if common % n == 0]
 
 
-def require_cuttable(shape: ModelShape, mesh: Mesh) -> None:
+def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | None) -> None:
     """As `require_divisible`, for a model of which only the shape is known."""
     stages, slices = mesh.size_of("pipeline"), mesh.size_of("tensor")
     if stages == slices == 1:
@@ -202,9 +203,8 @@ def require_cuttable(shape: ModelShape, mesh: Mesh) -> None:
     family_named(shape.family)
     if slices > 1:
         _require_counts(shape.heads, shape.kv_heads, shape.ffn, slices)
-    if stages > shape.layers:
-        fact = f"{shape.layers} layers can't make {stages} stages"
-        raise ModelError(Problem("strategy", fact, f"use at most {shape.layers} stages"))
+    if pipelining is not None:
+        require_stages(shape.layers, pipelining, stages)
 
 
 def _require_counts(heads: int, kv_heads: int, columns: int, degree: int) -> None:
@@ -224,12 +224,23 @@ def _require_counts(heads: int, kv_heads: int, columns: int, degree: int) -> Non
         raise ModelError(problems)
 
 
-def require_divisible(config: Any, mesh: Mesh) -> None:
+def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:
+    """Refuses more stages than layers, with the equation."""
+    stages = pipelining.stages(ranks)
+    if stages > layers:
+        fact = f"stages({ranks}) x chunks({pipelining.chunks}) = {stages} > {layers} layers"
+        fix = f"use at most {layers} stages in all: every one needs a layer"
+        raise ModelError(Problem("strategy", fact, fix))
+
+
+def require_divisible(config: Any, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
     """Refuses a model that the axes of `mesh` can't cut, before any of its weights is read."""
     if mesh.size_of("tensor") > 1:
         require_slices(config, mesh.size_of("tensor"))
-    elif mesh.size_of("pipeline") > 1:
+    if mesh.size_of("pipeline") > 1 and pipelining is not None:
         family_of(config)
+        layers = config.get_text_config().num_hidden_layers
+        require_stages(layers, pipelining, mesh.size_of("pipeline"))
 
 
 def _inner(config: Any) -> int:

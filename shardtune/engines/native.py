@@ -25,7 +25,15 @@ from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_lo
 from shardtune.engines.optimizer import future_moments, make_optimizer, moment_tensors
 from shardtune.engines.slices import Unsliced
 from shardtune.engines.stopwatch import Stopwatch
-from shardtune.engines.tensors import gathered, local, share_of, size_of, spread_like, whole
+from shardtune.engines.tensors import (
+    gathered,
+    let_go,
+    local,
+    share_of,
+    size_of,
+    spread_like,
+    whole,
+)
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -121,7 +129,9 @@ class NativeEngine:
 
     def _forget(self) -> None:
         """The engine as it was before the backward pass."""
-        self.model.zero_grad(set_to_none=True)
+        let_go(self.model)
+        for parameter in self.trained.values():
+            parameter.grad = None
         self.model.eval()
         self._stopwatch.read()
 
@@ -167,6 +177,7 @@ class NativeEngine:
             with self._autocast():
                 sums[:2] += self._judge(batch)
             sums[2] += batch.labels
+        let_go(self.model)
         self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
@@ -205,6 +216,7 @@ class NativeEngine:
         return tensors, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        let_go(self.model)
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 weight = self.slices.side_by_side(name, tensors[f"weight.{name}"])
@@ -267,7 +279,8 @@ class NativeEngine:
 
     def _begin(self) -> None:
         self.model.train()
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self.trained.values():  # not the model's, which may be gathered ones
+            parameter.grad = None
 
     def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
         """Forward and backward; returns the summed loss."""

@@ -31,6 +31,7 @@ from shardtune.engines.relay import Relay
 from shardtune.engines.same_shape import Block, alike
 from shardtune.engines.schedules import TimedStage, make_schedule
 from shardtune.engines.stages import Stage
+from shardtune.engines.tensors import let_go
 
 
 class PipelineEngine(NativeEngine):
@@ -208,6 +209,7 @@ class PipelineEngine(NativeEngine):
         with self._relay.resting():
             for batch in microbatches:
                 sums += self._through(Block.of(self._here(batch)))
+        let_go(self.model)
         dist.all_reduce(sums, group=self._line)
         self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
