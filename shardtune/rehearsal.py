@@ -32,7 +32,8 @@ def rehearse(run: Run, data: Loader) -> None:
     if not run.job.train.rehearse:
         return
     if run.world.is_main:
-        rehearse_save(run.files.path, run.job, run.foretold)
+        steps = run.job.train.steps or data.total_steps(run.job.train.epochs or 1.0)
+        rehearse_save(run.files.path, run.job, steps, run.foretold)
     largest = data.largest()
     with randomness_kept(run.world.device), explaining_memory(largest, run.job, run.foretold):
         run.engine.rehearse(largest)
@@ -42,13 +43,12 @@ def rehearse(run: Run, data: Loader) -> None:
     run.view.say(f"rehearsed: {rows} rows of {width} tokens, an evaluation, the disk")
 
 
-def rehearse_save(folder: Path, job: Job, foretold: Forecast | None) -> None:
+def rehearse_save(folder: Path, job: Job, steps: int, foretold: Forecast | None) -> None:
     """Is there room for checkpoints and the result, and may we write there?"""
     folder.mkdir(parents=True, exist_ok=True)
     if foretold is not None:
         rule, trained = job.train.optimizer, foretold.work.trained(foretold.shape)
         moments = 2 if isinstance(rule, AdamW) else int(rule.momentum > 0)
-        steps = job.train.steps or 1
         saves = -(-steps // job.save.every) if job.save.every else 1
         need = estimate(trained, moments, keep=job.save.keep, saves=saves, result=4 * trained)
         require_room(folder, need)

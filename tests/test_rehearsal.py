@@ -119,10 +119,10 @@ def test_a_full_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for free, enough in ((need, True), (need - 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         if enough:
-            rehearse_save(tmp_path, found.job, found)
+            rehearse_save(tmp_path, found.job, 4, found)
         else:
             with pytest.raises(RunError, match="are free"):
-                rehearse_save(tmp_path, found.job, found)
+                rehearse_save(tmp_path, found.job, 4, found)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -130,7 +130,7 @@ def test_a_closed_folder_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)
     with pytest.raises(RunError, match="can't be written to"):
-        rehearse_save(folder, make_job(str(folder)), None)
+        rehearse_save(folder, make_job(str(folder)), 4, None)
 
 
 @pytest.mark.parametrize(
