@@ -14,6 +14,7 @@ from shardtune.core.shape import ModelShape
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.forecast import GIB, Forecast, forecast
 from shardtune.job import Job
+from shardtune.reasons import provided
 from shardtune.remedy import smallest_change, smallest_cluster
 from shardtune.resolve import ResolvedJob
 from shardtune.search import rank
@@ -84,7 +85,7 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
     if change is not None:
         how = "the same result" if change.same_result else "another result"
         left = -change.found.over / GIB
-        return f"{change}  ({how}; leaves {left:.1f} GiB)"
+        return f"{change}  ({how}; leaves {left:.1f} GiB{provided(change.found)})"
     larger = smallest_cluster(job, shape, cluster)
     if larger is not None and larger.found is not None:
         rows = larger.found.job.train.global_batch

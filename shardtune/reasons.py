@@ -17,7 +17,7 @@ def praise_or_blame(found: Forecast, best: Forecast | None) -> str:
     if longer < ALIKE:
         more = (found.memory.peak - best.memory.peak) / GIB
         return f"as fast, and takes {more:+.1f} GiB"
-    return f"fits, {longer:.0%} slower: {_slower(found, best)}{_provided(found)}"
+    return f"fits, {longer:.0%} slower: {_slower(found, best)}{provided(found)}"
 
 
 _WORDS = {
@@ -46,10 +46,10 @@ def _praise(found: Forecast) -> str:
     part, seconds = _largest_wait(found)
     share = seconds / found.speed.step.total
     waits = f"; {share:.0%} of the time goes to {part}" if share > 0.02 else ""
-    return f"fits with {left:.1f} GiB to spare{waits}{_provided(found)}"
+    return f"fits with {left:.1f} GiB to spare{waits}{provided(found)}"
 
 
-def _provided(found: Forecast) -> str:
+def provided(found: Forecast) -> str:
     """What nobody said about the nodes, where it matters."""
     states = found.memory.host * min(found.mesh.size, found.cluster.gpus_per_node)
     if not states or found.cluster.host_gib is not None:

@@ -63,7 +63,7 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
     names, leaner = train(lean)
     for strategy in _sharded(cluster):
         yield (
-            {**names, **_written("strategy", strategy.model_dump(exclude_defaults=True))},
+            {**names, "strategy.type": strategy.type, **_settings(strategy)},
             leaner.model_copy(update={"strategy": strategy}),
         )
     yield from _other_results(names, leaner, cluster)
@@ -99,6 +99,11 @@ def _other_results(
         length //= 2
         data = job.data.model_copy(update={"sequence_length": length})
         yield {**names, "data.sequence_length": length}, job.model_copy(update={"data": data})
+
+
+def _settings(strategy: Strategy) -> dict[str, Any]:
+    """What isn't its default."""
+    return _written("strategy", strategy.model_dump(exclude_defaults=True, exclude={"type"}))
 
 
 def _written(prefix: str, value: Mapping[str, Any]) -> dict[str, Any]:

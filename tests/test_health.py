@@ -94,7 +94,7 @@ def test_want_of_memory_names_rank_step_and_batch(error: Exception) -> None:
     given = [batch(1, rows=2, length=16), batch(2, rows=3, length=40)]
     with (
         pytest.raises(OutOfMemory) as caught,
-        naming_memory(World(rank=3), 7, given, TrainSection(micro_batch=4)),
+        naming_memory(World(rank=3), "at step 7", given, TrainSection(micro_batch=4)),
     ):
         raise error
     (problem,) = caught.value.problems
@@ -113,7 +113,10 @@ def test_want_of_memory_names_rank_step_and_batch(error: Exception) -> None:
 )
 def test_the_next_cheapest_change(settings: dict[str, object], fix: str) -> None:
     section = TrainSection.model_validate(settings)
-    with pytest.raises(OutOfMemory) as caught, naming_memory(World(), 1, [batch(1)], section):
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        naming_memory(World(), "at step 1", [batch(1)], section),
+    ):
         raise MemoryError
     assert fix in caught.value.problems[0].fix
 
@@ -121,6 +124,6 @@ def test_the_next_cheapest_change(settings: dict[str, object], fix: str) -> None
 def test_other_errors_are_left_alone() -> None:
     with (
         pytest.raises(RuntimeError, match="shape"),
-        naming_memory(World(), 1, [batch(1)], TrainSection()),
+        naming_memory(World(), "at step 1", [batch(1)], TrainSection()),
     ):
         raise RuntimeError("a wrong shape")

@@ -136,6 +136,7 @@ STRATEGIES = {
     "alone": ({"type": "ddp"}, 1),
     "ddp": ({"type": "ddp"}, 3),  # with three ranks the order of a sum shows
     "fsdp": ({"type": "fsdp"}, 2),
+    "fsdp-keep": ({"type": "fsdp", "reshard_after_forward": False}, 2),
     "tensor": ({"type": "tensor", "degree": 2}, 2),
     "pipeline": ({"type": "pipeline", "stages": 2}, 2),
     "zero2": ({"type": "deepspeed", "zero_optimization": {"stage": 2}}, 2),

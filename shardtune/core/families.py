@@ -195,7 +195,7 @@ def degrees_of(shape: ModelShape) -> list[int]:
     return [n for n in range(1, common + 1) if common % n == 0]
 
 
-def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
+def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | None) -> None:
     """As `require_divisible`, for a model of which only the shape is known."""
     stages, slices = mesh.size_of("pipeline"), mesh.size_of("tensor")
     if stages == slices == 1:
@@ -203,7 +203,7 @@ def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | Non
     family_named(shape.family)
     if slices > 1:
         _require_counts(shape.heads, shape.kv_heads, shape.ffn, slices)
-    if stages > 1 and pipelining is not None:
+    if pipelining is not None:
         require_stages(shape.layers, pipelining, stages)
 
 

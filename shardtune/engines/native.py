@@ -127,7 +127,9 @@ class NativeEngine:
 
     def _forget(self) -> None:
         """The engine as it was before the backward pass."""
-        self.model.zero_grad(set_to_none=True)
+        let_go(self.model)
+        for parameter in self.trained.values():
+            parameter.grad = None
         self.model.eval()
         self._stopwatch.read()
 
