@@ -265,6 +265,9 @@ class LocalLaunch(Section):
     counts as hung. The first step, evaluating and saving may take longer."""
     grace: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after SIGTERM in which the step has to end and its checkpoint to be written."""
+    rejoin: Annotated[float, Field(ge=0)] = 600.0
+    """On several nodes: seconds that one may be missing, at the start or after it was lost, before
+    the others give up."""
 
 
 class SaveSection(Section):

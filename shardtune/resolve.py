@@ -22,8 +22,9 @@ class ResolvedJob:
     reasons: dict[KeyPath, str]
 
 
-def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob:
-    """`ranks` is the number of processes that run already (under torchrun), where they do."""
+def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int = 1) -> ResolvedJob:
+    """`ranks` is the number of processes that run already (under torchrun), where they do; `nodes`
+    that of machines like this one. A resolved job counts the processes of all of them."""
     reasons: dict[KeyPath, str] = {}
 
     launch = job.launch
@@ -37,10 +38,14 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob
             f"one per GPU, {machine.gpus} found" if machine.gpus else "no GPU found: one process"
         )
         launch = launch.model_copy(update={"processes": processes})
+    here = int(launch.processes) if ranks is None else max(1, ranks // nodes)
+    if ranks is None and nodes > 1:
+        reasons["launch", "processes"] = f"{nodes} nodes x {here} processes"
+        launch = launch.model_copy(update={"processes": nodes * here})
     processes = int(launch.processes)
     if launch.threads == "auto":
-        threads = max(1, machine.cores // processes)
-        reasons["launch", "threads"] = f"{machine.cores} cores / {processes} processes"
+        threads = max(1, machine.cores // here)
+        reasons["launch", "threads"] = f"{machine.cores} cores / {here} processes"
         launch = launch.model_copy(update={"threads": threads})
 
     train = job.train

@@ -13,20 +13,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from shardtune.errors import LaunchError, Problem
 from shardtune.launch import INTERRUPTED
+from shardtune.launch.company import Alone, Company
 from shardtune.launch.failure import Failure, of_dead_ranks, of_hung_rank
 from shardtune.launch.group import Group
 from shardtune.launch.process import memory_kills
-from shardtune.launch.watch import Watcher
+from shardtune.launch.watch import Hung, Watcher
 
 PERIOD = 0.1  # seconds between two looks at the ranks
 SAME_STEP = 3  # failures at one step that end a run
+ELSEWHERE = 3.0  # seconds in which another node has to report its own hung rank
 HANG_UP = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,25 +55,27 @@ def run_local(
     logs: Path,
     policy: Policy | None = None,
     again: Callable[[int], Sequence[str]] | None = None,
+    company: Company | None = None,
 ) -> int:
     """Runs `python COMMAND...` once per rank. Returns the exit code; LaunchError if it failed.
 
     `again(halvings)` is the command that goes on from the last checkpoint. SIGINT and SIGTERM ask
-    the ranks to stop after their step, a second signal kills them.
+    the ranks to stop after their step, a second signal kills them. With `company` these are the
+    ranks of one node of several, which all do the same.
     """
-    policy = policy or Policy()
-    events = Events(logs / "events.jsonl")
-    failures: list[Failure] = []
-    halvings = 0
-    with _heeding_signals() as signals:
-        while True:
-            folder = logs / f"attempt-{len(failures)}"
-            outcome = _attempt(Group(command, processes, threads, folder), policy, signals, events)
+    policy, company = policy or Policy(), company or Alone(processes)
+    events = Events(logs / (f"events-{company.number}.jsonl" if company.number else "events.jsonl"))
+    with _heeding_signals() as signals, closing(company):
+        while (seat := company.gather(signals.given_up)) is not None:
+            failures = company.failures()
+            if failures and again is not None:
+                command = again(_halvings(failures, policy))
+            group = Group(command, seat, threads, logs / f"attempt-{seat.attempt}")
+            outcome = _attempt(group, company, policy, signals, events)
             if isinstance(outcome, int):
                 return outcome
             failures.append(outcome)
-            reduced = outcome.kind == "memory" and halvings < policy.halvings
-            halvings += reduced
+            reduced = _halvings(failures, policy) > _halvings(failures[:-1], policy)
             refused = None if reduced else _refuse_restart(failures, policy)
             if again is None or signals.came or refused is not None:
                 events.tell("failed", outcome, outcome.cause, said=False)
@@ -80,7 +84,13 @@ def run_local(
             limit = "" if reduced else f" of {policy.restarts}"
             text = f"{_in_full(outcome)}\ngoing on from the last checkpoint ({what}{limit})"
             events.tell("restart", outcome, text)
-            command = again(halvings)
+            if not company.next_attempt(signals.given_up):
+                break
+        return signals.code
+
+
+def _halvings(failures: Sequence[Failure], policy: Policy) -> int:
+    return min(policy.halvings, sum(failure.kind == "memory" for failure in failures))
 
 
 def _faults(failures: Sequence[Failure]) -> int:
@@ -109,6 +119,9 @@ class Signals:
 
     came: list[int] = field(default_factory=list)
 
+    def given_up(self) -> bool:
+        return bool(self.came)
+
     @property
     def code(self) -> int:
         return 128 + self.came[0] if self.came else 0
@@ -129,9 +142,12 @@ def _heeding_signals() -> Iterator[Signals]:
             signal.signal(number, handler)
 
 
-def _attempt(group: Group, policy: Policy, signals: Signals, events: Events) -> int | Failure:
+def _attempt(
+    group: Group, company: Company, policy: Policy, signals: Signals, events: Events
+) -> int | Failure:
     """Sees one group of ranks to its end: the exit code, or how it failed."""
     kills = memory_kills()
+    company.show(group.pulses)
     watcher = Watcher(group.pulses, policy.patience, time.monotonic())
     deadline: float | None = None
     try:
@@ -140,7 +156,7 @@ def _attempt(group: Group, policy: Policy, signals: Signals, events: Events) -> 
             if any(codes.values()):
                 if signals.came and _were_interrupted(codes):
                     return signals.code
-                return of_dead_ranks(group, codes, kills)
+                return company.agree(of_dead_ranks(group, codes, kills))
             alive = group.alive()
             if not alive:
                 return signals.code
@@ -150,14 +166,23 @@ def _attempt(group: Group, policy: Policy, signals: Signals, events: Events) -> 
                 return signals.code
             if signals.came and deadline is None:
                 deadline = now + _ask_to_stop(group, signals, policy)
-            if (hung := watcher.hung(alive, now)) is not None:
-                return of_hung_rank(group, hung)
+            if (trouble := company.trouble(watcher.step)) is not None:
+                return trouble
+            hung = watcher.hung(alive | company.remote(), now)
+            if hung is not None and not company.suspects() and _ours_to_report(hung, group):
+                return company.agree(of_hung_rank(group, hung))
             if (slow := watcher.slow()) is not None:
                 events.slow(slow.rank, slow.phase, slow.seconds, slow.others)
             time.sleep(PERIOD)
     finally:
+        company.show(None)
         group.close()
         _restore_terminal()
+
+
+def _ours_to_report(hung: Hung, group: Group) -> bool:
+    """A rank of another node is reported there, with its stack, if that node can."""
+    return hung.rank is None or hung.rank in group.ranks or hung.overdue > ELSEWHERE
 
 
 def _ask_to_stop(group: Group, signals: Signals, policy: Policy) -> float:

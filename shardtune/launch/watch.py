@@ -35,6 +35,8 @@ class Hung:
     beat: Beat
     seconds: float
     stopped: bool
+    overdue: float = 0.0
+    """Seconds beyond those that it might have been silent."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Watcher:
     def beat(self, rank: int) -> Beat:
         return self.pulses.read(rank)
 
+    @property
+    def step(self) -> int:
+        """The step that every rank has begun."""
+        return self._step
+
     def hung(self, alive: Mapping[int, int], now: float) -> Hung | None:
         """The hung rank among those alive (rank to process id), if there is one by now."""
         late = now - self._last_look > SUSPICIOUS  # we were stopped or starved ourselves
@@ -107,12 +114,13 @@ class Watcher:
         for rank in closer:
             if silent[rank] > STOPPED_FOR and state(alive[rank]) == STOPPED:
                 return Hung(rank, self._ranks[rank].beat, silent[rank], stopped=True)
-        if not any(silent[rank] > self._limit(self._ranks[rank]) for rank in alive):
+        overdue = max(silent[rank] - self._limit(self._ranks[rank]) for rank in alive)
+        if overdue <= 0:
             return None
         blamed = self._blamed(alive)
         beat = self._ranks[blamed if blamed is not None else min(alive)].beat
         seconds = silent[blamed] if blamed is not None else min(silent.values())
-        return Hung(blamed, beat, seconds, stopped=False)
+        return Hung(blamed, beat, seconds, stopped=False, overdue=overdue)
 
     def slow(self) -> Slow | None:
         """A rank that has become a straggler, said once for each phase."""
