@@ -129,6 +129,26 @@ a first run, on any machine with the repository at hand:
 
     command = _command(
         commands,
+        "slurm",
+        _lazily("slurm"),
+        "write an sbatch script for a job",
+        """\
+  shardtune slurm job.yaml --nodes 4 --gpus 8 > job.sbatch
+  shardtune slurm job.yaml --nodes 4 --gpus 8 --time 2-00:00:00 --partition large""",
+    )
+    command.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
+    command.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="GPUs of each, and so many ranks"
+    )
+    command.add_argument(
+        "--time", default="24:00:00", metavar="T", help="as Slurm writes it (24:00:00)"
+    )
+    command.add_argument("--partition", metavar="NAME", help="where to run")
+    command.add_argument("--account", metavar="NAME", help="who pays")
+    _job_arguments(command)
+
+    command = _command(
+        commands,
         "plan",
         _lazily("plan"),
         "rank every strategy for a job on a cluster, with reasons",

@@ -37,12 +37,12 @@ def meet(rank: int, size: int, timeout: timedelta) -> PrefixStore:
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if alone and not kept:
         address = LOOPBACK
+    elif not alone and address.startswith("127."):  # how the head calls itself
+        address = _outward()
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         own = LOOPBACK if alone else own_address(address)
-        if own == LOOPBACK and not alone:  # the head calls itself so
-            own = _outward()
         os.environ.update(socket_environment(interface_of(own)))
-    store = _host(address, port, alone) if rank == 0 and not kept else _find(address, port)
+    store = _host(address, port) if rank == 0 and not kept else _find(address, port)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ours = PrefixStore(f"shardtune/{attempt}", store)
     if ours.add("here", 1) == size:
@@ -52,9 +52,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> PrefixStore:
     return ours
 
 
-def _host(address: str, port: int, alone: bool) -> TCPStore:
-    if address.startswith("127.") and not alone:
-        address = _outward()
+def _host(address: str, port: int) -> TCPStore:
     listener = listen(address, port, "MASTER_PORT")
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,
