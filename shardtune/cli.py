@@ -129,6 +129,24 @@ a first run, on any machine with the repository at hand:
 
     command = _command(
         commands,
+        "doctor",
+        _doctor,
+        "look at this machine, or at several nodes together, before a run",
+        """\
+  shardtune doctor
+  shardtune doctor recipes/quickstart.yaml --json
+  shardtune doctor job.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400 --expected 100""",
+    )
+    command.add_argument("job", type=Path, nargs="?", metavar="JOB", help="a job to run there")
+    command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
+    command.add_argument(
+        "--expected", type=float, metavar="GBPS", help="gigabits a second between two nodes"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    _node_arguments(command)
+
+    command = _command(
+        commands,
         "slurm",
         _lazily("slurm"),
         "write an sbatch script for a job",
@@ -347,6 +365,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from shardtune.start import start
 
     return start(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from shardtune.doctor import doctor
+
+    return doctor(arguments)
 
 
 def _data(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The commands that look before a run: estimate, plan, bench, slurm and doctor."""
+"""The commands that look before a run: estimate, plan, bench and slurm."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from shardtune.backend import translated
 from shardtune.core.document import KeyPath, dotted, parse_document, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.job import Job
@@ -49,7 +50,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
         job = Job.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise JobError(_translate(error, value, origins)) from None
-    return LoadedJob(job, origins)
+    return LoadedJob(*translated(job, origins))
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:

@@ -122,7 +122,7 @@ def _tried(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast | str:
 
 
 def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
-    launch = job.launch.model_copy(update={"processes": cluster.gpus})
+    launch = job.launch.with_processes(cluster.gpus)
     mesh = strategy.mesh(cluster.gpus)
     shares = mesh.data_ranks
     rows = -(-job.train.global_batch // shares)

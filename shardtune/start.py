@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
     from shardtune.launch.company import Company
-    from shardtune.launch.local import Policy
     from shardtune.launch.nodes import Node
+    from shardtune.launch.policy import Policy
     from shardtune.resolve import ResolvedJob
     from shardtune.train import Inputs
 
@@ -58,6 +59,13 @@ def start(arguments: argparse.Namespace) -> int:
     node = this_node(arguments)
     if outside_ranks() is not None:
         return _as_rank(arguments)
+    if on_ray := _for_ray(arguments):
+        if node is not None:
+            fact = "a job with `launch: {type: ray}` runs on the nodes that Ray has"
+            raise JobError(Problem("--nodes", fact, "leave it out, or set launch.type: local"))
+        from shardtune.on_ray import start_on_ray
+
+        return start_on_ray(arguments, on_ray, _run_directory(arguments, on_ray, on_ray.job))
     nodes = node.count if node else 1
     loaded, resolved = read_job(arguments, runs_here=True, nodes=nodes)
     job, first = resolved.job, node is None or node.number == 0
@@ -93,6 +101,27 @@ def start(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _for_ray(arguments: argparse.Namespace) -> LoadedJob | None:
+    """The job, if it is one for Ray and can be run here."""
+    from shardtune.job import RayLaunch
+    from shardtune.jobfile import load_job
+
+    loaded = load_job(arguments.job, arguments.overrides)
+    if not isinstance(loaded.job.launch, RayLaunch):
+        return None
+    if find_spec("ray") is None:
+        place = loaded.place(("launch", "type"))
+        raise JobError(Problem(place, "ray is not installed", "pip install 'shardtune[ray]'"))
+    # Ray reads these when it is imported. Nothing is sent home; a Ray of our own listens on the
+    # loopback address only.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if loaded.job.launch.address is None:
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # on a busy machine
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return loaded
+
+
 def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: bool) -> Inputs:
     """Opens what the run reads, and prints what it will do."""
     from shardtune.plan import make_plan
@@ -113,11 +142,13 @@ def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: 
 
 
 def _policy(job: Job) -> Policy:
-    from shardtune.launch.local import Policy
+    from shardtune.job import LocalLaunch
+    from shardtune.launch.policy import Policy
 
     reduce = job.train.on_oom == "reduce_micro_batch"
     halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
     launch = job.launch
+    assert isinstance(launch, LocalLaunch)
     return Policy(launch.restarts, launch.patience, launch.grace, halvings)
 
 
@@ -243,11 +274,13 @@ def this_node(arguments: argparse.Namespace) -> Node | None:
 def _company(node: Node | None, job: Job) -> Iterator[Company | None]:
     """The launchers of the other nodes. They hear of us before we open anything: that may take
     long, and they shall know that we are there."""
+    from shardtune.job import LocalLaunch
     from shardtune.launch.nodes import Meeting
 
     if node is None:
         yield None
         return
+    assert isinstance(job.launch, LocalLaunch)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -277,7 +310,7 @@ def _agree_on(company: Company | None, job: Job, inputs: Inputs, run: RunDir) ->
     from shardtune.launch.nodes import Meeting
 
     if isinstance(company, Meeting):
-        said = job.model_copy(update={"launch": type(job.launch)()}).model_dump_json()
+        said = job.model_dump_json(exclude={"launch"})
         company.facts = {
             "the job": hashlib.sha256(said.encode()).hexdigest()[:12],
             "the number of processes": company.processes,

@@ -11,40 +11,25 @@ import json
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from shardtune.errors import LaunchError, Problem
+from shardtune.errors import LaunchError
 from shardtune.launch import INTERRUPTED
 from shardtune.launch.company import Alone, Company
 from shardtune.launch.failure import Failure, of_dead_ranks, of_hung_rank
 from shardtune.launch.group import Group
+from shardtune.launch.policy import Policy, faults, halvings, refuse_restart
 from shardtune.launch.process import memory_kills
 from shardtune.launch.watch import Hung, Watcher
 
 PERIOD = 0.1  # seconds between two looks at the ranks
-SAME_STEP = 3  # failures at one step that end a run
 ELSEWHERE = 3.0  # seconds in which another node has to report its own hung rank
 HANG_UP = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How much a run is helped along."""
-
-    restarts: int = 0
-    """How often it may be started again after a fault."""
-    patience: float = 4.0
-    """Seconds of silence inside a step after which a rank counts as hung, if steps are short."""
-    grace: float = 30.0
-    """Seconds that the ranks have after SIGTERM."""
-    halvings: int = 0
-    """How often the micro-batch may be halved when memory runs out."""
 
 
 def run_local(
@@ -69,48 +54,24 @@ def run_local(
         while (seat := company.gather(signals.given_up)) is not None:
             failures = company.failures()
             if failures and again is not None:
-                command = again(_halvings(failures, policy))
+                command = again(halvings(failures, policy))
             group = Group(command, seat, threads, logs / f"attempt-{seat.attempt}")
             outcome = _attempt(group, company, policy, signals, events)
             if isinstance(outcome, int):
                 return outcome
             failures.append(outcome)
-            reduced = _halvings(failures, policy) > _halvings(failures[:-1], policy)
-            refused = None if reduced else _refuse_restart(failures, policy)
+            reduced = halvings(failures, policy) > halvings(failures[:-1], policy)
+            refused = None if reduced else refuse_restart(failures, policy)
             if again is None or signals.came or refused is not None:
                 events.tell("failed", outcome, outcome.cause, said=False)
                 raise LaunchError([*outcome.problems, *(refused or [])])
-            what = "half the micro-batch" if reduced else f"restart {_faults(failures)}"
+            what = "half the micro-batch" if reduced else f"restart {faults(failures)}"
             limit = "" if reduced else f" of {policy.restarts}"
             text = f"{_in_full(outcome)}\ngoing on from the last checkpoint ({what}{limit})"
             events.tell("restart", outcome, text)
             if not company.next_attempt(signals.given_up):
                 break
         return signals.code
-
-
-def _halvings(failures: Sequence[Failure], policy: Policy) -> int:
-    return min(policy.halvings, sum(failure.kind == "memory" for failure in failures))
-
-
-def _faults(failures: Sequence[Failure]) -> int:
-    return sum(failure.kind == "fault" for failure in failures)
-
-
-def _refuse_restart(failures: Sequence[Failure], policy: Policy) -> list[Problem] | None:
-    """None if the run may be started again; else what is to be said about that besides."""
-    last = failures[-1]
-    if last.kind != "fault" or policy.restarts == 0:
-        return []
-    same = Counter(failure.step for failure in failures)[last.step]
-    fix = "mend the cause above, then go on with --resume"
-    if same >= SAME_STEP:
-        fact = f"failed {same} times: that is no chance, so the run was not started again"
-        return [Problem(f"step {last.step}", fact, fix)]
-    if _faults(failures) > policy.restarts:
-        fact = f"the run was started again {policy.restarts} times, and failed again"
-        return [Problem("launch.restarts", fact, fix)]
-    return None
 
 
 @dataclass

@@ -157,6 +157,23 @@ class Meeting:
         told = [self._line.get(f"failed/{attempt}") for attempt in range(self.attempt)]
         return [_from_json(text) for text in told if text is not None]
 
+    def exchange(self, name: str, mine: str) -> list[str]:
+        """What each node says under a name, by its number; LaunchError if one is lost."""
+        self._line.put(f"say/{name}/{self.number}", mine)
+        waiting_since = time.monotonic()
+        while True:
+            told = [self._line.get(f"say/{name}/{number}") for number in range(self.node.count)]
+            if (said := [each for each in told if each is not None]) and len(said) == len(told):
+                return said
+            now = time.monotonic()
+            silent = [n for n, each in enumerate(told) if each is None and not self._here(n, now)]
+            waiting_since = waiting_since if silent else now
+            if self._head_is_lost(now):
+                raise LaunchError(self._lost(0, now - self._line.answered, 0).problems)
+            if now - waiting_since > self.wait:
+                raise LaunchError(self._absent(silent))
+            time.sleep(LOOK)
+
     def refuse(self, problems: tuple[Problem, ...]) -> None:
         """Says that this node can't take part, and why; the others stop waiting for it."""
         place = f"node {self.number}"
@@ -279,6 +296,9 @@ class Meeting:
 
     def _left(self, number: int) -> bool:
         return self._line.get(f"left/{number}") is not None
+
+    def _here(self, number: int, now: float) -> bool:
+        return number == self.number or self._alive(number, now)
 
     def _alive(self, number: int, now: float) -> bool:
         heard = self._others[number].at
