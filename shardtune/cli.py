@@ -111,7 +111,7 @@ a first run, on any machine with the repository at hand:
   shardtune train recipes/quickstart.yaml
   shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
   shardtune train recipes/quickstart.yaml --resume
-  shardtune train job.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400
+  shardtune train recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400
   torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml""",
     )
     _job_arguments(command)
@@ -135,7 +135,7 @@ a first run, on any machine with the repository at hand:
         """\
   shardtune doctor
   shardtune doctor recipes/quickstart.yaml --json
-  shardtune doctor job.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400 --expected 100""",
+  shardtune doctor recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400""",
     )
     command.add_argument("job", type=Path, nargs="?", metavar="JOB", help="a job to run there")
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
@@ -151,8 +151,8 @@ a first run, on any machine with the repository at hand:
         _lazily("slurm"),
         "write an sbatch script for a job",
         """\
-  shardtune slurm job.yaml --nodes 4 --gpus 8 > job.sbatch
-  shardtune slurm job.yaml --nodes 4 --gpus 8 --time 2-00:00:00 --partition large""",
+  shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 > job.sbatch
+  shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 --time 2-00:00:00 --partition large""",
     )
     command.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
     command.add_argument(

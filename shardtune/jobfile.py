@@ -260,7 +260,8 @@ def _unknown_key(path: KeyPath, value: Any) -> tuple[str, str]:
     types = [_tag(model) for model in _sections_at(path[:-1]) if key in model.model_fields]
     if types:
         return "unknown key here", f"it belongs to `type: {types[0]}`; set that, or remove the key"
-    elsewhere = [dotted(other) for other in _all_keys(Job) if other[-1] == key]
+    keys = (other for other in _all_keys(Job) if other[0] != "backend")  # others' words for ours
+    elsewhere = [dotted(other) for other in keys if other[-1] == key]
     if elsewhere:
         return "unknown key here", f"did you mean {' or '.join(elsewhere[:2])!r}?"
     return "unknown key", f"known here: {', '.join(known)}"

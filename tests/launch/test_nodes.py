@@ -116,6 +116,7 @@ def place(
         end(process)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["steps(1, 10)"], indirect=True)
 def test_four_ranks_on_two_hosts_come_to_their_end(place: Place) -> None:
     processes = place.both()
@@ -123,6 +124,7 @@ def test_four_ranks_on_two_hosts_come_to_their_end(place: Place) -> None:
     assert all((place.folder / f"here-first-{rank}").exists() for rank in range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [ENDLESS], indirect=True)
 def test_a_cut_link_stops_both_sides_with_the_cause(place: Place) -> None:
     processes = place.both()
@@ -148,6 +150,7 @@ steps(5, 10 if life == "again" else 100_000)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [DIES_ONCE], indirect=True)
 def test_a_rank_that_dies_on_one_host_is_named_on_both_and_all_start_again(place: Place) -> None:
     processes = place.both(restarts=2)
@@ -159,6 +162,7 @@ def test_a_rank_that_dies_on_one_host_is_named_on_both_and_all_start_again(place
     assert all((place.folder / f"here-again-{rank}").exists() for rank in range(4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["steps(1, 10 if life == 'again' else 100_000)"], indirect=True)
 def test_a_node_that_goes_away_and_comes_back(place: Place) -> None:
     first, second = place.both(restarts=2)
@@ -183,6 +187,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [HANGS], indirect=True)
 def test_a_rank_that_hangs_on_one_host_is_blamed_on_both(place: Place) -> None:
     processes = place.both()
@@ -191,6 +196,7 @@ def test_a_rank_that_hangs_on_one_host_is_blamed_on_both(place: Place) -> None:
         assert "in step 5 (data)" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [ENDLESS], indirect=True)
 def test_nodes_with_different_jobs_do_not_begin(place: Place) -> None:
     processes = [place.start(0), place.start(1, job="another")]

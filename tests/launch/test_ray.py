@@ -224,7 +224,7 @@ def test_the_recipe_trains_on_two_workers_without_a_gpu(
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_without_gpus_can_not_count_them(folder: Path) -> None:
     (folder / "job.yaml").write_text(JOB.replace("STEPS", "2"))
     process = start(folder, "job.yaml", "launch={type: ray}")
