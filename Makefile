@@ -15,10 +15,12 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long"
 
 test-all: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not build"
 
-# Every promise about faults, kept or not: about 20 minutes on 2 cores.
+# Every promise about faults, kept or not: at most 20 minutes on 2 cores. strace kills at system calls.
 exam: $(VENV)/dev
+	@command -v strace > /dev/null || echo "strace is not installed (apt-get install strace): kills at random moments only"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exam
 
 check: $(VENV)/dev

@@ -236,9 +236,8 @@ def _named(part: str, found: Forecast) -> str:
     if not found.speed.sent:
         return "communication"
     largest = max(found.speed.sent, key=lambda each: each.total)
-    what = {"params": "weights", "trained": "weights", "grads": "gradients"}.get(
-        largest.move.what, "activations"
-    )
+    names = {**dict.fromkeys(("params", "recalled", "trained"), "weights"), "grads": "gradients"}
+    what = names.get(largest.move.what, "activations")
     kind = {
         "all_gather": f"gathers of {what}",
         "reduce_scatter": f"reductions of {what}",

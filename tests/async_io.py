@@ -9,17 +9,13 @@ from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
+# What one environment compiled, torch compiles anew for another: its headers lie elsewhere.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 _LOAD = "from deepspeed.ops.op_builder import AsyncIOBuilder as Op; Op().load(verbose=False)"
 
 
 def is_compiled() -> bool:
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    version = f"py{sys.version_info.major}{sys.version_info.minor}_*"
-    return any(root.glob("async_io/async_io.so")) or any(
-        root.glob(f"{version}/async_io/async_io.so")
-    )
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"], "async_io", "async_io.so").exists()
 
 
 def missing() -> str:

@@ -154,7 +154,9 @@ class Saver:
         failures = [answer for answer in answers if isinstance(answer, str)]
         shares = [answer for answer in answers if isinstance(answer, Share)]
         if failures:
-            self._on_main(step, lambda: store.abandon(self.folder, step))
+            if self.ranks.rank == 0:
+                with contextlib.suppress(OSError):  # the next save, or the next start, does it
+                    store.abandon(self.folder, step)
             raise self._failed(step, "; ".join(failures))
         self._on_main(step, lambda: self._commit(writing.facts, shares))
         self.failure = None

@@ -1,6 +1,6 @@
 """A rank's pulse: where it is in its work, written where its launcher can always read it.
 
-The place is memory that both processes share, 64 bytes a rank. A rank that is stopped, or whose
+The place is memory that both processes share, 72 bytes a rank. A rank that is stopped, or whose
 interpreter is locked, can't answer a question; but what it wrote last is still there, and that it
 writes no more tells the rest. A reader may catch a slot half written: it looks again soon, and acts
 only on a pulse that stands still.
@@ -21,9 +21,9 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 IN_A_STEP = frozenset({"data", "forward", "backward", "collective", "update"})
 
-# beats, step, phase, rows and width of the micro-batch; when the phase began, seconds of data and
-# of forward passes so far
-_SLOT = struct.Struct("<5q3d")
+# beats, those within the step, step, phase, rows and width of the micro-batch; when the phase
+# began, seconds of data and of forward passes so far
+_SLOT = struct.Struct("<6q3d")
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 
@@ -33,6 +33,8 @@ class Beat:
 
     beats: int = 0
     """How often it has written."""
+    within: int = 0
+    """How often since its step began."""
     step: int = 0
     """The step that it works on; 0 before the first."""
     phase: Phase = "start"
@@ -55,14 +57,14 @@ class Pulse:
     def __init__(self, memory: mmap.mmap | bytearray | None = None, rank: int = 0) -> None:
         self._memory = bytearray(_SLOT.size) if memory is None else memory
         self._offset = 0 if memory is None else rank * _SLOT.size
-        self._beats = self._step = self._rows = self._width = 0
+        self._beats = self._within = self._step = self._rows = self._width = 0
         self._phase: Phase = "start"
         self._since = time.monotonic()
         self._data = self._forward = 0.0
 
     def begin(self, step: int) -> None:
         """A step is next, and its data first."""
-        self._step = step
+        self._step, self._within = step, 0
         self.enter("data")
 
     def forward(self, rows: int, width: int) -> None:
@@ -79,9 +81,10 @@ class Pulse:
             self._data += now - self._since
         self._phase, self._since = phase, now
         self._beats += 1
+        self._within += 1
         _SLOT.pack_into(
-            self._memory, self._offset, self._beats, self._step, _NUMBER[phase], self._rows,
-            self._width, now, self._data, self._forward,
+            self._memory, self._offset, self._beats, self._within, self._step, _NUMBER[phase],
+            self._rows, self._width, now, self._data, self._forward,
         )  # fmt: skip
 
     @property
@@ -100,8 +103,8 @@ class Pulses:
 
     def read(self, rank: int) -> Beat:
         found = _SLOT.unpack_from(self._memory, rank * _SLOT.size)
-        beats, step, phase, *rest = found
-        return Beat(beats, step, PHASES[phase], *rest)
+        beats, within, step, phase, *rest = found
+        return Beat(beats, within, step, PHASES[phase], *rest)
 
     def slots(self, ranks: range) -> bytes:
         """What these ranks wrote last, to be shown on another machine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ class StepResult:
     labels: int
     applied: bool = True
     """False when the gradient wasn't finite and the update was left out on every rank."""
-    busy: float | None = None
-    """Seconds in which a rank computed, on average over all; None where an engine can't tell."""
+    busy: float | None = field(default=None, compare=False)
+    """Seconds in which a rank computed, on average over all; None where an engine can't tell.
+    A clock's reading, so equal steps may differ in it."""
 
 
 @dataclass(frozen=True)

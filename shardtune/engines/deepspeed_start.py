@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardtune.core.world import World
+from shardtune.engines.extensions import clear_dead_builds
 from shardtune.errors import JobError, Problem
 
 
@@ -36,6 +37,7 @@ def start(world: World) -> Any:
     if world.device == "cpu":
         # An all-reduce for inference that is compiled on first use, for half a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    clear_dead_builds()
     if not dist.is_initialized():  # one rank; DeepSpeed wants a group even so
         backend = "gloo" if world.device == "cpu" else "cpu:gloo,cuda:nccl"
         store = dist.HashStore()  # type: ignore[attr-defined]

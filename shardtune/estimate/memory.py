@@ -22,7 +22,7 @@ from shardtune.estimate.activations import (
     working_bytes,
 )
 from shardtune.estimate.constants import MEMORY, MemoryConstants
-from shardtune.estimate.parts import Cut, held_share, scaled
+from shardtune.estimate.parts import WEIGHTS, Cut, held_share, scaled
 from shardtune.estimate.workload import Workload, whole_bytes
 
 Moment = Literal["forward", "backward", "optimizer", "evaluation", "save"]
@@ -243,7 +243,7 @@ def _gathered(
     if work.packed_bits is not None:
         layer *= work.packed_bits / 8 / width
     ends = shape.embedding_parameters * width / cut.tensor
-    gathers = [move for _, move in layout.moves(mesh) if move.what == "params"]
+    gathers = [move for _, move in layout.moves(mesh) if move.what in WEIGHTS]
     if len(gathers) == 1 and "params" not in _copied(layout):
         whole = shape.parameters * held_share(shape, cut) * width + unpacked
         return whole, whole

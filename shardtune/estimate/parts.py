@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardtune.core.footprint import ModelBytes
+from shardtune.core.layout import Cargo
 from shardtune.core.mesh import Mesh
 from shardtune.core.shape import LAYERS, ModelShape
+
+WEIGHTS: frozenset[Cargo] = frozenset({"params", "recalled"})
+"""What gathers carry: all weights, or those that the backward pass needs again."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from shardtune.core.shape import ModelShape
 from shardtune.estimate.comms import Group, Sent, group_of, joined, on_links, seconds
 from shardtune.estimate.compute import Busy, Engine, layer_seconds, loss_seconds
 from shardtune.estimate.constants import TIME, Chip, TimeConstants, chip_of
-from shardtune.estimate.parts import Cut, held_share, scaled
+from shardtune.estimate.parts import WEIGHTS, Cut, held_share, scaled
 from shardtune.estimate.workload import Workload, sent_bytes
 
 AGAIN = {"none": 0.0, "selective": 0.35, "full": 1.0}
@@ -165,7 +165,7 @@ class _Step:
             took = self._layers * self._took(message, message.size / self._layers)
             if message.move.when == "step":
                 at_end += took
-            elif message.move.what == "params":
+            elif message.move.what in WEIGHTS:
                 gathers.append(took)
             elif message.move.what == "grads":
                 reduction += took
@@ -191,7 +191,7 @@ class _Step:
         ends = self.shape.embedding_parameters / self.shape.parameters
         share = max(ends, 1 / (self.shape.layers + self.shape.encoder_layers))
         each = [message for message in messages if message.move.when == "micro_batch"]
-        first = [message for message in each if message.move.what == "params"][:1]
+        first = [message for message in each if message.move.what in WEIGHTS][:1]
         last = [message for message in each if message.move.what == "grads"]
         return sum(self._took(message, message.size * share) for message in (*first, *last))
 

@@ -27,7 +27,7 @@ from shardtune.launch.process import memory_kills
 from shardtune.launch.watch import Hung, Watcher
 
 PERIOD = 0.1  # seconds between two looks at the ranks
-ELSEWHERE = 3.0  # seconds in which another node has to report its own hung rank
+ELSEWHERE = 30.0  # seconds in which another node has to report its own hung rank
 HANG_UP = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -163,9 +163,9 @@ def _say_left(signals: Signals, policy: Policy) -> None:
 
 
 def _were_interrupted(codes: dict[int, int]) -> bool:
-    """Whether the ranks that failed did so because the signal came before they could heed it."""
-    failed = {code for code in codes.values() if code != 0}
-    return failed <= {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM}
+    """Whether a rank ended because the signal came before it could heed it. Others may have failed
+    for want of it."""
+    return bool({INTERRUPTED, -signal.SIGINT, -signal.SIGTERM} & set(codes.values()))
 
 
 def _say(text: str) -> None:

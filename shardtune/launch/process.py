@@ -55,6 +55,14 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
+def seconds_in_queue(pid: int) -> float:
+    """The time for which a process was ready to run and had no processor; 0 where unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def memory_kills() -> int:
     """How many processes of our group the kernel has killed for memory, as far as it tells."""
     try:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -138,7 +139,7 @@ def run_ray(
             with _shown(folder / _PRINTED):
                 _fit(body, given, launch, workers)
             return
-        except TrainingFailedError as error:
+        except (TrainingFailedError, RayError) as error:
             failures.append(_failure(error, folder, step()))
         last = failures[-1]
         reduced = halvings(failures, policy) > halvings(failures[:-1], policy)
@@ -209,7 +210,7 @@ def _shown(file: Path) -> Iterator[None]:
         thread.join()
 
 
-def _failure(error: TrainingFailedError, folder: Path, step: int) -> Failure:
+def _failure(error: Exception, folder: Path, step: int) -> Failure:
     """The worker that failed first: one that died without a word comes before those that complain,
     because they have only lost their peer."""
     failed = dict(error.worker_failures) if isinstance(error, WorkerGroupError) else {}

@@ -2,10 +2,11 @@
 
 A rank is hung when its pulse stands still for longer than it may. Inside a step that is a few
 seconds, or a few steps where these are long; the first step (which compiles), evaluating and saving
-may take their time. A rank that the kernel reports as stopped is hung wherever it is.
+may take their time. A rank that the kernel reports as stopped is hung wherever it is. Time in which
+a rank waited for a processor doesn't count: a machine that is too busy hangs nobody.
 
 When one rank is hung the others soon wait for it, so all pulses stand still. The one to blame is
-stopped, or the furthest behind, or the only one that computes.
+stopped, or the furthest behind, or the only one that computes. While it moves, it is only slow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from shardtune.core.pulse import IN_A_STEP, Beat, Pulses
-from shardtune.launch.process import STOPPED, cpu_seconds, state
+from shardtune.launch.process import STOPPED, cpu_seconds, seconds_in_queue, state
 
 STEPS = 2.5  # median steps that a rank may stay in one phase of a step
 PAUSE = 30 * 60.0  # seconds for what takes its time; the collectives themselves give up then
@@ -59,6 +60,8 @@ class _Seen:
     first_step: int = 0
     cpu: float | None = None
     """Processor time when it became suspicious."""
+    queued: float = 0.0
+    """The time that it had waited for a processor by then."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +109,20 @@ class Watcher:
                 seen.beat, seen.changed, seen.cpu = beat, now, None
                 seen.first_step = seen.first_step or beat.step
         self._count_step(alive, now)
-        silent = {rank: now - self._ranks[rank].changed for rank in alive}
-        closer = [rank for rank, seconds in silent.items() if seconds > SUSPICIOUS]
-        for rank in closer:
-            if self._ranks[rank].cpu is None:
-                self._ranks[rank].cpu = cpu_seconds(alive[rank])
-        for rank in closer:
-            if silent[rank] > STOPPED_FOR and state(alive[rank]) == STOPPED:
+        silent = {rank: self._silence(self._ranks[rank], pid, now) for rank, pid in alive.items()}
+        for rank, pid in alive.items():
+            if silent[rank] > STOPPED_FOR and state(pid) == STOPPED:
                 return Hung(rank, self._ranks[rank].beat, silent[rank], stopped=True)
-        overdue = max(silent[rank] - self._limit(self._ranks[rank]) for rank in alive)
-        if overdue <= 0:
+        beyond = {rank: silent[rank] - self._limit(self._ranks[rank]) for rank in alive}
+        if max(beyond.values()) <= 0:
             return None
         blamed = self._blamed(alive)
-        beat = self._ranks[blamed if blamed is not None else min(alive)].beat
-        seconds = silent[blamed] if blamed is not None else min(silent.values())
-        return Hung(blamed, beat, seconds, stopped=False, overdue=overdue)
+        overdue = min(beyond[each] for each in blamed)
+        if overdue <= 0:
+            return None
+        guilty = blamed[0] if len(blamed) == 1 else None
+        seconds = min(silent[each] for each in blamed)
+        return Hung(guilty, self._ranks[blamed[0]].beat, seconds, stopped=False, overdue=overdue)
 
     def slow(self) -> Slow | None:
         """A rank that has become a straggler, said once for each phase."""
@@ -140,6 +142,15 @@ class Watcher:
                     return Slow(rank, phase, own / steps, others / steps)
         return None
 
+    def _silence(self, seen: _Seen, pid: int, now: float) -> float:
+        """Seconds since it last moved, without those in which it wasn't given a processor."""
+        silent = now - seen.changed
+        if silent <= SUSPICIOUS:
+            return silent
+        if seen.cpu is None:
+            seen.cpu, seen.queued = cpu_seconds(pid), seconds_in_queue(pid)
+        return silent - (seconds_in_queue(pid) - seen.queued)
+
     def _limit(self, seen: _Seen) -> float:
         beat = seen.beat
         if beat.phase not in IN_A_STEP or beat.step <= seen.first_step:
@@ -158,15 +169,18 @@ class Watcher:
         if len(beats) > 1:
             self._marks.append(_Mark(now, step, beats))
 
-    def _blamed(self, alive: Mapping[int, int]) -> int | None:
-        if len(alive) == 1:
-            return next(iter(alive))
-        beats = {rank: self._ranks[rank].beat.beats for rank in alive}
-        last = [rank for rank in beats if beats[rank] == min(beats.values())]
-        if len(last) == 1:
-            return last[0]
+    def _blamed(self, alive: Mapping[int, int]) -> list[int]:
+        """Who holds the others up; several where they can't be told apart."""
+        beats = {rank: self._ranks[rank].beat for rank in alive}
+        # In a collective a rank waits for another. Of ranks that do the same in a step, as those of
+        # a pipeline don't, the one with the fewest beats is behind.
+        places = {
+            rank: (beat.step, beat.phase == "collective", beat.within)
+            for rank, beat in beats.items()
+        }
+        last = [rank for rank in places if places[rank] == min(places.values())]
         busy = [rank for rank in last if self._burns(rank, alive[rank])]
-        return busy[0] if len(busy) == 1 else None
+        return busy if len(busy) == 1 else last
 
     def _burns(self, rank: int, pid: int) -> bool:
         """Whether it has used the processor since it became suspicious."""

@@ -12,13 +12,17 @@ import pytest
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.checkpoint.verify import verify_run
 from shardtune.job import Job
-from tests.conformance.table import STRATEGIES
+from tests.conformance.table import STAGES, STRATEGIES
 from tests.runs import lines, train_on
 from tests.synthetic import make_job
 
 STEPS = 7
-CASES = {"single": 1, "ddp": 2, "fsdp": 2, "zero1": 2, "zero2": 2, "zero3": 2}
-MEASURED = {"seconds", "tokens_per_second", "seconds_left", "memory_gib"}
+CASES = {
+    "single": 1, "ddp": 2, "fsdp": 2, "zero3": 2, "pipeline2-1f1b": 2,
+    "tensor2": 2, "zero1": 2, "zero2": 2,
+}  # fmt: skip
+LONG = ("tensor2", "zero1", "zero2")
+MEASURED = {"seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation"}
 
 
 def job(folder: Path, case: str, **save: Any) -> Job:
@@ -38,7 +42,7 @@ def job(folder: Path, case: str, **save: Any) -> Job:
             "sequence_length": 80,
         },
         train={"steps": STEPS, "global_batch": 4, "micro_batch": 1, "learning_rate": 1e-2},
-        strategy=STRATEGIES["ddp" if case == "single" else case][0],
+        strategy=(STRATEGIES | STAGES)["ddp" if case == "single" else case][0],
         evaluate={"every": 3, "samples": 0},
         launch={"processes": CASES[case], "threads": 1},
         save={"directory": str(folder / "run"), "every": 2, "trace": True, **save},
@@ -51,7 +55,9 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES]
+)
 def test_a_killed_run_goes_on_to_the_bit(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

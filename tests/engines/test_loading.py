@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     large, small = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("small")
     shape = {"hidden_size": 512, "intermediate_size": 704, "num_key_value_heads": 4}
     write(large, "llama", num_hidden_layers=LAYERS, shard="50MB", **shape)
-    write(small, "llama")
+    write(small, "llama", num_hidden_layers=4)  # a layer for each of four stages
     return str(large), str(small)
 
 

@@ -116,6 +116,18 @@ def test_higher_stages_hold_less() -> None:
     assert held == sorted(held, reverse=True)
 
 
+def test_weights_that_are_let_go_after_the_forward_pass_are_gathered_by_layers() -> None:
+    """Kept for the backward pass, all of them are whole: 16 GB of 8 B weights in 16 bits."""
+    work = replace(WORK, widths=SHARDED_FP32, checkpointing="full")
+    whole = MIDDLE.parameters * 2
+    kept, let_go = (
+        estimate_memory(FSDP(reshard_after_forward=again).layout(), MIDDLE, FSDP().mesh(8), work)
+        for again in (False, True)
+    )
+    assert kept.gpu["buffers"] >= whole
+    assert let_go.gpu["buffers"] < whole / 4
+
+
 def test_tensor_and_pipeline_axes_divide_states_and_activations() -> None:
     whole = alone(MIDDLE, WORK).gpu
     for axis in ("tensor", "pipeline"):

@@ -101,6 +101,18 @@ def test_full_sharding_pays_for_every_micro_batch_and_ddp_once() -> None:
         assert four == pytest.approx(factor * one)
 
 
+def test_gathering_again_for_the_backward_pass_takes_time() -> None:
+    """On a link so slow that nothing hides: gather, gather, reduce in fp32 against two of them."""
+    cluster = parse_cluster("2x8xA100@10Gbps")
+    once, twice = (
+        estimate_speed(
+            FSDP(reshard_after_forward=again).layout(), LLAMA, FSDP().mesh(16), cluster, WORK
+        ).step.total
+        for again in (False, True)
+    )
+    assert twice / once == pytest.approx(4 / 3, rel=0.05)
+
+
 def test_recomputing_costs_a_forward_pass() -> None:
     none, selective, full = (
         alone(replace(WORK, checkpointing=kind)).step.compute

@@ -1,6 +1,6 @@
 """`make exam`: every case of the fault exam on this machine, as a table.
 
-python -m tests.exam [--only 30 31] [--json FILE] [--without-peer]
+python -m tests.exam [--only 30 31] [--json FILE] [--docs] [--without-peer]
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.exam import peer
+from tests.exam import page, peer
 from tests.exam.case import Findings, Verdict
 from tests.exam.harness import Lab
 from tests.exam.proofs import Proofs, run_tests
-from tests.exam.table import ROWS, Check, Row
+from tests.exam.table import ROWS, Check, Row, count
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(_table(rows, verdicts, theirs))
     minutes = (time.monotonic() - begun) / 60
-    held = {p: _count(rows, verdicts, p) for p in ("P0", "P1")}
+    held = {p: count(rows, verdicts, p) for p in ("P0", "P1")}
     for priority, (good, applying) in held.items():
         console.print(f"{priority}: {good} of {applying} cases that apply are held")
     console.print(f"{minutes:.1f} minutes")
@@ -48,6 +48,8 @@ def main() -> int:
             for row in rows
         ]  # fmt: skip
         arguments.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    if arguments.docs:
+        page.write(rows, verdicts, theirs, minutes)
     enough = held["P1"][0] >= 0.8 * held["P1"][1]
     return int(held["P0"][0] < held["P0"][1] or not enough)
 
@@ -89,11 +91,6 @@ def _verdict(row: Row, proofs: Proofs, seen: dict[Check, Findings]) -> Verdict:
     return found.verdict()
 
 
-def _count(rows: Sequence[Row], verdicts: dict[int, Verdict], priority: str) -> tuple[int, int]:
-    found = [verdicts[row.number].outcome for row in rows if row.priority == priority]
-    return found.count("held"), len(found) - found.count("not applicable")
-
-
 def _table(rows: Sequence[Row], verdicts: dict[int, Verdict], theirs: dict[int, Verdict]) -> Table:
     table = Table("case", "", "what", "held", "figure", "Hugging Face's Trainer", padding=(0, 1))
     for row in rows:
@@ -109,6 +106,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Runs the fault exam.")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
     parser.add_argument("--json", type=Path, help="write the table there too")
+    parser.add_argument("--docs", action="store_true", help="and into docs/faults.md")
     parser.add_argument("--without-peer", action="store_true", help="leave the Trainer out")
     return parser.parse_args()
 

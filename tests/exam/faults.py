@@ -122,6 +122,19 @@ def _eat_memory(fault: Fault) -> None:
     torch.empty(1 << 36, dtype=torch.uint8)
 
 
+def _fail_write(fault: Fault) -> None:
+    """The next file of a checkpoint can't be written; `value` is the number of the error."""
+    from shardtune.checkpoint import shards
+
+    write = shards.write_file
+
+    def failing(*given: Any) -> Any:
+        shards.write_file = write
+        raise OSError(int(fault.value), os.strerror(int(fault.value)))
+
+    shards.write_file = failing
+
+
 def _engine() -> Any:
     kinds = ("NativeEngine", "DDPEngine")
     return next(each for each in gc.get_objects() if type(each).__name__ in kinds)
@@ -164,6 +177,7 @@ ACTIONS: dict[str, Callable[[Fault], None]] = {
     "pause": lambda fault: time.sleep(fault.value),
     "raise": _raise,
     "eat memory": _eat_memory,
+    "fail write": _fail_write,
     "scale logits": _scale_logits,
     "spoil gradient": _spoil_gradient,
     "spoil weight": _spoil_weight,

@@ -24,7 +24,7 @@ from tests.exam.faults import Fault, Plan
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).parent / "inject"
-TIMEOUT = 600
+TIMEOUT = 1500
 JOB = """\
 model: {name: tiny}
 adapter: {type: lora, rank: 4, alpha: 8, dropout: 0.1}

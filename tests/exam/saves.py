@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
+from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.store import checkpoint_name
+from shardtune.checkpoint.verify import verify_run
 from shardtune.jobfile import load_job
 from tests.exam.case import Findings
+from tests.exam.faults import Fault
 from tests.exam.harness import Lab
-from tests.exam.kill_in_save import Exam, every_call, has_strace
+from tests.exam.kill_in_save import NO_STRACE, Exam, every_call, has_strace, random_moments
 from tests.runs import train_on
 
 MOST = 2  # of the calls of each name; `python -m tests.exam.kill_in_save` takes all of them
+MOMENTS = 8
 RANKS = 2
 
 
 def killed_in_save(lab: Lab, found: Findings) -> None:
     """2, 3, 4: in a save that writes, commits and removes the checkpoint before."""
-    found.expect("strace is there", has_strace())
-    if not has_strace():
-        return
     with tempfile.TemporaryDirectory() as folder:
         exam = Exam.prepare(Path(folder), RANKS, background=True)
-        outcomes = [each for rank in range(RANKS) for each in every_call(exam, rank, MOST)]
+        outcomes = []
+        if has_strace():
+            outcomes += [each for rank in range(RANKS) for each in every_call(exam, rank, MOST)]
+            found.expect("there were kills before and after the commit", {2, 3} <= {
+                outcome.step for outcome in outcomes
+            })  # fmt: skip
+            found.show(f"{len(outcomes)} kills at system calls")
+        else:
+            found.show(f"no kills at system calls: {NO_STRACE}")
+        outcomes += random_moments(exam, MOMENTS)
     good = sum(outcome.good for outcome in outcomes)
-    found.expect("there were kills before and after the commit", {2, 3} <= {
-        outcome.step for outcome in outcomes
-    })  # fmt: skip
     found.expect("old or new, to the bit, after every one", good == len(outcomes))
-    found.show(f"{good} of {len(outcomes)} kills left a good checkpoint, resumed to the bit")
+    found.show(f"{MOMENTS} at random moments; {good} of {len(outcomes)} resumed to the bit")
+
+
+def failing_disk(lab: Lab, found: Findings) -> None:
+    """8, 10: the disk is full, broken, read-only, over quota; no file may be opened."""
+    errors = {5: errno.ENOSPC, 8: errno.EIO, 11: errno.EROFS, 14: errno.EDQUOT, 17: errno.EMFILE}
+    faults = [
+        Fault("fail write", number % 4, step, "save", value=code)
+        for number, (step, code) in enumerate(errors.items())
+    ]
+    done = lab.run("disk", "save.keep=24", faults=faults)
+    found.expect("it ends well", done.code == 0)
+    there = {path.name for path in (done.folder / "checkpoints").iterdir()}
+    expected = {checkpoint_name(step) for step in range(1, 25) if step not in errors}
+    found.expect("what failed is not there, all others are", there == expected)
+    for number, (step, code) in enumerate(errors.items()):
+        said = f"{checkpoint_name(step)}: can't be written: rank {number % 4}: {os.strerror(code)}"
+        found.expect(f"{errno.errorcode[code]} is told", said in " ".join(done.out.split()))
+    room = re.search(r"needs [\d.]+ MiB; [\d.,]+ MiB are free", done.out)
+    found.expect("a full disk is told with what it needs and has", room is not None)
+    found.expect("training went on to the bit", done.trace == lab.whole.trace)
+    good = all(not verdict.faults for verdict in verify_run(RunDir(done.folder)))
+    found.expect("every checkpoint is good", good)
+    found.show(f"{len(errors)} failed saves told, {len(there)} others good, trace equal")
 
 
 def twice(lab: Lab, found: Findings) -> None:

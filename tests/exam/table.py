@@ -5,11 +5,11 @@ A row is held when everything that answers it holds. A row without an answer say
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.exam import artefacts, saves, supervision, values
-from tests.exam.case import Findings, Priority
+from tests.exam.case import Findings, Priority, Verdict
 from tests.exam.harness import Lab
 
 Check = Callable[[Lab, Findings], None]
@@ -52,11 +52,11 @@ ROWS: tuple[Row, ...] = (
     row(5, "P0", "SIGTERM in each phase, 5 s grace", supervision.termination),
     row(6, "P0", "SIGINT once, twice, three times", supervision.interruption),
     row(7, "P0", "launcher killed, terminal closed", supervision.orphans),
-    row(8, "P0", "disk full at a checkpoint",
+    row(8, "P0", "disk full at a checkpoint", saves.failing_disk,
         "checkpoint/test_saver.py::test_a_file_that_cannot_grow_fails_the_save_and_the_next_succeeds"),
     row(9, "P1", "disk too small at the start",
         "checkpoint/test_verify.py::test_a_disk_that_is_too_small_is_refused_with_the_numbers"),
-    row(10, "P1", "a write or fsync fails",
+    row(10, "P1", "EIO, EROFS, EDQUOT, EMFILE in a save", saves.failing_disk,
         "checkpoint/test_saver.py::test_a_rank_that_cannot_write_fails_the_save_on_all"),
     row(11, "P0", "flipped bits", CORRUPTED),
     row(12, "P0", "truncated shards", CORRUPTED),
@@ -137,3 +137,9 @@ ROWS: tuple[Row, ...] = (
     row(52, "P1", "secrets; offline", supervision.crash_loop,
         "measure/test_environment.py::test_secrets_stay_out"),
 )  # fmt: skip
+
+
+def count(rows: Sequence[Row], verdicts: Mapping[int, Verdict], priority: str) -> tuple[int, int]:
+    """The cases of a priority that are held, and those that apply."""
+    found = [verdicts[row.number].outcome for row in rows if row.priority == priority]
+    return found.count("held"), len(found) - found.count("not applicable")

@@ -49,6 +49,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     found = dict.fromkeys(ALIVE.values(), "S")
     monkeypatch.setattr(watch, "state", lambda pid: found[pid])
     monkeypatch.setattr(watch, "cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(watch, "seconds_in_queue", lambda pid: 0.0)
     return found
 
 
@@ -123,6 +124,44 @@ def test_if_none_computes_none_is_blamed(scene: Scene) -> None:
     found = scene.look(10.0)
     assert found is not None
     assert found.rank is None
+
+
+def test_a_rank_that_gets_no_processor_is_not_hung(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    monkeypatch.setattr(watch, "seconds_in_queue", lambda pid: 0.75 * scene.now)
+    assert scene.step(6, 12.0, but=1) is None  # of 12 seconds it had a processor for 4
+    found = scene.look(4.0)
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_who_waits_for_another_is_not_to_blame(scene: Scene) -> None:
+    """In a pipeline the ranks do different things in a step, and beat differently often."""
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    for rank, pulse in enumerate(scene.ranks):
+        pulse.begin(6)
+        for phase in CYCLE[: 3 - rank]:
+            pulse.enter(phase)
+        pulse.enter("forward" if rank == 0 else "collective")
+    found = scene.look(5.0)
+    assert found is not None
+    assert found.rank == 0
+
+
+def test_a_rank_that_moves_is_slow_and_not_hung(scene: Scene) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    scene.step(6, 0.2, but=1)
+    for pulse in (scene.ranks[0], scene.ranks[2]):
+        pulse.begin(7)
+        pulse.enter("collective")
+    for _ in range(10):  # micro-batches of two seconds; the others wait for 20
+        scene.ranks[1].enter("forward")
+        assert scene.look(2.0) is None
 
 
 def test_a_watcher_that_slept_itself_forgives(scene: Scene) -> None:
