@@ -74,11 +74,14 @@ def finished(processes: list[subprocess.Popen[str]], hosts: tuple[Host, Host]) -
     return heard
 
 
-def by_us(hosts: tuple[Host, Host], folder: Path, *words: str) -> list[subprocess.Popen[str]]:
+def by_us(
+    hosts: tuple[Host, Host], folder: Path, *words: str, environment: dict[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     command = ["-m", "shardtune", "train", "job.yaml", *words, "--nodes", "2"]
     head = ["--head", f"{hosts[0].address}:{PORT}", "--node-rank"]
     return [
-        host.start(*command, *head, str(number), cwd=folder) for number, host in enumerate(hosts)
+        host.start(*command, *head, str(number), cwd=folder, environment=environment)
+        for number, host in enumerate(hosts)
     ]
 
 
@@ -112,8 +115,10 @@ def test_a_pipeline_across_hosts_by_our_command(
     hosts: tuple[Host, Host], folder: Path, alone: list[float]
 ) -> None:
     """With one cache for both hosts: whoever comes first prepares."""
-    shared = [PIPELINE, "save.directory=stages"]
-    finished(by_us(hosts, folder, *shared), hosts)
+    shared = {"XDG_CACHE_HOME": str(folder / "one-cache")}
+    words = (PIPELINE, "save.directory=stages")
+    finished(by_us(hosts, folder, *words, environment=shared), hosts)
+    assert len(list((folder / "one-cache" / "shardtune" / "data").glob("[!.]*"))) == 1
     assert losses(folder / "stages") == pytest.approx(alone, abs=1e-5)
 
 

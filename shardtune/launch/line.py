@@ -45,7 +45,8 @@ class Line:
         """When the head last answered."""
         self.head = self._store.get("head").decode()
         """Which life of the head's launcher this is."""
-        threading.Thread(target=self._talk, daemon=True).start()
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+        self._thread.start()
 
     def put(self, key: str, value: str) -> None:
         self._ask(lambda store: store.set(key, value))
@@ -59,6 +60,13 @@ class Line:
         return None if found is None else str(found.decode())
 
     def close(self) -> None:
+        """Ends the thread, unless it waits for an answer that will not come. An interpreter that
+        ends while a thread comes back from C++ would abort."""
+        self.abandon()
+        self._thread.join(timeout=2 * ANSWER)
+
+    def abandon(self) -> None:
+        """Leaves a line on which nobody answers to itself."""
         self._closed = True
 
     def _ask(self, question: Callable[[TCPStore], Any]) -> Any:

@@ -117,7 +117,7 @@ class Meeting:
                 raise LaunchError(refused)
             now = time.monotonic()
             if self._head_is_lost(now):
-                self._line = self._dial()
+                self._redial()
                 self._say_ready()
             silent = [number for number in missing if not self._alive(number, now)]
             here_since = here_since if silent else now
@@ -144,7 +144,7 @@ class Meeting:
         before, head = self.attempt, self._line.head
         while not given_up():
             if self._head_is_lost(time.monotonic()):
-                self._line = self._dial()
+                self._redial()
             current = self._line.get("attempt")
             if current is not None and (int(current) > before or self._line.head != head):
                 self.attempt = int(current)
@@ -245,6 +245,10 @@ class Meeting:
         self._line.close()
 
     # Notes ----------------------------------------------------------------------------------------
+
+    def _redial(self) -> None:
+        self._line.abandon()
+        self._line = self._dial()
 
     def _dial(self) -> Line:
         """Opens a line and says who is here. A launcher that comes again ends the attempt that it

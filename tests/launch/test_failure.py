@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.pulse import Pulse, Pulses
+from shardtune.core.pulse import Pulses, open_pulse
 from shardtune.launch.failure import collective, numbered, of_hung_rank
 from shardtune.launch.watch import Hung
 
@@ -57,12 +57,10 @@ class FakeGroup:
 def test_who_waits_for_whom_is_one_sentence(tmp_path: Path) -> None:
     group = FakeGroup(tmp_path)
     for rank in range(4):
-        memory = bytearray(256)
-        pulse = Pulse(memory, rank)
+        pulse = open_pulse(os.dup(group.pulses.file), rank, 4)
         pulse.begin(5)
         if rank != 3:
             pulse.enter("backward")
-        group.pulses.put(rank, bytes(memory[64 * rank : 64 * rank + 64]))
     hung = Hung(3, group.pulses.read(3), 4.2, stopped=False)
     failure = of_hung_rank(group, hung)  # type: ignore[arg-type]
     group.pulses.close()

@@ -174,6 +174,20 @@ def test_a_node_that_goes_away_and_comes_back(place: Place) -> None:
     assert "node 1: its launcher was started again" in texts[0]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["steps(1, 10 if life == 'again' else 100_000)"], indirect=True)
+def test_a_link_that_is_mended_is_used_again(place: Place) -> None:
+    processes = place.both(restarts=2)
+    place.wait_for(*(f"here-first-{rank}" for rank in range(4)))
+    place.hosts[1].cut()
+    time.sleep(LOST + 5)
+    place.hosts[1].mend()
+    texts = [said(process, timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert "node 1: not heard from for 10 s" in texts[0]
+    assert "node 0 (10.217.0.1): not heard from for 10 s" in texts[1]
+
+
 HANGS = """
 steps(1, 5)
 if rank == 2:
