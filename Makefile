@@ -43,7 +43,7 @@ $(VENV)/demo: $(VENV)/torch pyproject.toml
 	touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[demo,dev,deepspeed,quant]'
+	$(BIN)/python -m pip install --quiet --editable '.[demo,dev,deepspeed,quant,ray]'
 	touch $@ $(VENV)/demo
 
 clean:

@@ -8,24 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from shardtune import __version__
 from shardtune.errors import Problem, ShardtuneError
 from shardtune.launch import INTERRUPTED, STARTED_BY_US
-
-if TYPE_CHECKING:
-    from shardtune.checkpoint.rundir import RunDir
-    from shardtune.core.document import KeyPath
-    from shardtune.forecast import Forecast
-    from shardtune.job import Job
-    from shardtune.jobfile import LoadedJob
-    from shardtune.launch.local import Policy
-    from shardtune.resolve import ResolvedJob
 
 _OVERRIDES = "change a value of the job, as train.learning_rate=1e-4"
 
@@ -121,9 +111,11 @@ a first run, on any machine with the repository at hand:
   shardtune train recipes/quickstart.yaml
   shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
   shardtune train recipes/quickstart.yaml --resume
+  shardtune train recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400
   torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml""",
     )
     _job_arguments(command)
+    _node_arguments(command)
     again = command.add_mutually_exclusive_group()
     again.add_argument(
         "--resume", action="store_true", help="go on after the newest checkpoint of the run"
@@ -134,6 +126,44 @@ a first run, on any machine with the repository at hand:
     command.add_argument(
         "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"
     )
+
+    command = _command(
+        commands,
+        "doctor",
+        _doctor,
+        "look at this machine, or at several nodes together, before a run",
+        """\
+  shardtune doctor
+  shardtune doctor recipes/quickstart.yaml --json
+  shardtune doctor recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400""",
+    )
+    command.add_argument("job", type=Path, nargs="?", metavar="JOB", help="a job to run there")
+    command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
+    command.add_argument(
+        "--expected", type=float, metavar="GBPS", help="gigabits a second between two nodes"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    _node_arguments(command)
+
+    command = _command(
+        commands,
+        "slurm",
+        _lazily("slurm"),
+        "write an sbatch script for a job",
+        """\
+  shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 > job.sbatch
+  shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 --time 2-00:00:00 --partition large""",
+    )
+    command.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
+    command.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="GPUs of each, and so many ranks"
+    )
+    command.add_argument(
+        "--time", default="24:00:00", metavar="T", help="as Slurm writes it (24:00:00)"
+    )
+    command.add_argument("--partition", metavar="NAME", help="where to run")
+    command.add_argument("--account", metavar="NAME", help="who pays")
+    _job_arguments(command)
 
     command = _command(
         commands,
@@ -313,6 +343,16 @@ def _cluster_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _node_arguments(command: argparse.ArgumentParser) -> None:
+    nodes = command.add_argument_group("several nodes", "the same command on each of them")
+    nodes.add_argument("--nodes", type=int, metavar="N", help="machines that work together")
+    nodes.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, from 0")
+    nodes.add_argument("--head", metavar="HOST:PORT", help="where the others reach node 0")
+    nodes.add_argument(
+        "--interface", metavar="NAME", help="network to use (the one that leads to the head)"
+    )
+
+
 def _job_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("job", type=Path, metavar="JOB", help="the job, a YAML file")
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
@@ -321,164 +361,26 @@ def _job_arguments(command: argparse.ArgumentParser) -> None:
 # The commands ------------------------------------------------------------------------------------
 
 
-def _read(
-    arguments: argparse.Namespace, *, runs_here: bool = False
-) -> tuple[LoadedJob, ResolvedJob]:
-    """The job, checked; where it is to run here, against what this machine has, too."""
-    from shardtune.core.machine import Machine
-    from shardtune.core.world import outside_ranks
-    from shardtune.fit import planned
-    from shardtune.jobfile import load_job
-    from shardtune.resolve import resolve
-    from shardtune.rules import check
-
-    loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
-    resolved = planned(resolve(loaded.job, machine, outside_ranks()), machine)
-    check(resolved.job, loaded.place, machine if runs_here else None)
-    return loaded, resolved
-
-
 def _train(arguments: argparse.Namespace) -> int:
-    from shardtune.core.world import World, outside_ranks
+    from shardtune.start import start
 
-    if outside_ranks() is not None:
-        return _train_as_rank(arguments)
-
-    loaded, resolved = _read(arguments, runs_here=True)
-    job = resolved.job
-    run = _run_directory(arguments, loaded, job)
-    foretold = _foretold(arguments, job)
-
-    from shardtune.core.document import dump_document
-    from shardtune.launch.local import run_local
-    from shardtune.plan import make_plan
-    from shardtune.report.opening import print_opening
-    from shardtune.report.plan import print_outlook
-    from shardtune.report.summary import print_summary
-    from shardtune.train import count_steps, open_inputs, open_loader
-
-    inputs = open_inputs(job, quiet=False)
-    world = World(size=int(job.launch.processes))
-    steps = count_steps(job, open_loader(job, inputs, world))
-    make_plan(job, world.size, steps)
-    sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-    print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
-    if foretold is not None:
-        print_outlook(foretold, steps)
-    with run.locked(), tempfile.TemporaryDirectory() as folder:
-        run.prepare(overwrite=arguments.overwrite)
-        # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
-        # lies in the directory that was just cleared, must not matter.
-        checked = Path(folder) / arguments.job.name
-        checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
-        command = ["-m", "shardtune", "train", str(checked)]
-        code = run_local(
-            [*command, *(["--resume"] * arguments.resume)],
-            processes=int(job.launch.processes),
-            threads=int(job.launch.threads),
-            logs=run.logs,
-            policy=_policy(job),
-            again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
-        )
-    if (report := run.read_report()) is not None:
-        print_summary(report)
-    return code
+    return start(arguments)
 
 
-def _policy(job: Job) -> Policy:
-    from shardtune.launch.local import Policy
+def _doctor(arguments: argparse.Namespace) -> int:
+    from shardtune.doctor import doctor
 
-    reduce = job.train.on_oom == "reduce_micro_batch"
-    halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
-    launch = job.launch
-    return Policy(launch.restarts, launch.patience, launch.grace, halvings)
-
-
-def _smaller(job: Job, halvings: int) -> list[str]:
-    """The change to a job whose micro-batch had to be halved so often."""
-    return [f"train.micro_batch={int(job.train.micro_batch) >> halvings}"] if halvings else []
-
-
-def _model_reasons(job: Job) -> dict[KeyPath, str]:
-    """What only the model's files tell about a value of the job."""
-    from shardtune.models.load import growth
-
-    if not job.model.add_tokens:
-        return {}
-    return {("model", "add_tokens"): str(growth(job.model))}
-
-
-def _train_as_rank(arguments: argparse.Namespace) -> int:
-    """One of the processes that our launcher, or torchrun, has started."""
-    from shardtune.core.orphan import die_with_parent
-    from shardtune.launch.last_words import leaving_last_words
-
-    if (launcher := os.environ.get(STARTED_BY_US)) is not None:  # before anything that takes time
-        die_with_parent(int(launcher))
-    with leaving_last_words():
-        loaded, resolved = _read(arguments, runs_here=True)
-        if STARTED_BY_US not in os.environ:
-            _look_first(arguments, loaded, resolved.job)
-
-        from shardtune.train import train
-
-        with _alone(resolved.job):
-            train(resolved.job, resume=arguments.resume)
-    return 0
-
-
-def _alone(job: Job) -> AbstractContextManager[None]:
-    """Keeps other runs out of the directory. Our own launcher does that for its ranks."""
-    from shardtune.checkpoint.rundir import RunDir
-
-    if STARTED_BY_US in os.environ or os.environ["RANK"] != "0":
-        return nullcontext()
-    return RunDir(Path(job.save.directory).expanduser()).locked()
-
-
-def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
-    """What our own launcher does before it starts ranks. No rank writes before all have joined."""
-    run = _run_directory(arguments, loaded, job)
-    _foretold(arguments, job)
-    if arguments.overwrite and os.environ["RANK"] == "0":
-        from shardtune.train import open_inputs
-
-        open_inputs(job, quiet=True)  # what is wrong must not cost the old run
-        run.prepare(overwrite=True)
-
-
-def _foretold(arguments: argparse.Namespace, job: Job) -> Forecast | None:
-    """What the run will take here; refuses what doesn't fit, before anything is opened."""
-    from shardtune.core.machine import Machine
-    from shardtune.fit import look, require_fit
-
-    found = look(job, Machine.here())
-    if found is not None and not arguments.ignore_forecast:
-        require_fit(found)
-    return found
-
-
-def _run_directory(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> RunDir:
-    """The run's directory, if it may be written to."""
-    from shardtune.checkpoint.rundir import RunDir
-
-    run = RunDir(Path(job.save.directory).expanduser())
-    run.refuse_a_file(loaded.place(("save", "directory")))
-    if arguments.resume:
-        run.refuse_other_job(job)
-        run.refuse_if_finished()
-    elif not arguments.overwrite:
-        run.refuse_if_occupied(loaded.place(("save", "directory")))
-    return run
+    return doctor(arguments)
 
 
 def _data(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from shardtune.data.inspect import view
+    from shardtune.start import read_job
     from shardtune.train import open_inputs
 
-    _, resolved = _read(arguments)
+    _, resolved = read_job(arguments)
     inputs = open_inputs(resolved.job, quiet=False)
     Console().print(view(inputs.data, inputs.tokenizer, arguments.examples))
     return 0
@@ -486,8 +388,9 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     from shardtune.report.job import print_job
+    from shardtune.start import read_job
 
-    loaded, resolved = _read(arguments)
+    loaded, resolved = read_job(arguments)
     print_job(resolved.job, resolved.reasons, loaded.origin)
     return 0
 

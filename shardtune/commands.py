@@ -1,4 +1,4 @@
-"""The commands that look before a run: estimate, plan and bench."""
+"""The commands that look before a run: estimate, plan, bench and slurm."""
 
 from __future__ import annotations
 
@@ -203,4 +203,35 @@ def _bench_as_rank(target: Path) -> int:
             if profile.measured.collectives:
                 draw_bench(profile, target.with_suffix(".svg"))
             print(f"wrote {target}; `shardtune plan JOB --cluster {target}` uses it")
+    return 0
+
+
+def slurm(arguments: argparse.Namespace) -> int:
+    """Prints an sbatch script. The job is checked here as far as it can be: for so many ranks."""
+    from shardtune.core.machine import Machine
+    from shardtune.errors import JobError, Problem
+    from shardtune.jobfile import load_job
+    from shardtune.launch.slurm import Wanted, sbatch_script
+    from shardtune.resolve import resolve
+    from shardtune.rules import check
+
+    counts = {"--nodes": arguments.nodes, "--gpus": arguments.gpus}
+    wrong = [
+        Problem(name, f"is {count}", "give at least 1")
+        for name, count in counts.items()
+        if count < 1
+    ]
+    if wrong:
+        raise JobError(wrong)
+    loaded = load_job(arguments.job, arguments.overrides)
+    ranks = arguments.nodes * arguments.gpus
+    machine = Machine(cores=16 * arguments.gpus, gpus=arguments.gpus)
+    job = resolve(loaded.job, machine, ranks, nodes=arguments.nodes).job
+    check(job, loaded.place)
+    wanted = Wanted(
+        arguments.nodes, arguments.gpus, arguments.time, arguments.partition, arguments.account
+    )
+    print(
+        sbatch_script(arguments.job, arguments.overrides, Path(job.save.directory), wanted), end=""
+    )
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,14 +30,16 @@ def profile_path() -> Path:
     return cache_dir() / "machine.yaml"
 
 
-def cluster_here(machine: Machine, processes: int) -> Cluster:
-    """This machine as a cluster of so many devices: as measured, or as its driver names it."""
+def cluster_here(machine: Machine, ranks: int, nodes: int = 1) -> Cluster:
+    """This machine, and others like it, as a cluster of so many devices: as measured, or as its
+    driver names it."""
+    processes = max(1, ranks // nodes)
     if profile_path().is_file():
         measured = parse_cluster(str(profile_path()))
         if measured.gpus_per_node == processes and (machine.gpus > 0) == (
             measured.gpu.name != "CPU"
         ):
-            return measured
+            return replace(measured, nodes=nodes)
     host = machine.memory / GIB or None
     if not machine.gpus:
         share = machine.memory / GIB / processes
@@ -44,17 +47,19 @@ def cluster_here(machine: Machine, processes: int) -> Cluster:
             "CPU", share, CPU_TFLOPS * machine.cores, CPU_TFLOPS * machine.cores, CPU_GBS,
             None, "none", CPU_GBS, "this machine",
         )  # fmt: skip
-        return Cluster("this machine", gpu, 1, processes)
+        return Cluster("this machine", gpu, nodes, processes)
     name = machine.gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
     gpu = find_gpu(name.replace(" ", ""), "this machine")
     link: LinkKind = "nvlink" if gpu.nvlink == "switch" else "pcie"
-    return Cluster(f"{processes}x{gpu.name}", gpu, 1, processes, link, host_gib=host)
+    name = f"{processes}x{gpu.name}" if nodes == 1 else f"{nodes}x{processes}x{gpu.name}"
+    return Cluster(name, gpu, nodes, processes, link, host_gib=host)
 
 
-def look(job: Job, machine: Machine) -> Forecast | None:
+def look(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None:
     """The forecast of a job on this machine; None for what the estimator doesn't know."""
     try:
-        return forecast(job, shape_of(job.model), cluster_here(machine, int(job.launch.processes)))
+        cluster = cluster_here(machine, int(job.launch.processes), nodes)
+        return forecast(job, shape_of(job.model), cluster)
     except (JobError, ModelError):
         return None  # a GPU or a family that isn't in the catalogue is no reason to refuse a run
 
@@ -94,12 +99,13 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
     return "no cluster of such devices that we know of would do"
 
 
-def planned(resolved: ResolvedJob, machine: Machine) -> ResolvedJob:
+def planned(resolved: ResolvedJob, machine: Machine, nodes: int = 1) -> ResolvedJob:
     """The job with the best strategy in place of `auto`, and why it is the best."""
     job = resolved.job
     if not isinstance(job.strategy, AutoStrategy):
         return resolved
-    shape, cluster = shape_of(job.model), cluster_here(machine, int(job.launch.processes))
+    shape = shape_of(job.model)
+    cluster = cluster_here(machine, int(job.launch.processes), nodes)
     ranking = rank(job, shape, cluster, deepspeed=find_spec("deepspeed") is not None)
     best = ranking.best
     if best is None or best.found is None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shardtune.core.schedule import ScheduleKind
 from shardtune.core.section import Section
@@ -22,6 +22,7 @@ Auto = Literal["auto"]
 Kernels = Literal["eager", "compiled"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+NotNegativeNumber = Annotated[float, Field(ge=0)]
 
 
 class ModelSection(Section):
@@ -268,6 +269,79 @@ class LocalLaunch(Section):
     counts as hung. The first step, evaluating and saving may take longer."""
     grace: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after SIGTERM in which the step has to end and its checkpoint to be written."""
+    rejoin: Annotated[float, Field(ge=0)] = 600.0
+    """On several nodes: seconds that one may be missing, at the start or after it was lost, before
+    the others give up."""
+
+    def with_processes(self, count: int) -> LocalLaunch:
+        return self.model_copy(update={"processes": count})
+
+
+class RayLaunch(Section):
+    """Run on Ray's workers: on a Ray that is started for this run, or on a cluster that is there.
+
+    `save.directory` has to be on storage that all workers share."""
+
+    type: Literal["ray"]
+    workers: Auto | Positive = "auto"
+    """Ranks; `auto` takes one for each GPU of the cluster."""
+    use_gpu: Auto | bool = "auto"
+    """Whether each worker gets a GPU; `auto` gives one where the cluster has any."""
+    resources_per_worker: dict[str, NotNegativeNumber] = Field(default_factory=dict)
+    """What else a worker is given, as Ray counts it: `{CPU: 4}`."""
+    address: str | None = None
+    """Of a Ray that is there: `auto` finds it, `ray://HOST:10001` connects to one elsewhere. Null
+    starts one on this machine and stops it afterwards."""
+    max_failures: NotNegative = 3
+    """How often the run is started again from its last checkpoint after workers died."""
+    dashboard: bool = False
+    """Let a Ray that is started here serve its web page, on the loopback address."""
+    storage: str | None = None
+    """Where the run directory is copied at the end, result and checkpoints with it: any path that
+    fsspec understands, such as `s3://bucket/run`."""
+    threads: Auto | Positive = "auto"
+    """Threads a worker may use; `auto` takes its CPUs."""
+
+    @property
+    def processes(self) -> Auto | int:
+        """Ranks, by the name that they have under `type: local`."""
+        return self.workers
+
+    def with_processes(self, count: int) -> RayLaunch:
+        return self.model_copy(update={"workers": count})
+
+
+def _local_unless_said(value: Any) -> Any:
+    """A launch without a type is one on this machine."""
+    return {"type": "local"} | value if isinstance(value, dict) else value
+
+
+Launch = Annotated[
+    LocalLaunch | RayLaunch, BeforeValidator(_local_unless_said), Field(discriminator="type")
+]
+
+
+class BackendTrainer(Section):
+    """How Ludwig's trainer is spread."""
+
+    use_gpu: Auto | bool = "auto"
+    """As `launch.use_gpu`."""
+    num_workers: Auto | Positive = "auto"
+    """As `launch.workers`."""
+    resources_per_worker: dict[str, NotNegativeNumber] = Field(default_factory=dict)
+    """As `launch.resources_per_worker`."""
+    strategy: Strategy | None = None
+    """As the section `strategy`."""
+
+
+class Backend(Section):
+    """What Ludwig calls the place where a job runs: another way to write `launch` and
+    `strategy`."""
+
+    type: Literal["ray", "local"]
+    """As `launch.type`."""
+    trainer: BackendTrainer = BackendTrainer()
+    """What runs there."""
 
 
 class SaveSection(Section):
@@ -301,5 +375,8 @@ class Job(Section):
     strategy: Strategy = DDP()
     """How the work is spread over the ranks."""
     evaluate: EvaluateSection = EvaluateSection()
-    launch: LocalLaunch = LocalLaunch()
+    launch: Launch = LocalLaunch()
+    """Where the ranks are started."""
+    backend: Backend | None = None
+    """Ludwig's name for `launch` and `strategy`; give one or the other."""
     save: SaveSection = SaveSection()

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from shardtune.backend import translated
 from shardtune.core.document import KeyPath, dotted, parse_document, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.job import Job
@@ -49,7 +50,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
         job = Job.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise JobError(_translate(error, value, origins)) from None
-    return LoadedJob(job, origins)
+    return LoadedJob(*translated(job, origins))
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
@@ -259,7 +260,8 @@ def _unknown_key(path: KeyPath, value: Any) -> tuple[str, str]:
     types = [_tag(model) for model in _sections_at(path[:-1]) if key in model.model_fields]
     if types:
         return "unknown key here", f"it belongs to `type: {types[0]}`; set that, or remove the key"
-    elsewhere = [dotted(other) for other in _all_keys(Job) if other[-1] == key]
+    keys = (other for other in _all_keys(Job) if other[0] != "backend")  # others' words for ours
+    elsewhere = [dotted(other) for other in keys if other[-1] == key]
     if elsewhere:
         return "unknown key here", f"did you mean {' or '.join(elsewhere[:2])!r}?"
     return "unknown key", f"known here: {', '.join(known)}"

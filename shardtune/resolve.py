@@ -8,7 +8,7 @@ from shardtune.core.document import KeyPath
 from shardtune.core.machine import Machine
 from shardtune.core.mesh import Mesh
 from shardtune.core.setup import OptimizerSetup
-from shardtune.job import Job, Source
+from shardtune.job import Job, RayLaunch, Source
 from shardtune.strategies import DeepSpeed, Strategy, deepspeed_json
 
 MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond buys little speed
@@ -23,25 +23,31 @@ class ResolvedJob:
     reasons: dict[KeyPath, str]
 
 
-def resolve(job: Job, machine: Machine, ranks: int | None = None) -> ResolvedJob:
-    """`ranks` is the number of processes that run already (under torchrun), where they do."""
+def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int = 1) -> ResolvedJob:
+    """`ranks` is the number of processes that run already (under torchrun), where they do; `nodes`
+    that of machines like this one. A resolved job counts the processes of all of them."""
     reasons: dict[KeyPath, str] = {}
 
     launch = job.launch
+    counted: KeyPath = ("launch", "workers" if isinstance(launch, RayLaunch) else "processes")
     if ranks is not None:
         if launch.processes != ranks:
-            reasons["launch", "processes"] = f"{ranks} processes were started from outside"
-        launch = launch.model_copy(update={"processes": ranks})
+            reasons[counted] = f"{ranks} processes were started from outside"
+        launch = launch.with_processes(ranks)
     elif launch.processes == "auto":
         processes = max(1, machine.gpus)
-        reasons["launch", "processes"] = (
+        reasons[counted] = (
             f"one per GPU, {machine.gpus} found" if machine.gpus else "no GPU found: one process"
         )
-        launch = launch.model_copy(update={"processes": processes})
+        launch = launch.with_processes(processes)
+    here = int(launch.processes) if ranks is None else max(1, ranks // nodes)
+    if ranks is None and nodes > 1:
+        reasons[counted] = f"{nodes} nodes x {here} processes"
+        launch = launch.with_processes(nodes * here)
     processes = int(launch.processes)
     if launch.threads == "auto":
-        threads = max(1, machine.cores // processes)
-        reasons["launch", "threads"] = f"{machine.cores} cores / {processes} processes"
+        threads = max(1, machine.cores // here)
+        reasons["launch", "threads"] = f"{machine.cores} cores / {here} processes"
         launch = launch.model_copy(update={"threads": threads})
 
     train = job.train

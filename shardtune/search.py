@@ -182,7 +182,7 @@ def tried(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast | str:
 
 
 def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
-    launch = job.launch.model_copy(update={"processes": cluster.gpus})
+    launch = job.launch.with_processes(cluster.gpus)
     mesh = strategy.mesh(cluster.gpus)
     rows = -(-job.train.global_batch // mesh.data_ranks)
     plain = {"kernels": "eager", "loss": "plain"} if leaves_layers_alone(strategy, mesh) else {}

@@ -57,7 +57,7 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
             files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
             keep, background = job.save.keep, job.save.background
             saver = Saver(files.checkpoints, world, keep=keep, background=background)
-            digests, foretold = inputs.data.digests(), look(job, Machine.here())
+            digests, foretold = inputs.data.digests(), look(job, Machine.here(), world.nodes)
             run = Run(job, world, engine, judge, files, view, digests, saver, foretold)
             rehearse(run, data)
             progress = run.resume() if resume else run.begin()

@@ -25,7 +25,7 @@ from tests.jobs import make_job, write_job
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ["plan", "estimate", "bench", "train", "data", "show", "schema", "generate", "merge",
-            "models", "models list", "models pull", "verify"]  # fmt: skip
+            "models", "models list", "models pull", "verify", "slurm", "doctor"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
 
 

@@ -106,6 +106,14 @@ class Pulses:
         beats, within, step, phase, *rest = found
         return Beat(beats, within, step, PHASES[phase], *rest)
 
+    def slots(self, ranks: range) -> bytes:
+        """What these ranks wrote last, to be shown on another machine."""
+        return self._memory[ranks.start * _SLOT.size : ranks.stop * _SLOT.size]
+
+    def put(self, first: int, slots: bytes) -> None:
+        """Takes over what the ranks from `first` on wrote on another machine."""
+        self._memory[first * _SLOT.size : first * _SLOT.size + len(slots)] = slots
+
     def close(self) -> None:
         self._memory.close()
         os.close(self.file)

@@ -18,6 +18,8 @@ class World:
     device: str = "cpu"
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
     """Where an engine says what it is doing."""
+    nodes: int = 1
+    """Machines that the ranks are on."""
 
     @property
     def is_main(self) -> bool:
@@ -29,3 +31,9 @@ def outside_ranks() -> int | None:
     """How many ranks run already if this process is one of them, else None."""
     size = os.environ.get("WORLD_SIZE")
     return int(size) if size and "RANK" in os.environ else None
+
+
+def outside_nodes() -> int:
+    """On how many machines those ranks are; one where nobody says."""
+    size = outside_ranks() or 1
+    return max(1, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardtune.core.pulse import Beat
@@ -45,24 +46,67 @@ def of_dead_ranks(group: Group, codes: Mapping[int, int], kills_before: int) -> 
 
 
 def of_hung_rank(group: Group, hung: Hung) -> Failure:
-    """With the stack, if the rank can still write it."""
+    """Who hangs, who waits for it and where, and the stack, if the rank can still write it."""
     alive = group.alive()
     stacks = {rank: ask_for_stack(pid, group.stack_file(rank)) for rank, pid in alive.items()}
     for_how_long = f"hung for {hung.seconds:.1f} s in {hung.beat}"
+    waiting = _waiting(group, stacks, hung.rank)
     if hung.rank is None:
         text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items() if stack)
-        fact = f"{for_how_long}; they wait for each other\n{text}"
-        place = f"ranks {', '.join(map(str, alive))}"
+        fact = f"{for_how_long}; they wait for each other: {waiting}\n{text}"
+        place = numbered(range(group.pulses.ranks))
     else:
         place = f"rank {hung.rank}"
+        fact = f"{for_how_long}; {waiting}" if waiting else for_how_long
         if hung.stopped:
-            fact = f"{for_how_long}: the process is stopped (SIGSTOP), so it can't show its stack"
+            fact += ": the process is stopped (SIGSTOP), so it can't show its stack"
+        elif hung.rank not in group.ranks:
+            fact += "; it runs on another node, which didn't report it"
         elif stack := stacks.get(hung.rank):
-            fact = f"{for_how_long}; its stack, innermost first:\n{stack}"
+            fact += f"; its stack, innermost first:\n{stack}"
         else:
-            fact = f"{for_how_long}; it gave no stack"
+            fact += "; it gave no stack"
     fix = f"the stacks of all ranks are in {group.logs}"
     return Failure("fault", hung.rank, hung.beat.step, (Problem(place, fact, fix),))
+
+
+def _waiting(group: Group, stacks: Mapping[int, str], blamed: int | None) -> str:
+    """Where the other ranks are: `ranks 0-2 wait in all-reduce of step 7 (backward)`. Of ranks on
+    other nodes only the pulse is known."""
+    places: dict[str, list[int]] = {}
+    for rank in range(group.pulses.ranks):
+        if rank != blamed:
+            where, op = str(group.pulses.read(rank)), collective(stacks.get(rank, ""))
+            places.setdefault(f"{op} of {where}" if op else where, []).append(rank)
+    return ", ".join(
+        f"{numbered(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {where}"
+        for where, ranks in places.items()
+    )
+
+
+_COLLECTIVE = re.compile(
+    r" in _?(?:foreach_)?(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|barrier|gather|"
+    r"scatter|isend|irecv|send|recv|reduce)(?:_\w+|coalesced)?$",
+    re.MULTILINE,
+)
+
+
+def collective(stack: str) -> str:
+    """The collective that a stack is in, innermost first; empty if it is in none that we know."""
+    found = _COLLECTIVE.search(stack)
+    return found[1].replace("_", "-") if found else ""
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def _of_words(group: Group, rank: int, words: LastWords) -> Failure:

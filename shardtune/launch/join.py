@@ -1,13 +1,14 @@
 """Joins this process to the others of its run.
 
-Whoever started the processes, torchrun or `launch.local`, has set RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT; that is the whole interface.
+Whoever started the processes, our launcher, torchrun, Slurm or Ray, has set RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT; that is the whole interface.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from shardtune.core.orphan import die_with_parent
 from shardtune.core.pulse import Pulse, open_pulse
 from shardtune.core.wish import Wish
-from shardtune.core.world import World
+from shardtune.core.world import World, outside_nodes
 from shardtune.launch import PULSE, STARTED_BY_US
+from shardtune.launch.meet import meet
 from shardtune.launch.process import answer_with_stack
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -99,13 +101,25 @@ def join(threads: int) -> Iterator[JoinedWorld]:
     torch.set_num_threads(threads)
     device = "cpu"
     if torch.cuda.is_available():
-        device = f"cuda:{local_rank}"
+        # A cluster may show each rank one GPU only, or all of them.
+        device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     with _heeding_signals() as interrupt:
         if size > 1:
             backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        yield JoinedWorld(rank, size, local_rank, device, _pulse(rank, size), interrupt)
+            store = meet(rank, size, COLLECTIVE_TIMEOUT)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+            )
+        yield JoinedWorld(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            device=device,
+            pulse=_pulse(rank, size),
+            nodes=outside_nodes(),
+            interrupt=interrupt,
+        )
         # Only after a good end: a rank that fails has to say why before its peers notice that it
         # is gone, or their complaints would come first. The group ends with the process anyway.
         if size > 1:
@@ -116,7 +130,9 @@ def join(threads: int) -> Iterator[JoinedWorld]:
 def _heeding_signals() -> Iterator[Interrupt]:
     """SIGINT and SIGTERM become a wish, as long as the block lasts."""
     interrupt = Interrupt(once=STARTED_BY_US not in os.environ)
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    # Ray runs us in a thread, which can't heed signals; it has its own way to end a worker.
+    ours = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if ours else ()
     before = {number: signal.signal(number, interrupt.on_signal) for number in numbers}
     try:
         yield interrupt

@@ -11,38 +11,25 @@ import json
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from shardtune.errors import LaunchError, Problem
+from shardtune.errors import LaunchError
 from shardtune.launch import INTERRUPTED
+from shardtune.launch.company import Alone, Company
 from shardtune.launch.failure import Failure, of_dead_ranks, of_hung_rank
 from shardtune.launch.group import Group
+from shardtune.launch.policy import Policy, faults, halvings, refuse_restart
 from shardtune.launch.process import memory_kills
-from shardtune.launch.watch import Watcher
+from shardtune.launch.watch import Hung, Watcher
 
 PERIOD = 0.1  # seconds between two looks at the ranks
-SAME_STEP = 3  # failures at one step that end a run
+ELSEWHERE = 30.0  # seconds in which another node has to report its own hung rank
 HANG_UP = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How much a run is helped along."""
-
-    restarts: int = 0
-    """How often it may be started again after a fault."""
-    patience: float = 4.0
-    """Seconds of silence inside a step after which a rank counts as hung, if steps are short."""
-    grace: float = 30.0
-    """Seconds that the ranks have after SIGTERM."""
-    halvings: int = 0
-    """How often the micro-batch may be halved when memory runs out."""
 
 
 def run_local(
@@ -53,54 +40,38 @@ def run_local(
     logs: Path,
     policy: Policy | None = None,
     again: Callable[[int], Sequence[str]] | None = None,
+    company: Company | None = None,
 ) -> int:
     """Runs `python COMMAND...` once per rank. Returns the exit code; LaunchError if it failed.
 
     `again(halvings)` is the command that goes on from the last checkpoint. SIGINT and SIGTERM ask
-    the ranks to stop after their step, a second signal kills them.
+    the ranks to stop after their step, a second signal kills them. With `company` these are the
+    ranks of one node of several, which all do the same.
     """
-    policy = policy or Policy()
-    events = Events(logs / "events.jsonl")
-    failures: list[Failure] = []
-    halvings = 0
-    with _heeding_signals() as signals:
-        while True:
-            folder = logs / f"attempt-{len(failures)}"
-            outcome = _attempt(Group(command, processes, threads, folder), policy, signals, events)
+    policy, company = policy or Policy(), company or Alone(processes)
+    events = Events(logs / (f"events-{company.number}.jsonl" if company.number else "events.jsonl"))
+    with _heeding_signals() as signals, closing(company):
+        while (seat := company.gather(signals.given_up)) is not None:
+            failures = company.failures()
+            if failures and again is not None:
+                command = again(halvings(failures, policy))
+            group = Group(command, seat, threads, logs / f"attempt-{seat.attempt}")
+            outcome = _attempt(group, company, policy, signals, events)
             if isinstance(outcome, int):
                 return outcome
             failures.append(outcome)
-            reduced = outcome.kind == "memory" and halvings < policy.halvings
-            halvings += reduced
-            refused = None if reduced else _refuse_restart(failures, policy)
+            reduced = halvings(failures, policy) > halvings(failures[:-1], policy)
+            refused = None if reduced else refuse_restart(failures, policy)
             if again is None or signals.came or refused is not None:
                 events.tell("failed", outcome, outcome.cause, said=False)
                 raise LaunchError([*outcome.problems, *(refused or [])])
-            what = "half the micro-batch" if reduced else f"restart {_faults(failures)}"
+            what = "half the micro-batch" if reduced else f"restart {faults(failures)}"
             limit = "" if reduced else f" of {policy.restarts}"
             text = f"{_in_full(outcome)}\ngoing on from the last checkpoint ({what}{limit})"
             events.tell("restart", outcome, text)
-            command = again(halvings)
-
-
-def _faults(failures: Sequence[Failure]) -> int:
-    return sum(failure.kind == "fault" for failure in failures)
-
-
-def _refuse_restart(failures: Sequence[Failure], policy: Policy) -> list[Problem] | None:
-    """None if the run may be started again; else what is to be said about that besides."""
-    last = failures[-1]
-    if last.kind != "fault" or policy.restarts == 0:
-        return []
-    same = Counter(failure.step for failure in failures)[last.step]
-    fix = "mend the cause above, then go on with --resume"
-    if same >= SAME_STEP:
-        fact = f"failed {same} times: that is no chance, so the run was not started again"
-        return [Problem(f"step {last.step}", fact, fix)]
-    if _faults(failures) > policy.restarts:
-        fact = f"the run was started again {policy.restarts} times, and failed again"
-        return [Problem("launch.restarts", fact, fix)]
-    return None
+            if not company.next_attempt(signals.given_up):
+                break
+        return signals.code
 
 
 @dataclass
@@ -108,6 +79,9 @@ class Signals:
     """The signals that this process got, in their order."""
 
     came: list[int] = field(default_factory=list)
+
+    def given_up(self) -> bool:
+        return bool(self.came)
 
     @property
     def code(self) -> int:
@@ -129,9 +103,12 @@ def _heeding_signals() -> Iterator[Signals]:
             signal.signal(number, handler)
 
 
-def _attempt(group: Group, policy: Policy, signals: Signals, events: Events) -> int | Failure:
+def _attempt(
+    group: Group, company: Company, policy: Policy, signals: Signals, events: Events
+) -> int | Failure:
     """Sees one group of ranks to its end: the exit code, or how it failed."""
     kills = memory_kills()
+    company.show(group.pulses)
     watcher = Watcher(group.pulses, policy.patience, time.monotonic())
     deadline: float | None = None
     try:
@@ -140,7 +117,7 @@ def _attempt(group: Group, policy: Policy, signals: Signals, events: Events) -> 
             if any(codes.values()):
                 if signals.came and _were_interrupted(codes):
                     return signals.code
-                return of_dead_ranks(group, codes, kills)
+                return company.agree(of_dead_ranks(group, codes, kills))
             alive = group.alive()
             if not alive:
                 return signals.code
@@ -150,14 +127,23 @@ def _attempt(group: Group, policy: Policy, signals: Signals, events: Events) -> 
                 return signals.code
             if signals.came and deadline is None:
                 deadline = now + _ask_to_stop(group, signals, policy)
-            if (hung := watcher.hung(alive, now)) is not None:
-                return of_hung_rank(group, hung)
+            if (trouble := company.trouble(watcher.step)) is not None:
+                return trouble
+            hung = watcher.hung(alive | company.remote(), now)
+            if hung is not None and not company.suspects() and _ours_to_report(hung, group):
+                return company.agree(of_hung_rank(group, hung))
             if (slow := watcher.slow()) is not None:
                 events.slow(slow.rank, slow.phase, slow.seconds, slow.others)
             time.sleep(PERIOD)
     finally:
+        company.show(None)
         group.close()
         _restore_terminal()
+
+
+def _ours_to_report(hung: Hung, group: Group) -> bool:
+    """A rank of another node is reported there, with its stack, if that node can."""
+    return hung.rank is None or hung.rank in group.ranks or hung.overdue > ELSEWHERE
 
 
 def _ask_to_stop(group: Group, signals: Signals, policy: Policy) -> float:

@@ -36,6 +36,8 @@ class Hung:
     beat: Beat
     seconds: float
     stopped: bool
+    overdue: float = 0.0
+    """Seconds beyond those that it might have been silent."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class Watcher:
     def beat(self, rank: int) -> Beat:
         return self.pulses.read(rank)
 
+    @property
+    def step(self) -> int:
+        """The step that every rank has begun."""
+        return self._step
+
     def hung(self, alive: Mapping[int, int], now: float) -> Hung | None:
         """The hung rank among those alive (rank to process id), if there is one by now."""
         late = now - self._last_look > SUSPICIOUS  # we were stopped or starved ourselves
@@ -106,13 +113,16 @@ class Watcher:
         for rank, pid in alive.items():
             if silent[rank] > STOPPED_FOR and state(pid) == STOPPED:
                 return Hung(rank, self._ranks[rank].beat, silent[rank], stopped=True)
-        over = {rank for rank in alive if silent[rank] > self._limit(self._ranks[rank])}
-        blamed = self._blamed(alive) if over else []
-        if not over or not over.issuperset(blamed):
+        beyond = {rank: silent[rank] - self._limit(self._ranks[rank]) for rank in alive}
+        if max(beyond.values()) <= 0:
             return None
+        blamed = self._blamed(alive)
+        overdue = min(beyond[each] for each in blamed)
+        if overdue <= 0:
+            return None
+        guilty = blamed[0] if len(blamed) == 1 else None
         seconds = min(silent[each] for each in blamed)
-        beat = self._ranks[blamed[0]].beat
-        return Hung(blamed[0] if len(blamed) == 1 else None, beat, seconds, stopped=False)
+        return Hung(guilty, self._ranks[blamed[0]].beat, seconds, stopped=False, overdue=overdue)
 
     def slow(self) -> Slow | None:
         """A rank that has become a straggler, said once for each phase."""

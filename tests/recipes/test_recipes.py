@@ -45,6 +45,8 @@ def require(text: str) -> None:
     for word, package in (("deepspeed", "deepspeed"), ("nf4", "bitsandbytes")):
         if word in text and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+    if "type: ray" in text:
+        pytest.skip("Ray is started in a process of its own: tests/launch/test_ray.py has the case")
     if "nvme" in text and not Path("/usr/include/libaio.h").exists():
         pytest.skip("libaio is not installed")
     if "nvme" in text:

@@ -1,0 +1,76 @@
+"""How ranks find each other, whoever started them.
+
+RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all that is needed. Where no
+launcher keeps a store (Slurm, Ray), rank 0 does, on the address that the others were told and on
+no other. Ranks come here when their data is ready, which on another node may be hours later, so
+this is the one place where they wait for each other without a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from shardtune.core.network import (
+    LOOPBACK,
+    address_of,
+    interface_of,
+    interfaces,
+    listen,
+    own_address,
+    socket_environment,
+)
+
+PATIENCE = timedelta(days=7)
+"""Whoever started the ranks ends them all when one of them dies."""
+
+
+def meet(rank: int, size: int, timeout: timedelta) -> PrefixStore:
+    """The store of the ranks, when all have come. Sets over which interface they will talk."""
+    alone = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
+    address = address_of(os.environ["MASTER_ADDR"], "MASTER_ADDR")
+    port = int(os.environ["MASTER_PORT"])
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if alone and not kept:
+        address = LOOPBACK
+    elif not alone and address.startswith("127."):  # how the head calls itself
+        address = _outward()
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        own = LOOPBACK if alone else own_address(address)
+        os.environ.update(socket_environment(interface_of(own)))
+    store = _host(address, port) if rank == 0 and not kept else _find(address, port)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    ours = PrefixStore(f"shardtune/{attempt}", store)
+    if ours.add("here", 1) == size:
+        ours.set("all here", "yes")
+    ours.wait(["all here"], PATIENCE)
+    store.set_timeout(timeout)
+    return ours
+
+
+def _host(address: str, port: int) -> TCPStore:
+    listener = listen(address, port, "MASTER_PORT")
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def _find(address: str, port: int) -> TCPStore:
+    """Waits for the store to open; torch's own way of waiting fills the screen."""
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=5.0):
+                break
+        except OSError:
+            time.sleep(0.1)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+
+
+def _outward() -> str:
+    """An address of this machine that others can reach, where its own name leads to itself."""
+    return next((has for _, has in interfaces() if not has.startswith("127.")), LOOPBACK)

@@ -1,0 +1,53 @@
+"""Whether a run that failed is started again: a limited number of times, and never a third time at
+the same step, because then it isn't chance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtune.errors import Problem
+from shardtune.launch.failure import Failure
+
+SAME_STEP = 3  # failures at one step that end a run
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How much a run is helped along."""
+
+    restarts: int = 0
+    """How often it may be started again after a fault."""
+    patience: float = 4.0
+    """Seconds of silence inside a step after which a rank counts as hung, if steps are short."""
+    grace: float = 30.0
+    """Seconds that the ranks have after SIGTERM."""
+    halvings: int = 0
+    """How often the micro-batch may be halved when memory runs out."""
+
+
+def halvings(failures: Sequence[Failure], policy: Policy) -> int:
+    """How often the micro-batch has to be halved after these."""
+    return min(policy.halvings, sum(failure.kind == "memory" for failure in failures))
+
+
+def faults(failures: Sequence[Failure]) -> int:
+    """How many of them may pass when the run is started again."""
+    return sum(failure.kind == "fault" for failure in failures)
+
+
+def refuse_restart(failures: Sequence[Failure], policy: Policy) -> list[Problem] | None:
+    """None if the run may be started again; else what is to be said about that besides."""
+    last = failures[-1]
+    if last.kind != "fault" or policy.restarts == 0:
+        return []
+    same = Counter(failure.step for failure in failures)[last.step]
+    fix = "mend the cause above, then go on with --resume"
+    if same >= SAME_STEP:
+        fact = f"failed {same} times: that is no chance, so the run was not started again"
+        return [Problem(f"step {last.step}", fact, fix)]
+    if faults(failures) > policy.restarts:
+        fact = f"the run was started again {policy.restarts} times, and failed again"
+        return [Problem("launch.restarts", fact, fix)]
+    return None

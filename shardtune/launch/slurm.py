@@ -1,0 +1,70 @@
+"""An sbatch script for a job: short, and meant to be read and changed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to ask Slurm for."""
+
+    nodes: int
+    gpus: int
+    """Of each node, and so many ranks."""
+    time: str = "24:00:00"
+    partition: str | None = None
+    account: str | None = None
+
+
+def sbatch_script(job: Path, overrides: Sequence[str], run: Path, wanted: Wanted) -> str:
+    """The script. `run` is the job's run directory."""
+    lines = {
+        "job-name": job.stem,
+        "nodes": str(wanted.nodes),
+        "ntasks-per-node": f"{wanted.gpus}  # a task is a rank",
+        "gpus-per-node": str(wanted.gpus),
+        "exclusive": "",
+        "time": wanted.time,
+        "partition": wanted.partition,
+        "account": wanted.account,
+        "output": "%x-%j.log",
+        "open-mode": "append  # a job that comes back goes on in its log",
+        "signal": "TERM@120  # before the time is up, the step ends and a checkpoint is written",
+        "requeue": "  # a preempted job comes back",
+    }
+    asked = [
+        f"#SBATCH --{name}{'=' if text.strip() and text[0] != ' ' else ''}{text}"
+        for name, text in lines.items()
+        if text is not None
+    ]
+    command = shlex.join(["shardtune", "train", str(job), *overrides])
+    folder = shlex.quote(str(run))
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# {job.name} on {wanted.nodes} nodes with {wanted.gpus} ranks each.",
+            *asked,
+            "",
+            'cd "$SLURM_SUBMIT_DIR" || exit 2  # on storage that every node sees',
+            f"run={folder}",
+            "",
+            f"for attempt in {' '.join(map(str, range(1, ATTEMPTS + 1)))}; do",
+            "    again=()",
+            '    [ -e "$run/job.yaml" ] && again=(--resume)  # from its last checkpoint',
+            f'    srun --kill-on-bad-exit=1 {command} "${{again[@]}}"',
+            "    code=$?",
+            "    [ $code -eq 1 ] || break  # 1 is a fault that may pass, 2 one for a person",
+            "done",
+            "",
+            "# Stopped for want of time, with a checkpoint: come back for the rest.",
+            '[ $code -eq 0 ] && [ ! -e "$run/report.json" ] && scontrol requeue "$SLURM_JOB_ID"',
+            "exit $code",
+            "",
+        ]
+    )

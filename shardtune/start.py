@@ -1,0 +1,322 @@
+"""From `shardtune train` to ranks: what is looked at before any exists, and who starts them.
+
+A command that is a rank already (under torchrun, in a Slurm step) only looks and trains. Any other
+starts the ranks of this machine: alone, or together with the same command on other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardtune import __version__
+from shardtune.core.slurm import slurm_step
+from shardtune.core.world import World, outside_nodes, outside_ranks
+from shardtune.errors import JobError, Problem, ShardtuneError
+from shardtune.launch import STARTED_BY_US
+
+if TYPE_CHECKING:
+    from shardtune.checkpoint.rundir import RunDir
+    from shardtune.core.document import KeyPath
+    from shardtune.forecast import Forecast
+    from shardtune.job import Job
+    from shardtune.jobfile import LoadedJob
+    from shardtune.launch.company import Company
+    from shardtune.launch.nodes import Node
+    from shardtune.launch.policy import Policy
+    from shardtune.resolve import ResolvedJob
+    from shardtune.train import Inputs
+
+
+def read_job(
+    arguments: argparse.Namespace, *, runs_here: bool = False, nodes: int = 1
+) -> tuple[LoadedJob, ResolvedJob]:
+    """The job, checked; where it is to run here, against what this machine has, too."""
+    from shardtune.core.machine import Machine
+    from shardtune.fit import planned
+    from shardtune.jobfile import load_job
+    from shardtune.resolve import resolve
+    from shardtune.rules import check
+
+    loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
+    nodes = max(nodes, outside_nodes())
+    resolved = planned(resolve(loaded.job, machine, outside_ranks(), nodes=nodes), machine, nodes)
+    check(resolved.job, loaded.place, machine if runs_here else None)
+    return loaded, resolved
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """The command `train`."""
+    node = this_node(arguments)
+    if outside_ranks() is not None:
+        return _as_rank(arguments)
+    if on_ray := _for_ray(arguments):
+        if node is not None:
+            fact = "a job with `launch: {type: ray}` runs on the nodes that Ray has"
+            raise JobError(Problem("--nodes", fact, "leave it out, or set launch.type: local"))
+        from shardtune.on_ray import start_on_ray
+
+        return start_on_ray(arguments, on_ray, _run_directory(arguments, on_ray, on_ray.job))
+    nodes = node.count if node else 1
+    loaded, resolved = read_job(arguments, runs_here=True, nodes=nodes)
+    job, first = resolved.job, node is None or node.number == 0
+    run = _run_directory(arguments, loaded, job, first=first)
+    foretold = _foretold(arguments, job, nodes)
+
+    from shardtune.core.document import dump_document
+    from shardtune.launch.local import run_local
+    from shardtune.report.summary import print_summary
+
+    with _company(node, job) as company, _locked(run, first), tempfile.TemporaryDirectory() as temp:
+        with _telling(company):
+            inputs = _open(job, resolved, foretold if first else None, quiet=not first)
+            if first:
+                run.prepare(overwrite=arguments.overwrite)
+            _agree_on(company, job, inputs, run)
+        # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
+        # lies in the directory that was just cleared, must not matter.
+        checked = Path(temp) / arguments.job.name
+        checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        command = ["-m", "shardtune", "train", str(checked)]
+        code = run_local(
+            [*command, *(["--resume"] * arguments.resume)],
+            processes=int(job.launch.processes) // nodes,
+            threads=int(job.launch.threads),
+            logs=run.logs,
+            policy=_policy(job),
+            again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
+            company=company,
+        )
+    if first and (report := run.read_report()) is not None:
+        print_summary(report)
+    return code
+
+
+def _for_ray(arguments: argparse.Namespace) -> LoadedJob | None:
+    """The job, if it is one for Ray and can be run here."""
+    from shardtune.job import RayLaunch
+    from shardtune.jobfile import load_job
+
+    loaded = load_job(arguments.job, arguments.overrides)
+    if not isinstance(loaded.job.launch, RayLaunch):
+        return None
+    if find_spec("ray") is None:
+        place = loaded.place(("launch", "type"))
+        raise JobError(Problem(place, "ray is not installed", "pip install 'shardtune[ray]'"))
+    # Ray reads these when it is imported. Nothing is sent home; a Ray of our own listens on the
+    # loopback address only.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if loaded.job.launch.address is None:
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # on a busy machine
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return loaded
+
+
+def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: bool) -> Inputs:
+    """Opens what the run reads, and prints what it will do."""
+    from shardtune.plan import make_plan
+    from shardtune.report.opening import print_opening
+    from shardtune.report.plan import print_outlook
+    from shardtune.train import count_steps, open_inputs, open_loader
+
+    inputs = open_inputs(job, quiet=quiet)
+    world = World(size=int(job.launch.processes))
+    steps = count_steps(job, open_loader(job, inputs, world))
+    make_plan(job, world.size, steps)
+    if not quiet:
+        sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
+        print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
+    if foretold is not None:
+        print_outlook(foretold, steps)
+    return inputs
+
+
+def _policy(job: Job) -> Policy:
+    from shardtune.job import LocalLaunch
+    from shardtune.launch.policy import Policy
+
+    reduce = job.train.on_oom == "reduce_micro_batch"
+    halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
+    launch = job.launch
+    assert isinstance(launch, LocalLaunch)
+    return Policy(launch.restarts, launch.patience, launch.grace, halvings)
+
+
+def _smaller(job: Job, halvings: int) -> list[str]:
+    """The change to a job whose micro-batch had to be halved so often."""
+    return [f"train.micro_batch={int(job.train.micro_batch) >> halvings}"] if halvings else []
+
+
+def _model_reasons(job: Job) -> dict[KeyPath, str]:
+    """What only the model's files tell about a value of the job."""
+    from shardtune.models.load import growth
+
+    if not job.model.add_tokens:
+        return {}
+    return {("model", "add_tokens"): str(growth(job.model))}
+
+
+def _foretold(arguments: argparse.Namespace, job: Job, nodes: int) -> Forecast | None:
+    """What the run will take here; refuses what doesn't fit, before anything is opened."""
+    from shardtune.core.machine import Machine
+    from shardtune.fit import look, require_fit
+
+    found = look(job, Machine.here(), nodes)
+    if found is not None and not arguments.ignore_forecast:
+        require_fit(found)
+    return found
+
+
+def _run_directory(
+    arguments: argparse.Namespace, loaded: LoadedJob, job: Job, *, first: bool = True
+) -> RunDir:
+    """The run's directory, if it may be written to. Only the first node asks: another one may come
+    back to a run that goes on."""
+    from shardtune.checkpoint.rundir import RunDir
+
+    run = RunDir(Path(job.save.directory).expanduser())
+    if not first:
+        return run
+    run.refuse_a_file(loaded.place(("save", "directory")))
+    if arguments.resume:
+        run.refuse_other_job(job)
+        run.refuse_if_finished()
+    elif not arguments.overwrite:
+        run.refuse_if_occupied(loaded.place(("save", "directory")))
+    return run
+
+
+def _locked(run: RunDir, first: bool) -> AbstractContextManager[None]:
+    return run.locked() if first else nullcontext()
+
+
+# As a rank ---------------------------------------------------------------------------------------
+
+
+def _as_rank(arguments: argparse.Namespace) -> int:
+    """One of the processes that our launcher, torchrun or Slurm has started."""
+    from shardtune.core.orphan import die_with_parent
+    from shardtune.launch.last_words import leaving_last_words
+
+    if (launcher := os.environ.get(STARTED_BY_US)) is not None:  # before anything that takes time
+        die_with_parent(int(launcher))
+    with leaving_last_words():
+        loaded, resolved = read_job(arguments, runs_here=True)
+        if STARTED_BY_US not in os.environ:
+            _look_first(arguments, loaded, resolved.job)
+
+        from shardtune.train import train
+
+        with _alone(resolved.job):
+            train(resolved.job, resume=arguments.resume)
+    return 0
+
+
+def _alone(job: Job) -> AbstractContextManager[None]:
+    """Keeps other runs out of the directory. Our own launcher does that for its ranks."""
+    from shardtune.checkpoint.rundir import RunDir
+
+    if STARTED_BY_US in os.environ or os.environ["RANK"] != "0":
+        return nullcontext()
+    return RunDir(Path(job.save.directory).expanduser()).locked()
+
+
+def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
+    """What our own launcher does before it starts ranks. No rank writes before all have joined."""
+    run = _run_directory(arguments, loaded, job)
+    _foretold(arguments, job, outside_nodes())
+    if arguments.overwrite and os.environ["RANK"] == "0":
+        from shardtune.train import open_inputs
+
+        open_inputs(job, quiet=True)  # what is wrong must not cost the old run
+        run.prepare(overwrite=True)
+
+
+# Several nodes -----------------------------------------------------------------------------------
+
+
+def this_node(arguments: argparse.Namespace) -> Node | None:
+    """Which of several nodes this is, as the command line or Slurm says; None on one machine. A
+    task of Slurm that is a rank is told so as torchrun would."""
+    from shardtune.launch.nodes import Node
+
+    told = {
+        "--nodes": arguments.nodes, "--node-rank": arguments.node_rank, "--head": arguments.head
+    }  # fmt: skip
+    missing = [name for name, value in told.items() if value is None]
+    if len(missing) < len(told):
+        if missing:
+            fact = "several nodes need --nodes, --node-rank and --head"
+            raise JobError(Problem("command line", fact, f"add {' and '.join(missing)}"))
+        nodes, number = arguments.nodes, arguments.node_rank
+        return Node.parse(nodes, number, arguments.head, arguments.interface)
+    step = None if outside_ranks() is not None else slurm_step(os.environ)
+    if step is None:
+        return None
+    if step.is_launcher:
+        head = f"{step.head}:{step.port}"
+        return Node.parse(step.nodes, step.node, head, arguments.interface)
+    os.environ.update(step.rank_environment())
+    return None
+
+
+@contextmanager
+def _company(node: Node | None, job: Job) -> Iterator[Company | None]:
+    """The launchers of the other nodes. They hear of us before we open anything: that may take
+    long, and they shall know that we are there."""
+    from shardtune.job import LocalLaunch
+    from shardtune.launch.nodes import Meeting
+
+    if node is None:
+        yield None
+        return
+    assert isinstance(job.launch, LocalLaunch)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    processes = int(job.launch.processes) // node.count
+    yield Meeting(node, processes, wait=job.launch.rejoin, say=say)
+
+
+@contextmanager
+def _telling(company: Company | None) -> Iterator[None]:
+    """What is wrong here ends the wait of the others."""
+    from shardtune.launch.nodes import Meeting
+
+    try:
+        yield
+    except ShardtuneError as error:
+        if isinstance(company, Meeting):
+            company.refuse(error.problems)
+            company.close()
+        raise
+
+
+def _agree_on(company: Company | None, job: Job, inputs: Inputs, run: RunDir) -> None:
+    """What has to be the same on all nodes."""
+    import torch
+
+    from shardtune.launch.nodes import Meeting
+
+    if isinstance(company, Meeting):
+        said = job.model_dump_json(exclude={"launch"})
+        company.facts = {
+            "the job": hashlib.sha256(said.encode()).hexdigest()[:12],
+            "the number of processes": company.processes,
+            "shardtune": __version__,
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            "torch": torch.__version__,
+            **{f"data set {name}": digest[:12] for name, digest in inputs.data.digests().items()},
+        }
+        company.share(run.path)
