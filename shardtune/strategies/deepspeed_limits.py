@@ -38,6 +38,15 @@ def anywhere(zero: ZeRO) -> list[Problem]:
         # DeepSpeed takes it and keeps the states in main memory, without a word.
         fact = f"stage {zero.stage} can't put optimizer states into files"
         refuse("offload_optimizer.device", fact, "set stage: 3, or device: cpu")
+    others = {
+        "use_multi_rank_bucket_allreduce": zero.use_multi_rank_bucket_allreduce is True,
+        "reduce_scatter": zero.reduce_scatter is False,
+    }
+    for key in (key for key, used in others.items() if used and zero.stage > 0):
+        fact = (
+            "all ranks would get what one of them needs: twice the bytes of a reduction"
+        )
+        refuse(key, fact, "leave it out; each rank is sent its own share")
     for key, section in (("offload_optimizer", optimizer), ("offload_param", param)):
         if section.device == "nvme" and section.nvme_path is None:
             refuse(f"{key}.nvme_path", "is missing", "name a folder on a fast local disk")

@@ -136,6 +136,8 @@ def test_what_the_job_decides_is_written_out() -> None:
     [
         ({"stage": 2, "offload_param": CPU}, "offload_param"),
         ({"stage": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size"),
+        ({"stage": 1, "reduce_scatter": False}, "reduce_scatter"),
+        ({"stage": 2, "use_multi_rank_bucket_allreduce": True}, "use_multi_rank_bucket_allreduce"),
         ({"stage": 1, "zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"stage": 2, "zero_quantized_gradients": True}, "zero_quantized_gradients"),
         ({"stage": 0, "offload_optimizer": CPU}, "offload_optimizer.device"),
