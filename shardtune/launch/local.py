@@ -65,7 +65,7 @@ def run_local(
     halvings = 0
     with _heeding_signals() as signals:
         while True:
-            folder = logs / f"attempt-{len(failures)}"
+            folder = _new_folder(logs)
             outcome = _attempt(Group(command, processes, threads, folder), policy, signals, events)
             if isinstance(outcome, int):
                 return outcome
@@ -81,6 +81,12 @@ def run_local(
             text = f"{_in_full(outcome)}\ngoing on from the last checkpoint ({what}{limit})"
             events.tell("restart", outcome, text)
             command = again(halvings)
+
+
+def _new_folder(logs: Path) -> Path:
+    """One for each attempt, also of a run that is resumed: last words of an earlier one, read
+    again, would tell a wrong cause."""
+    return logs / f"attempt-{sum(1 for _ in logs.glob('attempt-*'))}"
 
 
 def _faults(failures: Sequence[Failure]) -> int:
@@ -216,6 +222,8 @@ class Events:
         self._write("slow", rank=rank, phase=phase, seconds=own, others=others)
 
     def _write(self, kind: str, **facts: object) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n")
+        line = json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n"
+        with suppress(OSError):  # a full disk must not end a run that could go on
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
