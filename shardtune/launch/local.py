@@ -50,12 +50,15 @@ def run_local(
     """
     policy, company = policy or Policy(), company or Alone(processes)
     events = Events(logs / (f"events-{company.number}.jsonl" if company.number else "events.jsonl"))
+    earlier = sum(1 for _ in logs.glob("attempt-*"))  # of the run that is resumed
     with _heeding_signals() as signals, closing(company):
         while (seat := company.gather(signals.given_up)) is not None:
             failures = company.failures()
             if failures and again is not None:
                 command = again(halvings(failures, policy))
-            group = Group(command, seat, threads, logs / f"attempt-{seat.attempt}")
+            # Last words of an earlier attempt, read again, would tell a wrong cause.
+            folder = logs / f"attempt-{earlier + seat.attempt}"
+            group = Group(command, seat, threads, folder)
             outcome = _attempt(group, company, policy, signals, events)
             if isinstance(outcome, int):
                 return outcome
@@ -202,6 +205,8 @@ class Events:
         self._write("slow", rank=rank, phase=phase, seconds=own, others=others)
 
     def _write(self, kind: str, **facts: object) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n")
+        line = json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n"
+        with suppress(OSError):  # a full disk must not end a run that could go on
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)

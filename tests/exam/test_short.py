@@ -35,7 +35,7 @@ def test_nothing_in_the_package_knows_of_the_faults() -> None:
     """They come from outside, so an installed package can't be told to fail."""
     package = Path(__file__).parents[2] / "shardtune"
     texts = [path.read_text("utf-8") for path in package.rglob("*.py")]
-    assert not [text for text in texts if "EXAM" in text or "tests." in text]
+    assert not [text for text in texts if "EXAM_FAULTS" in text or "tests.exam" in text]
 
 
 def test_a_run_that_is_killed_stopped_and_poisoned_ends_as_one_that_is_not(lab: Lab) -> None:
