@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,13 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """`main`, and out.
+    """`main`, and out."""
+    leave(main())
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process.
 
     To take a large interpreter down can take seconds. A launcher waits for its ranks, and whoever
-    sent a signal for both, so these leave at once: `main` has closed what was to be closed.
+    sent a signal for both, so these leave at once: `main` has closed what was to be closed. So does
+    one with a thread that may still wait for a node that is gone: it would abort the interpreter.
     """
-    code = main()
-    if code > 128 or STARTED_BY_US in os.environ:
+    waiting = any(thread.daemon for thread in threading.enumerate())
+    if code > 128 or waiting or STARTED_BY_US in os.environ:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
