@@ -118,7 +118,7 @@ a first run, on any machine with the repository at hand:
   shardtune train recipes/quickstart.yaml
   shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
   shardtune train recipes/quickstart.yaml --resume
-  shardtune train recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400
+  shardtune train recipes/zero1.yaml --nodes 2 --node-rank 0 --head host:29400
   torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml""",
     )
     _job_arguments(command)
@@ -142,7 +142,7 @@ a first run, on any machine with the repository at hand:
         """\
   shardtune doctor
   shardtune doctor recipes/quickstart.yaml --json
-  shardtune doctor recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400""",
+  shardtune doctor --nodes 2 --node-rank 0 --head host:29400 --expected 100""",
     )
     command.add_argument("job", type=Path, nargs="?", metavar="JOB", help="a job to run there")
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
@@ -159,7 +159,7 @@ a first run, on any machine with the repository at hand:
         "write an sbatch script for a job",
         """\
   shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 > job.sbatch
-  shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 --time 2-00:00:00 --partition large""",
+  shardtune slurm recipes/zero1.yaml --nodes 2 --gpus 4 --time 2-00:00:00""",
     )
     command.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
     command.add_argument(
