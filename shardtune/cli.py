@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,13 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """`main`, and out.
+    """`main`, and out."""
+    leave(main())
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process.
 
     To take a large interpreter down can take seconds. A launcher waits for its ranks, and whoever
-    sent a signal for both, so these leave at once: `main` has closed what was to be closed.
+    sent a signal for both, so these leave at once: `main` has closed what was to be closed. So does
+    one with a thread that may still wait for a node that is gone: it would abort the interpreter.
     """
-    code = main()
-    if code > 128 or STARTED_BY_US in os.environ:
+    waiting = any(thread.daemon for thread in threading.enumerate())
+    if code > 128 or waiting or STARTED_BY_US in os.environ:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -111,7 +118,7 @@ a first run, on any machine with the repository at hand:
   shardtune train recipes/quickstart.yaml
   shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
   shardtune train recipes/quickstart.yaml --resume
-  shardtune train recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400
+  shardtune train recipes/zero1.yaml --nodes 2 --node-rank 0 --head host:29400
   torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml""",
     )
     _job_arguments(command)
@@ -135,7 +142,7 @@ a first run, on any machine with the repository at hand:
         """\
   shardtune doctor
   shardtune doctor recipes/quickstart.yaml --json
-  shardtune doctor recipes/fsdp_hybrid.yaml --nodes 2 --node-rank 0 --head 10.0.0.1:29400""",
+  shardtune doctor --nodes 2 --node-rank 0 --head host:29400 --expected 100""",
     )
     command.add_argument("job", type=Path, nargs="?", metavar="JOB", help="a job to run there")
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
@@ -152,7 +159,7 @@ a first run, on any machine with the repository at hand:
         "write an sbatch script for a job",
         """\
   shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 > job.sbatch
-  shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 --time 2-00:00:00 --partition large""",
+  shardtune slurm recipes/zero1.yaml --nodes 2 --gpus 4 --time 2-00:00:00""",
     )
     command.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
     command.add_argument(

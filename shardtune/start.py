@@ -248,8 +248,6 @@ def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> N
 def this_node(arguments: argparse.Namespace) -> Node | None:
     """Which of several nodes this is, as the command line or Slurm says; None on one machine. A
     task of Slurm that is a rank is told so as torchrun would."""
-    from shardtune.launch.nodes import Node
-
     told = {
         "--nodes": arguments.nodes, "--node-rank": arguments.node_rank, "--head": arguments.head
     }  # fmt: skip
@@ -258,16 +256,20 @@ def this_node(arguments: argparse.Namespace) -> Node | None:
         if missing:
             fact = "several nodes need --nodes, --node-rank and --head"
             raise JobError(Problem("command line", fact, f"add {' and '.join(missing)}"))
-        nodes, number = arguments.nodes, arguments.node_rank
-        return Node.parse(nodes, number, arguments.head, arguments.interface)
+        return _node(arguments, arguments.nodes, arguments.node_rank, arguments.head)
     step = None if outside_ranks() is not None else slurm_step(os.environ)
     if step is None:
         return None
     if step.is_launcher:
-        head = f"{step.head}:{step.port}"
-        return Node.parse(step.nodes, step.node, head, arguments.interface)
+        return _node(arguments, step.nodes, step.node, f"{step.head}:{step.port}")
     os.environ.update(step.rank_environment())
     return None
+
+
+def _node(arguments: argparse.Namespace, count: int, number: int, head: str) -> Node:
+    from shardtune.launch.nodes import Node  # which takes seconds, for torch
+
+    return Node.parse(count, number, head, arguments.interface)
 
 
 @contextmanager
@@ -275,11 +277,12 @@ def _company(node: Node | None, job: Job) -> Iterator[Company | None]:
     """The launchers of the other nodes. They hear of us before we open anything: that may take
     long, and they shall know that we are there."""
     from shardtune.job import LocalLaunch
-    from shardtune.launch.nodes import Meeting
 
     if node is None:
         yield None
         return
+    from shardtune.launch.nodes import Meeting
+
     assert isinstance(job.launch, LocalLaunch)
 
     def say(text: str) -> None:

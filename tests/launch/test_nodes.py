@@ -19,7 +19,7 @@ PORT = 29400
 LAUNCHER = """
 import sys
 from pathlib import Path
-from shardtune.cli import _printable
+from shardtune.cli import leave
 from shardtune.errors import ShardtuneError
 from shardtune.launch.local import Policy, run_local
 from shardtune.launch.nodes import Meeting, Node
@@ -34,10 +34,10 @@ try:
         policy=Policy(restarts=restarts), again=lambda halvings: [*command, "again"],
         company=meeting,
     )
-    sys.exit(code)
 except ShardtuneError as error:
     print(f"error: {error}", flush=True)
-    sys.exit(error.exit_code)
+    code = error.exit_code
+leave(code)
 """
 BEGINNING = """
 import os, signal, sys, time
