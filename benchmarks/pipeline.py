@@ -25,7 +25,7 @@ from shardtune.core.pipelining import Kind, Pipelining
 from shardtune.engines.schedules import TimedStage, make_schedule
 from shardtune.engines.stopwatch import Stopwatch
 
-UNIT = 0.05  # seconds of each of the three parts of a rank's work on one micro-batch
+UNIT = 0.1  # seconds of each of the three parts of a rank's work on one micro-batch
 STEPS = 3  # the fastest counts: whatever else the machine does only adds to the waiting
 SCHEDULES: dict[Kind, int] = {
     "layers": 1,
@@ -164,7 +164,7 @@ def main() -> None:
         "clipped by the norm of all stages, so every step begins anew. Stages sleep: "
         f"{UNIT * 1e3:.0f} ms for each of "
         "forward pass, gradients of inputs and gradients of weights. What is measured above the "
-        "formula is torch's and gloo's own time, a few milliseconds for each message.",
+        "formula is torch's and gloo's own time, some 10 ms for each micro-batch.",
     )
 
 

@@ -16,7 +16,7 @@ from shardtune.core.document import KeyPath
 from shardtune.core.machine import Machine
 from shardtune.errors import JobError, Problem
 from shardtune.job import AdamW, Job, LoRA, NoAdapter
-from shardtune.strategies import DeepSpeed
+from shardtune.strategies import FSDP, DeepSpeed, Pipeline
 from shardtune.strategies.deepspeed import ZeRO
 
 
@@ -60,6 +60,20 @@ def _schedule(job: Job) -> str:
     """The order in which the stages of a pipeline work; nothing where there are none."""
     order = job.strategy.layout().pipelining
     return order.kind if order is not None and order.kind != "layers" else ""
+
+
+def _groups(job: Job) -> FSDP:
+    """How FSDP is asked to form groups and stages; as by default under other strategies."""
+    return job.strategy if isinstance(job.strategy, FSDP) else FSDP()
+
+
+def _chunks(job: Job) -> int | None:
+    """Stages of each rank, where somebody has set a number that the order has no use for."""
+    strategy = job.strategy
+    if not isinstance(strategy, FSDP | Pipeline) or strategy.schedule == "interleaved":
+        return None
+    usual = type(strategy).model_fields["chunks"].default
+    return strategy.chunks if strategy.chunks != usual else None
 
 
 def _variant(job: Job) -> str:
@@ -189,6 +203,34 @@ RULES: tuple[Rule, ...] = (
             f"({job.adapter.type}) by itself doesn't train the embedding"
         ),
         "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
+    ),
+    Rule(
+        "hybrid-has-replicas",
+        ("strategy", "sharding"),
+        lambda job: _groups(job).sharding == "hybrid" and _groups(job).replicas is None,
+        lambda job: "hybrid repeats groups of ranks, and nothing says how many there are",
+        "set replicas, best to the number of nodes, or sharding: full",
+    ),
+    Rule(
+        "replicas-are-hybrid",
+        ("strategy", "replicas"),
+        lambda job: _groups(job).sharding == "full" and (_groups(job).replicas or 1) > 1,
+        lambda job: f"sharding: full has one group of ranks, not {_groups(job).replicas}",
+        "set sharding: hybrid, or leave replicas out",
+    ),
+    Rule(
+        "schedule-has-stages",
+        ("strategy", "schedule"),
+        lambda job: _groups(job).schedule != "1f1b" and _groups(job).pipeline == 1,
+        lambda job: f"{_groups(job).schedule} is an order of stages, and pipeline: 1 has but one",
+        "set pipeline to the number of stages, or leave schedule out",
+    ),
+    Rule(
+        "chunks-are-interleaved",
+        ("strategy", "chunks"),
+        lambda job: _chunks(job) is not None,
+        lambda job: f"only interleaved gives each rank a number of stages, here {_chunks(job)}",
+        "set schedule: interleaved, or leave chunks out",
     ),
     Rule(
         "fsdp-has-no-loss-scale",

@@ -160,12 +160,12 @@ class Run:
         """Begins a checkpoint that `resume` goes on from, when an earlier one is through."""
         with self._failing_softly():
             self.saver.wait()
-        self.files.sync_logs()
         job = hashlib.sha256(self.job.model_dump_json().encode()).hexdigest()
         run = self.files.require_run_id()
         identity = Identity(run, progress.step, self.job.strategy.type, job)
         with self._failing_softly():
-            self.saver.save(identity, *self.engine.pieces(), progress.facts())
+            pieces, numbers = self.engine.pieces()
+            self.saver.save(identity, pieces, numbers, progress.facts(), self.files.sync_logs)
 
     def keep_saving(self) -> None:
         """Completes a checkpoint that all ranks have written meanwhile. Call it after each step."""

@@ -128,10 +128,17 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     tokenizer = load.load_tokenizer(job.model)
     load.check_fits_data(config, tokenizer, job.data.sequence_length)
     load.check_weights(job.model, job.adapter, config)
-    require_divisible(config, job.strategy.mesh(int(job.launch.processes)))
+    require_cuttable(job, config)
     stops = load.stop_ids(job.model, tokenizer)
     data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
     return Inputs(tokenizer, stops, data)
+
+
+def require_cuttable(job: Job, config: Any) -> None:
+    """Refuses a model that the strategy can't cut into its stages and slices."""
+    mesh = job.strategy.mesh(int(job.launch.processes))
+    staged = mesh.size_of("pipeline") > 1  # a strategy that is still to be chosen never is
+    require_divisible(config, mesh, job.strategy.layout().pipelining if staged else None)
 
 
 def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:

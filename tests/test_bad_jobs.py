@@ -328,6 +328,13 @@ INPUTS = {
         "model.name", "the tokenizer has 260 tokens, the model embeds 100", "belongs to the model",
         FOLDER, model=with_json("config.json", vocab_size=100),
     ),
+    "more stages than layers": Bad(
+        "strategy", "stages(3) x chunks(4) = 12 > 2 layers", "use at most 2 stages in all",
+        arguments=(
+            "strategy={type: pipeline, stages: 3, schedule: interleaved, chunks: 4}",
+            "launch.processes=3",
+        ),
+    ),
     "sequence longer than the model": Bad(
         "data.sequence_length", "5000 tokens a row, but the model has positions for 4096",
         "at most 4096", arguments=("data.sequence_length=5000",),

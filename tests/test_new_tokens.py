@@ -26,6 +26,7 @@ evaluate: {samples: 0}
 launch: {processes: 2, threads: 1}
 """
 RUNS = {
+    "ddp-lora-bf16": ("strategy.type=ddp", "train.precision=bf16"),
     "fsdp-lora": ("strategy.type=fsdp",),
     "zero3-lora": ("strategy.type=deepspeed", "strategy.zero_optimization.stage=3"),
     "zero3-qlora": (

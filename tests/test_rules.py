@@ -103,6 +103,38 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
         ),
     ),
+    "hybrid-has-replicas": (
+        {"strategy": {"type": "fsdp", "sharding": "hybrid"}},
+        Problem(
+            "strategy.sharding",
+            "hybrid repeats groups of ranks, and nothing says how many there are",
+            "set replicas, best to the number of nodes, or sharding: full",
+        ),
+    ),
+    "replicas-are-hybrid": (
+        {"strategy": {"type": "fsdp", "replicas": 2}, "launch": {"processes": 4}},
+        Problem(
+            "strategy.replicas",
+            "sharding: full has one group of ranks, not 2",
+            "set sharding: hybrid, or leave replicas out",
+        ),
+    ),
+    "schedule-has-stages": (
+        {"strategy": {"type": "fsdp", "schedule": "gpipe"}},
+        Problem(
+            "strategy.schedule",
+            "gpipe is an order of stages, and pipeline: 1 has but one",
+            "set pipeline to the number of stages, or leave schedule out",
+        ),
+    ),
+    "chunks-are-interleaved": (
+        {"strategy": {"type": "pipeline", "stages": 2, "chunks": 4}, "launch": {"processes": 2}},
+        Problem(
+            "strategy.chunks",
+            "only interleaved gives each rank a number of stages, here 4",
+            "set schedule: interleaved, or leave chunks out",
+        ),
+    ),
     "fsdp-has-no-loss-scale": (
         {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
         Problem(

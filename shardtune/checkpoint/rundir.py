@@ -13,13 +13,14 @@ logs/              what the ranks printed
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ class RunDir:
     path: Path
     writes: bool = True
     """False on the ranks that leave the writing to another."""
+    waiting: dict[Path, bytes] = field(default_factory=dict, compare=False, repr=False)
+    """Lines for which there was no room on the disk."""
 
     @property
     def job(self) -> Path:
@@ -216,20 +219,38 @@ class RunDir:
     def log(self, record: Mapping[str, Any]) -> None:
         """Adds a line to the metrics; a crash loses at most the line being written."""
         if self.writes:
-            _append(self.metrics, _finite(record))
+            self._append(self.metrics, _finite(record))
 
     def log_trace(self, record: Mapping[str, Any]) -> None:
         """Adds a line to the trace."""
         if self.writes:
-            _append(self.trace, record)
+            self._append(self.trace, record)
 
     def sync_logs(self) -> None:
-        """Puts the lines on the disk: a checkpoint must not be there without those before it."""
+        """Puts the lines on the disk: a checkpoint must not be there without those before it.
+        OSError if there is no room for them."""
         if self.writes:
             for log in (self.metrics, self.trace):
+                self._flush(log)
                 if log.exists():
                     with log.open("rb") as file:
                         os.fsync(file.fileno())
+
+    def _append(self, log: Path, record: Mapping[str, Any]) -> None:
+        """A disk that is full, maybe only until a checkpoint is through, is no reason to lose a
+        step: its line waits for the next."""
+        line = json.dumps(record) + "\n"
+        self.waiting[log] = self.waiting.get(log, b"") + line.encode()
+        try:
+            self._flush(log)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _flush(self, log: Path) -> None:
+        if log in self.waiting:
+            _add_whole(log, self.waiting[log])
+            del self.waiting[log]
 
     def forget_after(self, step: int) -> None:
         """Drops the lines of steps that a resumed run will take again, and the old report."""
@@ -270,9 +291,16 @@ def _records(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _append(log: Path, record: Mapping[str, Any]) -> None:
-    with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+def _add_whole(log: Path, data: bytes) -> None:
+    """Adds all of it or, where that fails, nothing."""
+    with log.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

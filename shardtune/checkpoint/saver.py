@@ -118,11 +118,20 @@ class Saver:
         pieces: Sequence[Piece],
         numbers: Mapping[str, float],
         progress: Mapping[str, Any],
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to save what `pieces` are now. An earlier save has to be through: see `wait`."""
+        """Begins to save what `pieces` are now. An earlier save has to be through: see `wait`.
+
+        Rank 0 calls `before` first: what must be on the disk when the checkpoint is.
+        """
         assert self._writing is None
         step = identity.step
-        self._on_main(step, lambda: store.begin(self.folder, step))
+
+        def begin() -> None:
+            before()
+            store.begin(self.folder, step)
+
+        self._on_main(step, begin)
         if self.background:
             pieces = self.snapshot.take(pieces)
         facts = _Facts(identity, dict(progress), dict(numbers))

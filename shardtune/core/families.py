@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardtune.core.mesh import Mesh
+from shardtune.core.pipelining import Pipelining
 from shardtune.errors import ModelError, Problem
 
 Slicing = Literal["column", "row", "column_of_three"]
@@ -199,12 +200,23 @@ def require_slices(config: Any, degree: int) -> Family:
     return family
 
 
-def require_divisible(config: Any, mesh: Mesh) -> None:
+def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:
+    """Refuses more stages than layers, with the equation."""
+    stages = pipelining.stages(ranks)
+    if stages > layers:
+        fact = f"stages({ranks}) x chunks({pipelining.chunks}) = {stages} > {layers} layers"
+        fix = f"use at most {layers} stages in all: every one needs a layer"
+        raise ModelError(Problem("strategy", fact, fix))
+
+
+def require_divisible(config: Any, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
     """Refuses a model that the axes of `mesh` can't cut, before any of its weights is read."""
     if mesh.size_of("tensor") > 1:
         require_slices(config, mesh.size_of("tensor"))
-    elif mesh.size_of("pipeline") > 1:
+    if mesh.size_of("pipeline") > 1 and pipelining is not None:
         family_of(config)
+        layers = config.get_text_config().num_hidden_layers
+        require_stages(layers, pipelining, mesh.size_of("pipeline"))
 
 
 def _inner(config: Any) -> int:

@@ -12,17 +12,42 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.engines.tensors import local
 
+MESSAGE = 1 << 26
+"""Numbers of one message, a quarter of a GiB: enough for any link, little beside the gradients."""
 
-def add_up(gradients: Iterable[Tensor], group: dist.ProcessGroup | None, over: int = 1) -> None:
-    """Adds up over the ranks of `group`, in place, in one message; then divides by `over`."""
-    mine = [local(gradient) for gradient in gradients]
-    if mine:
-        flat = torch.cat([gradient.flatten() for gradient in mine])
-        dist.all_reduce(flat, group=group)
-        flat /= over
-        totals = torch.split(flat, [gradient.numel() for gradient in mine])
-        for gradient, total in zip(mine, totals, strict=True):
-            gradient.copy_(total.view_as(gradient))
+
+def add_up(
+    gradients: Iterable[Tensor],
+    group: dist.ProcessGroup | None,
+    over: int = 1,
+    message: int = MESSAGE,
+) -> None:
+    """Adds up over the ranks of `group`, in place, in few messages; then divides by `over`.
+
+    A message is a copy. A larger gradient than one is sent as it is.
+    """
+    waiting: list[Tensor] = []
+    for gradient in map(local, gradients):
+        if waiting and sum(each.numel() for each in waiting) + gradient.numel() > message:
+            _add_up_together(waiting, group, over)
+            waiting = []
+        waiting.append(gradient)
+    if waiting:
+        _add_up_together(waiting, group, over)
+
+
+def _add_up_together(gradients: list[Tensor], group: dist.ProcessGroup | None, over: int) -> None:
+    only = gradients[0]
+    if len(gradients) == 1 and only.is_contiguous():
+        dist.all_reduce(only, group=group)
+        only /= over
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    flat /= over
+    totals = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, total in zip(gradients, totals, strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def square(gradients: Iterable[Tensor], ranks: int) -> Tensor:

@@ -26,7 +26,7 @@ from shardtune.engines.optimizer import make_optimizer, moment_tensors
 from shardtune.engines.shares import pieces_of, place_of, share_from
 from shardtune.engines.slices import Unsliced
 from shardtune.engines.stopwatch import Stopwatch
-from shardtune.engines.tensors import gathered, local, share_of, size_of, whole
+from shardtune.engines.tensors import gathered, let_go, local, share_of, size_of, whole
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -158,6 +158,7 @@ class NativeEngine:
             with self._autocast():
                 sums[:2] += self._judge(batch)
             sums[2] += batch.labels
+        let_go(self.model)
         self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
@@ -212,6 +213,7 @@ class NativeEngine:
         return dealt(tensors, self.world.rank, self.world.size), numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
+        let_go(self.model)
         kept = by_weight(tensors)
         eight_bit = is_8bit(self.optimizer)
         for name, parameter in self.trained.items():
@@ -290,7 +292,8 @@ class NativeEngine:
 
     def _begin(self) -> None:
         self.model.train()
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self.trained.values():  # not the model's, which may be gathered ones
+            parameter.grad = None
 
     def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
         """Forward and backward; returns the summed loss."""

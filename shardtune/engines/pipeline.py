@@ -32,6 +32,7 @@ from shardtune.engines.relay import Relay
 from shardtune.engines.same_shape import Block, alike
 from shardtune.engines.schedules import TimedStage, make_schedule
 from shardtune.engines.stages import Stage
+from shardtune.engines.tensors import let_go
 
 
 class PipelineEngine(NativeEngine):
@@ -215,6 +216,7 @@ class PipelineEngine(NativeEngine):
             for batch in microbatches:
                 self.world.pulse.enter("evaluate")
                 sums += self._through(Block.of(self._here(batch)))
+        let_go(self.model)
         dist.all_reduce(sums, group=self._line)
         self.peers.sum(sums)
         loss, correct, labels = sums.tolist()

@@ -30,7 +30,7 @@ class Relay:
         flowing: torch.dtype,
     ) -> None:
         """`flowing` is what hidden states are in."""
-        self._group, self._rank = group, rank
+        self._group, self._flowing = group, flowing
         self._open = True
         for module in division.absent(anatomy, rank):
             # The module keeps its name and its shapes, so that it can be saved by them.
@@ -53,7 +53,8 @@ class Relay:
         def hook(module: nn.Module, given: Any, found: Tensor) -> Tensor:
             if not self._open:
                 return found
-            found = found.detach().contiguous()
+            # The owner's precision may be another where autocast has a say; all need the same.
+            found = found.detach().to(self._flowing).contiguous()
             dist.broadcast(found, group=self._group, group_src=owner)
             return found
 

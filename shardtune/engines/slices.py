@@ -29,6 +29,9 @@ from shardtune.engines.token_flow import Flow
 from shardtune.engines.vocabulary import Run, join_when_asked, slice_lookup, sliced_loss_sum
 
 CutOf = Callable[[str, Sequence[int]], Cut | None]
+APART = 2_654_435_761
+"""Between the seeds of two ranks. Those of two stages are one apart, and a CPU's generator reads
+32 bits of a seed: no rank may draw what another one draws in another stage."""
 
 
 class Unsliced:
@@ -75,6 +78,8 @@ class Slices(Unsliced):
         _compute_locally(layer, once=_biases_of(layer, rows), ranks=flow.size)
         _before(layer, lambda hidden: flow.scatter(hidden) if first else hidden)
         layer.register_forward_pre_hook(self._note_tokens, with_kwargs=True, prepend=True)
+        if first:
+            layer.register_forward_pre_hook(self._draw_apart)
         for block in (family.attention, family.mlp):
             _before(layer.get_submodule(block), flow.gather)
         for name in rows:
@@ -164,6 +169,13 @@ class Slices(Unsliced):
     def _note_tokens(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Asked anew in every layer: the backward pass may run an earlier micro-batch again."""
         self.flow.tokens = kwargs["position_ids"].shape[-1]
+
+    def _draw_apart(self, layer: nn.Module, args: Any) -> None:
+        """From here on ranks have other tokens, heads and columns: dropout must not drop the same
+        of each. Before, they drop alike what all of them have. Where the layer is computed again
+        the generator is back at the seed that it had, and so draws the same again."""
+        if layer.training:
+            torch.manual_seed((torch.initial_seed() + self.flow.rank * APART) % 2**63)
 
 
 def _whole(name: str, shape: Sequence[int]) -> None:

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.families import Family, family_of
+from shardtune.core.families import Family, family_of, require_stages
 from shardtune.core.pipelining import Pipelining, cut, stage_costs
 from shardtune.core.step import IGNORED
 from shardtune.engines.loss import loss_sum
 from shardtune.engines.slices import Unsliced
-from shardtune.errors import ModelError, Problem
 
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -75,14 +74,9 @@ class Division:
 
     @classmethod
     def of(cls, anatomy: Anatomy, pipelining: Pipelining, ranks: int) -> Division:
-        """Refuses more stages than layers, with the equation."""
-        count, stages = len(anatomy.layers), pipelining.stages(ranks)
-        if stages > count:
-            fact = f"stages({ranks}) x chunks({pipelining.chunks}) = {stages} > {count} layers"
-            fix = f"use at most {count} stages in all: every one needs a layer"
-            raise ModelError(Problem("strategy", fact, fix))
+        require_stages(len(anatomy.layers), pipelining, ranks)
         costs = stage_costs([matrices(layer) for layer in anatomy.layers], matrices(anatomy.head))
-        return cls(cut(costs, stages), pipelining.ranks(ranks))
+        return cls(cut(costs, pipelining.stages(ranks)), pipelining.ranks(ranks))
 
     def mine(self, rank: int) -> list[int]:
         """The stages of a rank."""

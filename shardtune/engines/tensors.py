@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 
@@ -47,3 +48,14 @@ def gathered(share: Tensor, example: Tensor) -> Tensor:
 def share_of(parameter: nn.Parameter) -> nn.Parameter:
     """What this rank holds of a weight, as a plain one; an undivided weight is its own share."""
     return nn.Parameter(local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+
+
+def let_go(model: nn.Module) -> None:
+    """Lets go of weights that FSDP2 has gathered, so that shares are all that there is.
+
+    A backward pass does so; after a forward pass alone they may stay, and the next one would
+    compute with them although their shares have been loaded or updated meanwhile.
+    """
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -52,7 +52,11 @@ class Flow:
         mine = mine.contiguous()
         runs = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(runs, mine, group=self.group)
-        return torch.cat(runs, 1)[:, :tokens].contiguous()
+        whole = torch.cat(runs, 1)
+        if whole.shape[1] == tokens:
+            return whole
+        # No view, not even of one row: FSDP2 warns of layers that return one.
+        return whole[:, :tokens].clone(memory_format=torch.contiguous_format)
 
     def my_sum(self, part: Tensor) -> Tensor:
         runs = self._runs(part)

@@ -22,7 +22,7 @@ from shardtune.launch import INTERRUPTED
 from shardtune.launch.company import Alone, Company
 from shardtune.launch.failure import Failure, of_dead_ranks, of_hung_rank
 from shardtune.launch.group import Group
-from shardtune.launch.policy import Policy, faults, halvings, refuse_restart
+from shardtune.launch.policy import Policy, attempts, faults, halvings, refuse_restart
 from shardtune.launch.process import memory_kills
 from shardtune.launch.watch import Hung, Watcher
 
@@ -50,12 +50,14 @@ def run_local(
     """
     policy, company = policy or Policy(), company or Alone(processes)
     events = Events(logs / (f"events-{company.number}.jsonl" if company.number else "events.jsonl"))
+    earlier = attempts(logs)
     with _heeding_signals() as signals, closing(company):
         while (seat := company.gather(signals.given_up)) is not None:
             failures = company.failures()
             if failures and again is not None:
                 command = again(halvings(failures, policy))
-            group = Group(command, seat, threads, logs / f"attempt-{seat.attempt}")
+            folder = logs / f"attempt-{earlier + seat.attempt}"
+            group = Group(command, seat, threads, folder)
             outcome = _attempt(group, company, policy, signals, events)
             if isinstance(outcome, int):
                 return outcome
@@ -202,6 +204,8 @@ class Events:
         self._write("slow", rank=rank, phase=phase, seconds=own, others=others)
 
     def _write(self, kind: str, **facts: object) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n")
+        line = json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n"
+        with suppress(OSError):  # a full disk must not end a run that could go on
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)

@@ -8,11 +8,12 @@ alone: a model that is built in parts starts as one that is built at once, on ev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import wraps
 from hashlib import sha256
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.job import IA3, Adapter, LoRA, NoAdapter
@@ -49,6 +50,26 @@ def insert(model: nn.Module, adapter: Adapter) -> nn.Module:
         # it stands in the saved configuration: whoever loads the adapter has to split as we do.
         config.init_lora_weights = "pissa"
     return adapted
+
+
+def answer_in(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Lets a model with trained copies of whole modules answer whoever calls it.
+
+    The copies are in fp32, what is around them in `dtype`, and torch multiplies no such pair.
+    While it is trained the engine sees to that; who generates or compares logits wouldn't.
+    """
+    if dtype == torch.float32 or not (isinstance(adapter, LoRA) and adapter.modules_to_save):
+        return
+    causal = adapted.get_base_model()
+    forward = causal.forward
+
+    @wraps(forward)  # transformers looks at the names of its arguments
+    def mixed(*given: Any, **named: Any) -> Any:
+        tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
+        with torch.autocast(next(tensors).device.type, dtype):
+            return forward(*given, **named)
+
+    causal.forward = mixed
 
 
 def check_names(model: nn.Module, adapter: Adapter) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardtune.job import Adapter, ModelSection, TrainSection
-from shardtune.models.adapters import add_adapter
+from shardtune.models.adapters import add_adapter, answer_in
 from shardtune.models.load import DTYPES, held_precision, load_base
 from shardtune.models.parts import (
     Frame,
@@ -41,7 +41,9 @@ class ModelBlueprint:
             compile_layers(model)
         if self._checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return add_adapter(model.to(device), self.adapter, seed=self.train.seed)
+        adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)
+        answer_in(adapted, self.adapter, DTYPES[self.train.precision])
+        return adapted
 
     def in_parts(
         self,

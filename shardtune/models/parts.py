@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter
-from shardtune.models.adapters import initialise, insert
+from shardtune.models.adapters import answer_in, initialise, insert
 from shardtune.models.catalogue import PLACE
 from shardtune.models.load import load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, swap
@@ -89,6 +89,7 @@ class Frame:
         saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
         linears = quantisable(layers, saved) if section.quantization != "none" else set()
         adapted = insert(model, adapter)
+        answer_in(adapted, adapter, compute)
         if section.quantization != "none":
             # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
             swap(adapted, linears, section.quantization, compute)

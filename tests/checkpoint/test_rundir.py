@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +202,33 @@ def test_answers_and_reports_come_back_as_they_were(tmp_path: Path) -> None:
     run.write_report({"finished": True, "loss": 0.25})
     assert run.read_answers() == ["ja\n", "größer", ""]
     assert run.read_report() == {"finished": True, "loss": 0.25}
+
+
+@pytest.mark.parametrize("room", [0, 7])
+def test_a_line_that_finds_no_room_waits_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Also one of which a few bytes were written before the disk was full."""
+    run = RunDir(tmp_path)
+    run.log({"step": 1})
+    with limited_files(run.metrics.stat().st_size + room, monkeypatch):
+        run.log({"step": 2})
+        assert run.metrics.read_text("utf-8") == '{"step": 1}\n'
+        with pytest.raises(OSError, match=r"No space left|too large"):
+            run.sync_logs()  # a checkpoint must not be there without them
+    run.log({"step": 3})
+    run.sync_logs()
+    assert run.metrics.read_text("utf-8") == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+@contextmanager
+def limited_files(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No file can grow beyond `size`; the system's word for that is another, which we translate."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    monkeypatch.setattr(errno, "EDQUOT", errno.EFBIG)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        monkeypatch.undo()

@@ -107,6 +107,7 @@ STAGES: dict[str, tuple[dict[str, Any], int, str]] = {
     "pipeline2-tensor2": (_pipeline(2, "1f1b", tensor=2), 4, "tiny"),
     "fsdp2-pipeline2": ({"type": "fsdp", "pipeline": 2}, 4, "tiny"),
     "pipeline2-tensor2-data2": (_pipeline(2, "1f1b", tensor=2), 8, "tiny"),
+    "fsdp2-pipeline2-tensor2": ({"type": "fsdp", "pipeline": 2, "tensor": 2}, 8, "tiny"),
 }
 """Settings, ranks and the model of strategies that cut it into stages."""
 

@@ -20,9 +20,13 @@ SENT = {"zero3": {"all_gather": 0.2}}
 comes to them by another way than the forward pass did (tied ones, for instance)."""
 
 SWAPPED = 0.01  # vectors are a group of their own, too small to be swapped
-UNHEARD = {"fsdp2-pipeline": {"all_gather": 0.002, "reduce_scatter": 0.002}}
-"""By how much less may be heard. The last stage gathers the final norm by itself: of `tiny` that is
-a message too small to be told from one by which ranks agree on something."""
+UNHEARD = {
+    "fsdp2-pipeline2-tensor2": {"all_gather": 0.002, "reduce_scatter": 0.002, "all_reduce": 0.002},
+    "fsdp2-pipeline": {"all_gather": 0.002, "reduce_scatter": 0.002},
+}
+"""By how much less may be heard. The last stage gathers the final norm by itself, and slices add up
+their shares of a layer's norms: of `tiny` those are messages too small to be told from one by which
+ranks agree on something."""
 
 
 def slack(table: dict[str, dict[str, float]], row: Row, key: str) -> float:

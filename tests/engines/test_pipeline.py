@@ -231,6 +231,19 @@ def test_16_bits_learn(tmp_path: Path) -> None:
         assert one[-1] < 0.98 * one[0]
 
 
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
+def test_an_end_in_fp32_on_a_model_of_16_bits(saved: str, tmp_path: Path) -> None:
+    """Every rank gets what the others found, in one precision, also outside of a step."""
+    write(tmp_path, "llama")
+    adapter = LoRA(rank=4, modules_to_save=(saved,))
+    (expected,) = on_ranks(1, run, Case(str(tmp_path), adapter, precision="bf16"))
+    one, two = on_ranks(2, run, Case(str(tmp_path), adapter, pipeline(), precision="bf16"))
+    np.testing.assert_allclose(one.losses, expected.losses, rtol=1e-3)
+    np.testing.assert_allclose(one.logits, expected.logits, atol=0.05)
+    np.testing.assert_array_equal(one.logits, two.logits)
+    assert one.written == two.written
+
+
 def resume(world: World, case: Case, tensors: Any, numbers: Any) -> tuple[Seen, Any, Any]:
     """Two steps, from a state if there is one; what it looks like then, and the state."""
     with build(world, case) as engine:

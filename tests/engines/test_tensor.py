@@ -250,6 +250,29 @@ def test_bf16_tracks_one_process(folders: dict[str, str]) -> None:
     np.testing.assert_allclose(on_ranks(2, bf16_losses, name, TENSOR)[0], expected, rtol=2e-2)
 
 
+def dropped(world: World, name: str) -> dict[str, list[Any]]:
+    """What dropout drops in a step, of the embedded words and of what attention gives."""
+    found: dict[str, list[Any]] = {"words": [], "attention": []}
+    with engine_for(world, name, TENSOR, checkpointing="full") as engine:
+        model = engine.module().transformer
+        for key, module in (("words", model.drop), ("attention", model.h[0].attn.resid_dropout)):
+            module.register_forward_hook(
+                lambda module, args, out, key=key: found[key].append((out == 0).numpy())
+            )
+        engine.step(next(batches())[1:])  # six tokens, which two ranks divide
+    return found
+
+
+def test_ranks_drop_alike_what_all_have_and_apart_what_each_has(tmp_path: Path) -> None:
+    families.write(tmp_path, "gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    one, two = on_ranks(2, dropped, str(tmp_path))
+    np.testing.assert_array_equal(one["words"], two["words"])
+    for rank in (one, two):  # in the forward pass, and again for the backward pass
+        np.testing.assert_array_equal(*rank["attention"])
+        assert 0.3 < np.mean(rank["attention"]) < 0.7
+    assert np.mean(one["attention"][0] != two["attention"][0]) > 0.3  # half, if drawn apart
+
+
 def refused(world: World, name: str, degree: int) -> str:
     with pytest.raises(ModelError) as error:
         engine_for(world, name, TENSOR | {"degree": degree})

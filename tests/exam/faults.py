@@ -6,6 +6,7 @@ nothing of them: they come in by `inject/sitecustomize.py`, which only the exam'
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.core.pulse import Phase, Pulse
+
+SMALL_DISK = "small"
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,17 @@ def _fail_write(fault: Fault) -> None:
     shards.write_file = failing
 
 
+def _fill_disk(fault: Fault) -> None:
+    """Leaves no byte free on the small disk, or, without `value`, gives them all back."""
+    filler = Path(os.environ["EXAM_FAULTS"]).parent / SMALL_DISK / "filler"
+    if not fault.value:
+        filler.unlink()
+        return
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
 def _engine() -> Any:
     kinds = ("NativeEngine", "DDPEngine")
     return next(each for each in gc.get_objects() if type(each).__name__ in kinds)
@@ -178,6 +192,7 @@ ACTIONS: dict[str, Callable[[Fault], None]] = {
     "raise": _raise,
     "eat memory": _eat_memory,
     "fail write": _fail_write,
+    "fill disk": _fill_disk,
     "scale logits": _scale_logits,
     "spoil gradient": _spoil_gradient,
     "spoil weight": _spoil_weight,

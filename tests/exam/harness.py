@@ -121,7 +121,8 @@ class Lab:
         self, name: str, *changes: str, faults: Sequence[Fault] = (), **settings: Any
     ) -> tuple[subprocess.Popen[str], Plan]:
         # A run that is resumed with the same faults doesn't suffer them twice.
-        plan = Plan(self.path / f"{name}-{hash(tuple(faults)):x}.faults", list(faults))
+        stem = f"{name.replace('/', '-')}-{hash(tuple(faults)):x}"
+        plan = Plan(self.path / f"{stem}.faults", list(faults))
         plan.write()
         command = ["-m", "shardtune", "train", "job.yaml", f"save.directory={name}", *changes]
         process = subprocess.Popen(

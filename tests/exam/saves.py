@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shardtune.checkpoint.store import checkpoint_name
 from shardtune.checkpoint.verify import verify_run
 from shardtune.jobfile import load_job
 from tests.exam.case import Findings
-from tests.exam.faults import Fault
+from tests.exam.faults import SMALL_DISK, Fault
 from tests.exam.harness import Lab
 from tests.exam.kill_in_save import NO_STRACE, Exam, every_call, has_strace, random_moments
 from tests.runs import train_on
@@ -64,6 +65,35 @@ def failing_disk(lab: Lab, found: Findings) -> None:
     good = all(not verdict.faults for verdict in verify_run(RunDir(done.folder)))
     found.expect("every checkpoint is good", good)
     found.show(f"{len(errors)} failed saves told, {len(there)} others good, trace equal")
+
+
+def full_disk(lab: Lab, found: Findings) -> None:
+    """8: a small disk of memory is filled while the run saves, and emptied again."""
+    place = lab.path / SMALL_DISK
+    place.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
+        found.show("a disk of memory may not be mounted here: errors were injected only")
+        return
+    try:
+        filling = Fault("fill disk", 0, 9, "data", value=1)
+        emptying = Fault("fill disk", 0, 15, "data")
+        done = lab.run(f"{SMALL_DISK}/run", faults=[filling, emptying])
+        found.expect("small disk: it ends well", done.code == 0)
+        told = re.findall(r"step-(\d+): can't be written: .*No space left", done.out)
+        found.expect("small disk: failures are told", {9, 13} <= set(map(int, told)))
+        found.expect("small disk: and end when there is room", "000015" not in told)
+        found.expect("small disk: exact", done.trace == lab.whole.trace)
+        steps = [line["step"] for line in done.records("step")]
+        found.expect("small disk: every line is there once", steps == list(range(1, 25)))
+        good = all(not verdict.faults for verdict in verify_run(RunDir(done.folder)))
+        found.expect("small disk: every checkpoint is good", good)
+        found.show(f"{len(told)} saves failed on a full disk of 8 MiB")
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def twice(lab: Lab, found: Findings) -> None:

@@ -52,7 +52,7 @@ ROWS: tuple[Row, ...] = (
     row(5, "P0", "SIGTERM in each phase, 5 s grace", supervision.termination),
     row(6, "P0", "SIGINT once, twice, three times", supervision.interruption),
     row(7, "P0", "launcher killed, terminal closed", supervision.orphans),
-    row(8, "P0", "disk full at a checkpoint", saves.failing_disk,
+    row(8, "P0", "disk full at a checkpoint", saves.full_disk, saves.failing_disk,
         "checkpoint/test_saver.py::test_a_file_that_cannot_grow_fails_the_save_and_the_next_succeeds"),
     row(9, "P1", "disk too small at the start",
         "checkpoint/test_verify.py::test_a_disk_that_is_too_small_is_refused_with_the_numbers"),

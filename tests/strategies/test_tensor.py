@@ -9,6 +9,7 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig
 from shardtune.core.families import FAMILIES, Cut, family_of, require_divisible, require_slices
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
 from shardtune.core.mesh import Mesh
+from shardtune.core.pipelining import Pipelining
 from shardtune.errors import ModelError
 from shardtune.strategies import DDP, FSDP, Tensor
 
@@ -146,3 +147,5 @@ def test_an_unknown_family_is_refused_with_its_name() -> None:
     with pytest.raises(ModelError, match="'bloom'"):
         require_divisible(BloomConfig(), Mesh((("data", 1), ("tensor", 2))))
     require_divisible(BloomConfig(), Mesh((("data", 2),)))
+    with pytest.raises(ModelError, match="'bloom'"):
+        require_divisible(BloomConfig(), Mesh((("pipeline", 2), ("data", 1))), Pipelining("1f1b"))
