@@ -52,7 +52,7 @@ class Host:
 
     def throttle(self, megabits: int) -> None:
         """What leaves this host from now on does so no faster."""
-        shape = f"rate {megabits}mbit burst 64kb latency 100ms".split()
+        shape = f"rate {megabits}mbit burst 256kb latency 100ms".split()
         words = ("qdisc", "replace", "dev", self.interface, "root", "tbf", *shape)
         _run("tc", "-n", self.namespace, *words)
 

@@ -18,7 +18,7 @@ from shardtune.measure.links import Link, receive, send
 from tests.hosts import two_hosts
 from tests.jobs import make_job, write_job
 
-MEGABITS = 200
+MEGABITS = 100
 
 
 def facts(**changes: Any) -> dict[str, Any]:

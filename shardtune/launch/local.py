@@ -22,7 +22,7 @@ from shardtune.launch import INTERRUPTED
 from shardtune.launch.company import Alone, Company
 from shardtune.launch.failure import Failure, of_dead_ranks, of_hung_rank
 from shardtune.launch.group import Group
-from shardtune.launch.policy import Policy, faults, halvings, refuse_restart
+from shardtune.launch.policy import Policy, attempts, faults, halvings, refuse_restart
 from shardtune.launch.process import memory_kills
 from shardtune.launch.watch import Hung, Watcher
 
@@ -50,13 +50,12 @@ def run_local(
     """
     policy, company = policy or Policy(), company or Alone(processes)
     events = Events(logs / (f"events-{company.number}.jsonl" if company.number else "events.jsonl"))
-    earlier = sum(1 for _ in logs.glob("attempt-*"))  # of the run that is resumed
+    earlier = attempts(logs)
     with _heeding_signals() as signals, closing(company):
         while (seat := company.gather(signals.given_up)) is not None:
             failures = company.failures()
             if failures and again is not None:
                 command = again(halvings(failures, policy))
-            # Last words of an earlier attempt, read again, would tell a wrong cause.
             folder = logs / f"attempt-{earlier + seat.attempt}"
             group = Group(command, seat, threads, folder)
             outcome = _attempt(group, company, policy, signals, events)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardtune.errors import Problem
 from shardtune.launch.failure import Failure
@@ -25,6 +26,12 @@ class Policy:
     """Seconds that the ranks have after SIGTERM."""
     halvings: int = 0
     """How often the micro-batch may be halved when memory runs out."""
+
+
+def attempts(logs: Path) -> int:
+    """How many the run has had before it was resumed. Each has a folder of its own: last words of
+    an earlier one, read again, would tell a wrong cause."""
+    return sum(1 for _ in logs.glob("attempt-*"))
 
 
 def halvings(failures: Sequence[Failure], policy: Policy) -> int:

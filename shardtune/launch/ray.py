@@ -33,7 +33,7 @@ from shardtune.errors import LaunchError, Problem
 from shardtune.job import RayLaunch
 from shardtune.launch.failure import Failure
 from shardtune.launch.last_words import ERROR_FILE, read_last_words
-from shardtune.launch.policy import Policy, faults, halvings, refuse_restart
+from shardtune.launch.policy import Policy, attempts, faults, halvings, refuse_restart
 
 _PRINTED = "rank-0.log"
 
@@ -129,8 +129,9 @@ def run_ray(
     the run has come. `logs` has to be seen by all workers, and here.
     """
     failures: list[Failure] = []
+    earlier = attempts(logs)
     while True:
-        folder = logs / f"attempt-{len(failures)}"
+        folder = logs / f"attempt-{earlier + len(failures)}"
         folder.mkdir(parents=True, exist_ok=True)
         given = config | {"logs": str(folder), "halvings": halvings(failures, policy)}
         if failures:
