@@ -19,7 +19,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,10 +177,13 @@ class RunDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuses a second run in the same place; the lock of a process that dies is gone."""
+        """Refuses a second run in the same place; the lock of a process that dies is gone.
+
+        Folders that were made only to be locked are gone in the end, too.
+        """
         import fcntl
 
-        self._make()
+        made = self._make()
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             try:
@@ -191,14 +194,20 @@ class RunDir:
                 raise RunError(Problem(str(self.path), fact, fix)) from None
             yield
         finally:
+            with suppress(OSError):  # something lies in it: it is a run's
+                for folder in made:
+                    folder.rmdir()
             os.close(descriptor)
 
-    def _make(self) -> None:
+    def _make(self) -> list[Path]:
+        """Makes the run's folder; returns what was made, the innermost first."""
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fact = f"the folder can't be made: {error.strerror}"
             raise RunError(Problem(str(self.path), fact, "set save.directory to another")) from None
+        return missing
 
     def _clear(self) -> None:
         """Removes what a run wrote here, if there was one, and nothing else in the folder."""
