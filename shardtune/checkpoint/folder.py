@@ -7,8 +7,8 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
+from shardtune.checkpoint.files import CHUNK, Written, difference
 from shardtune.checkpoint.manifest import FORMAT, NAME, Damaged, sealed, unsealed
-from shardtune.checkpoint.shards import CHUNK, Written, difference
 
 
 def seal_folder(folder: Path) -> None:

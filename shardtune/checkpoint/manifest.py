@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.shards import Written
+from shardtune.checkpoint.files import Written
 from shardtune.core.pieces import Cut
 
 FORMAT = 1

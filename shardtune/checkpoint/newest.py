@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.checkpoint.files import difference
 from shardtune.checkpoint.manifest import NAME, Damaged, Manifest, Newer, read_manifest
 from shardtune.checkpoint.saver import Ranks
-from shardtune.checkpoint.shards import difference
 from shardtune.checkpoint.store import checkpoints
 from shardtune.errors import Problem, RunError
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtune.checkpoint.files import Written
 from shardtune.checkpoint.manifest import (
     StoredPiece,
     StoredTensor,
@@ -15,7 +16,7 @@ from shardtune.checkpoint.manifest import (
     shard_metadata,
     tensor_from,
 )
-from shardtune.checkpoint.shards import DTYPES, Written, write_shard
+from shardtune.checkpoint.shards import DTYPES, write_shard
 from shardtune.core.pieces import Piece
 
 FILE_SIZE = 2 << 30  # bytes of a file at most, unless one tensor is larger

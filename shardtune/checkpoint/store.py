@@ -12,8 +12,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+from shardtune.checkpoint.files import write_file
 from shardtune.checkpoint.manifest import NAME, Manifest, render
-from shardtune.checkpoint.shards import write_file
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 RUBBISH = ".partial"

@@ -112,7 +112,10 @@ def numbered(ranks: Sequence[int]) -> str:
 def _of_words(group: Group, rank: int, words: LastWords) -> Failure:
     beat = group.pulses.read(rank)
     if words.problems:
-        return Failure(words.kind, rank, beat.step, words.problems)
+        # Where ranks judge together, all of them say who is to blame, and any may be the first.
+        named = re.fullmatch(r"rank (\d+)", words.problems[0].place)
+        blamed = int(named[1]) if named else rank
+        return Failure(words.kind, blamed, beat.step, words.problems)
     fix = f"this is a fault of shardtune or of a library; the ranks' own output is in {group.logs}"
     problem = Problem(f"rank {rank}", words.traceback, fix)
     # What fails before the first step does so each time.
