@@ -107,6 +107,10 @@ WRONG = {
     "--versoin": ("shardtune", "required: COMMAND"),
     "train": ("shardtune train", "the following arguments are required: JOB\n"),
     "train job.yaml --overwite": ("shardtune train", "unknown option: --overwite"),
+    "plan job.yaml --cluster 4xA40 --minimize cost": (
+        "shardtune plan",
+        "unknown option: --minimize (did you mean --minimise?)",
+    ),
     "train job.yaml --over": ("shardtune train", "unknown option: --over"),
     "train job.yaml --steps=3": ("shardtune train", "unknown option: --steps=3"),
     "train job.yaml --resume --overwrite": ("shardtune train", "not allowed with argument"),
