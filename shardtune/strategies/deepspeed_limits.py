@@ -43,9 +43,7 @@ def anywhere(zero: ZeRO) -> list[Problem]:
         "reduce_scatter": zero.reduce_scatter is False,
     }
     for key in (key for key, used in others.items() if used and zero.stage > 0):
-        fact = (
-            "all ranks would get what one of them needs: twice the bytes of a reduction"
-        )
+        fact = "all ranks would get what one of them needs: twice the bytes of a reduction"
         refuse(key, fact, "leave it out; each rank is sent its own share")
     for key, section in (("offload_optimizer", optimizer), ("offload_param", param)):
         if section.device == "nvme" and section.nvme_path is None:
