@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,6 +247,16 @@ def slurm(arguments: argparse.Namespace) -> int:
         for name, count in counts.items()
         if count < 1
     ]
+    names = {"--partition": arguments.partition, "--account": arguments.account}
+    wrong += [
+        Problem(option, f"is {name!r}", "give a name without spaces")
+        for option, name in names.items()
+        if name is not None and not re.fullmatch(r"\S+", name)
+    ]
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", arguments.time):
+        wrong.append(
+            Problem("--time", f"is {arguments.time!r}", "write 24:00:00, or 2-00:00:00 for days")
+        )
     if wrong:
         raise JobError(wrong)
     loaded = load_job(arguments.job, arguments.overrides)

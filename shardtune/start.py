@@ -248,8 +248,6 @@ def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> N
 def this_node(arguments: argparse.Namespace) -> Node | None:
     """Which of several nodes this is, as the command line or Slurm says; None on one machine. A
     task of Slurm that is a rank is told so as torchrun would."""
-    from shardtune.launch.nodes import Node
-
     told = {
         "--nodes": arguments.nodes, "--node-rank": arguments.node_rank, "--head": arguments.head
     }  # fmt: skip
@@ -258,16 +256,22 @@ def this_node(arguments: argparse.Namespace) -> Node | None:
         if missing:
             fact = "several nodes need --nodes, --node-rank and --head"
             raise JobError(Problem("command line", fact, f"add {' and '.join(missing)}"))
-        nodes, number = arguments.nodes, arguments.node_rank
-        return Node.parse(nodes, number, arguments.head, arguments.interface)
+        return _node(arguments.nodes, arguments.node_rank, arguments.head, arguments.interface)
     step = None if outside_ranks() is not None else slurm_step(os.environ)
     if step is None:
         return None
     if step.is_launcher:
         head = f"{step.head}:{step.port}"
-        return Node.parse(step.nodes, step.node, head, arguments.interface)
+        return _node(step.nodes, step.node, head, arguments.interface)
     os.environ.update(step.rank_environment())
     return None
+
+
+def _node(nodes: int, number: int, head: str, interface: str | None) -> Node:
+    """Imports torch, for which a mistake in a job of one machine shouldn't wait."""
+    from shardtune.launch.nodes import Node
+
+    return Node.parse(nodes, number, head, interface)
 
 
 @contextmanager

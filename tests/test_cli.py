@@ -316,6 +316,12 @@ def test_commands_about_jobs_import_nothing_heavy(tmp_path: Path) -> None:
     assert imported_by(code) == set()
 
 
+def test_a_mistake_in_a_job_is_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    words = ["train", str(path), "train.stpes=3"]
+    assert imported_by(f"from shardtune.cli import main\nassert main({words!r}) == 2") == set()
+
+
 def test_the_check_sees_what_is_imported() -> None:
     assert imported_by("import shardtune.launch.join") >= {"torch"}
 

@@ -184,3 +184,18 @@ def test_what_fits_is_shown_below_the_room(job: Path, capsys: pytest.CaptureFixt
     sizes = [(each["fits"], each["gpu_gib"]) for each in found["candidates"] if each["gpu_gib"]]
     assert any(fits for fits, _ in sizes)
     assert all((size <= room) == fits for fits, size in sizes)
+
+
+def test_words_that_slurm_would_misread_are_refused(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["slurm", str(job), "--nodes", "1", "--gpus", "8"]
+    assert main([*words, "--time", "bogus", "--partition", "a b", "--account", "a\nrm"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(":")[1].strip() for line in said.err.splitlines() if "error" in line] == [
+        "--partition",
+        "--account",
+        "--time",
+    ]
+    assert main([*words, "--time", "2-00:00:00", "--partition", "large"]) == 0
