@@ -66,7 +66,7 @@ def _row(each: Candidate) -> str:
     speed = found.speed
     took = (f"{speed.step.total:.2f}", f"{speed.tokens_per_second:,.0f}") if each.fits else ("", "")
     return (
-        f"| {each.name} | {took[0]} | {took[1]} | {found.memory.peak / GIB:.1f} / "
+        f"| {each.name} | {took[0]} | {took[1]} | {found.memory.required / GIB:.1f} / "
         f"{found.capacity / GIB:.1f} | {found.work.micro_batch} | "
         f"{'yes' if found.work.checkpointing == 'full' else 'no'} | {each.why} |"
     )
@@ -83,7 +83,7 @@ def compared(rows: dict[str, tuple[Job, str]]) -> list[str]:
         found = _forecast(what, spec)
         seconds = " | ".join(f"{getattr(found.speed.step, part):.2f}" for part in parts)
         lines.append(
-            f"| {name} | {'yes' if found.fits else 'no'} | {found.memory.peak / GIB:.1f} / "
+            f"| {name} | {'yes' if found.fits else 'no'} | {found.memory.required / GIB:.1f} / "
             f"{found.capacity / GIB:.1f} | {seconds} | {found.speed.step.total:.2f} | "
             f"{found.speed.tokens_per_second:,.0f} |"
         )

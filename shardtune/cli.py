@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardtune import __version__
-from shardtune.errors import Problem, ShardtuneError
+from shardtune.errors import Problem, ShardtuneError, did_you_mean
 from shardtune.launch import INTERRUPTED, STARTED_BY_US
 
 _OVERRIDES = "change a value of the job, as train.learning_rate=1e-4"
@@ -77,6 +77,10 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
 
+    @property
+    def options(self) -> list[str]:
+        return list(self._option_string_actions)
+
     def error(self, message: str) -> NoReturn:
         fix = f"`{self.prog} --help` shows what there is, and an example"
         self.exit(2, f"error: {_printable(str(Problem(self.prog, message, fix)))}\n")
@@ -86,7 +90,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes a command's KEY=VALUE words only before its options; people mix them."""
     arguments, rest = _parser().parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
-        arguments.parser.error(f"unknown option: {' '.join(unknown)}")
+        known = did_you_mean(unknown[0], arguments.parser.options)
+        hint = f" (did you mean {known}?)" if known else ""
+        arguments.parser.error(f"unknown option: {' '.join(unknown)}{hint}")
     if rest and not hasattr(arguments, "overrides"):
         arguments.parser.error(f"unknown argument: {' '.join(rest)}")
     if rest:

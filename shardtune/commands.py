@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     from shardtune.forecast import forecast
 
     job, shape, cluster = _given(arguments)
-    found = forecast(_spread(job, cluster), shape, cluster)
+    found = forecast(_spread(job, shape, cluster), shape, cluster)
     summary = found.summary()
     if not found.fits:
         summary["reasons"] += [shortage(found), offer(found.job, shape, cluster)]
@@ -81,14 +83,13 @@ def _dry_run(found: Forecast) -> dict[str, Any]:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Every strategy on one cluster, the best first. Exit code 1 if none fits."""
-    from shardtune.core.document import dump_document
     from shardtune.fit import offer
     from shardtune.search import rank
 
     job, shape, cluster = _given(arguments)
     ranking = rank(job, shape, cluster, arguments.minimise)
     best = ranking.best
-    fix = "" if best else offer(_spread(job, cluster), shape, cluster)
+    fix = "" if best else offer(_spread(job, shape, cluster), shape, cluster)
     if arguments.json:
         print(json.dumps(_summary(ranking, fix), indent=2))
     else:
@@ -101,10 +102,26 @@ def plan(arguments: argparse.Namespace) -> int:
         print(f"nothing fits on {cluster.name}\n    fix: {fix}", file=sys.stderr)
         return 1
     if arguments.write is not None:
-        document = best.found.job.model_dump(mode="json")
-        arguments.write.write_text(dump_document(document), encoding="utf-8")
+        _write(arguments.write, best.found)
         print(f"wrote {arguments.write}: {best.name}", file=sys.stderr)
     return 0
+
+
+def _write(target: Path, found: Forecast) -> None:
+    """The job as a file: there `launch.processes` counts those of one node."""
+    from shardtune.core.document import dump_document
+    from shardtune.errors import JobError, Problem
+    from shardtune.job import LocalLaunch
+
+    job = found.job
+    if isinstance(job.launch, LocalLaunch):
+        launch = job.launch.with_processes(found.cluster.gpus_per_node)
+        job = job.model_copy(update={"launch": launch})
+    try:
+        target.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+    except OSError as error:
+        fact = f"{target} can't be written: {error.strerror}"
+        raise JobError(Problem("--write", fact, "name a file in a folder that is there")) from None
 
 
 def _summary(ranking: Any, fix: str) -> dict[str, Any]:
@@ -118,7 +135,8 @@ def _summary(ranking: Any, fix: str) -> dict[str, Any]:
                 "fits": each.fits,
                 "why": each.why,
                 "step_seconds": each.found.speed.step.total if each.found else None,
-                "gpu_gib": each.found.memory.peak / 2**30 if each.found else None,
+                "gpu_gib": each.found.memory.required / 2**30 if each.found else None,
+                "cost": each.found.cost if each.found else None,
                 "micro_batch": each.found.work.micro_batch if each.found else None,
                 "gradient_checkpointing": each.found.work.checkpointing if each.found else None,
             }
@@ -133,26 +151,34 @@ def _given(arguments: argparse.Namespace) -> tuple[Job, ModelShape, Cluster]:
 
     from shardtune.core.cluster import parse_cluster
     from shardtune.core.machine import Machine
+    from shardtune.errors import JobError, Problem
     from shardtune.jobfile import load_job
     from shardtune.resolve import resolve
     from shardtune.shapes import shape_of
 
     cluster = parse_cluster(arguments.cluster)
     if arguments.price is not None:
+        if not 0 <= arguments.price < math.inf:
+            fact = f"is {arguments.price:g}"
+            raise JobError(Problem("--price", fact, "give what a GPU costs for an hour"))
         cluster = replace(cluster, price_per_gpu_hour=arguments.price)
     loaded = load_job(arguments.job, arguments.overrides)
     machine = Machine(cores=16 * cluster.gpus_per_node, gpus=cluster.gpus)
-    resolved = resolve(loaded.job, machine, cluster.gpus)
+    resolved = resolve(loaded.job, machine, cluster.gpus, nodes=cluster.nodes)
     return resolved.job, shape_of(resolved.job.model), cluster
 
 
-def _spread(job: Job, cluster: Cluster) -> Job:
-    """The job with the strategy that it asks for, or data parallelism while it is to be planned."""
+def _spread(job: Job, shape: ModelShape, cluster: Cluster) -> Job:
+    """The job with the strategy that it asks for; `auto` is the best, or DDP where nothing fits."""
+    from shardtune.search import rank
     from shardtune.strategies import DDP, AutoStrategy
 
-    if isinstance(job.strategy, AutoStrategy):
-        job = job.model_copy(update={"strategy": DDP()})
-    return job
+    if not isinstance(job.strategy, AutoStrategy):
+        return job
+    best = rank(job, shape, cluster).best
+    if best is not None and best.found is not None:
+        return best.found.job
+    return job.model_copy(update={"strategy": DDP()})
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -221,6 +247,16 @@ def slurm(arguments: argparse.Namespace) -> int:
         for name, count in counts.items()
         if count < 1
     ]
+    names = {"--partition": arguments.partition, "--account": arguments.account}
+    wrong += [
+        Problem(option, f"is {name!r}", "give a name without spaces")
+        for option, name in names.items()
+        if name is not None and not re.fullmatch(r"\S+", name)
+    ]
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", arguments.time):
+        wrong.append(
+            Problem("--time", f"is {arguments.time!r}", "write 24:00:00, or 2-00:00:00 for days")
+        )
     if wrong:
         raise JobError(wrong)
     loaded = load_job(arguments.job, arguments.overrides)

@@ -256,20 +256,22 @@ def this_node(arguments: argparse.Namespace) -> Node | None:
         if missing:
             fact = "several nodes need --nodes, --node-rank and --head"
             raise JobError(Problem("command line", fact, f"add {' and '.join(missing)}"))
-        return _node(arguments, arguments.nodes, arguments.node_rank, arguments.head)
+        return _node(arguments.nodes, arguments.node_rank, arguments.head, arguments.interface)
     step = None if outside_ranks() is not None else slurm_step(os.environ)
     if step is None:
         return None
     if step.is_launcher:
-        return _node(arguments, step.nodes, step.node, f"{step.head}:{step.port}")
+        head = f"{step.head}:{step.port}"
+        return _node(step.nodes, step.node, head, arguments.interface)
     os.environ.update(step.rank_environment())
     return None
 
 
-def _node(arguments: argparse.Namespace, count: int, number: int, head: str) -> Node:
-    from shardtune.launch.nodes import Node  # which takes seconds, for torch
+def _node(nodes: int, number: int, head: str, interface: str | None) -> Node:
+    """Imports torch, for which a mistake in a job of one machine shouldn't wait."""
+    from shardtune.launch.nodes import Node
 
-    return Node.parse(count, number, head, arguments.interface)
+    return Node.parse(nodes, number, head, interface)
 
 
 @contextmanager

@@ -107,6 +107,10 @@ WRONG = {
     "--versoin": ("shardtune", "required: COMMAND"),
     "train": ("shardtune train", "the following arguments are required: JOB\n"),
     "train job.yaml --overwite": ("shardtune train", "unknown option: --overwite"),
+    "plan job.yaml --cluster 4xA40 --minimize cost": (
+        "shardtune plan",
+        "unknown option: --minimize (did you mean --minimise?)",
+    ),
     "train job.yaml --over": ("shardtune train", "unknown option: --over"),
     "train job.yaml --steps=3": ("shardtune train", "unknown option: --steps=3"),
     "train job.yaml --resume --overwrite": ("shardtune train", "not allowed with argument"),
@@ -310,6 +314,12 @@ def test_commands_about_jobs_import_nothing_heavy(tmp_path: Path) -> None:
     for words in (["show", str(path)], ["schema"], ["models", "list"]):
         code += f"assert main({words!r}) == 0\n"
     assert imported_by(code) == set()
+
+
+def test_a_mistake_in_a_job_is_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    words = ["train", str(path), "train.stpes=3"]
+    assert imported_by(f"from shardtune.cli import main\nassert main({words!r}) == 2") == set()
 
 
 def test_the_check_sees_what_is_imported() -> None:

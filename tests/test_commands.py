@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardtune.cli import main
+from shardtune.job import LocalLaunch
+from shardtune.jobfile import load_job
 
 JOB = """\
 model:
@@ -120,3 +122,80 @@ def test_what_deepspeed_holds_cannot_be_replayed(
     words = ["estimate", str(job), "--cluster", "8xH100-80GB", "--dry-run"]
     assert main([*words, "strategy.type=deepspeed"]) == 2
     assert "estimate without --dry-run" in capsys.readouterr().err
+
+
+def test_stages_cannot_be_replayed_by_one_rank(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(job), "--cluster", "4xA40", "--dry-run", "model.name=tiny"]
+    assert main([*words, "strategy.type=pipeline", "strategy.stages=2"]) == 2
+    said = capsys.readouterr().err
+    assert "strategy: pipeline(2) x data(2): a stage waits" in said
+    assert "estimate without --dry-run" in said
+
+
+def test_a_written_job_counts_the_processes_of_a_node(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--nodes 2` starts so many on each."""
+    best = tmp_path / "best.yaml"
+    assert main(["plan", str(job), "--cluster", "2x8xH100-80GB", "--write", str(best)]) == 0
+    launch = load_job(best, []).job.launch
+    assert isinstance(launch, LocalLaunch)
+    assert (launch.processes, launch.threads) == (8, 16)
+
+
+def test_a_job_that_cannot_be_written_is_told(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "missing" / "best.yaml"
+    assert main(["plan", str(job), "--cluster", "8xH100-80GB", "--write", str(target)]) == 2
+    assert "can't be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_an_estimate_of_auto_is_one_of_the_best(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All weights of 8 B don't fit beside their moments under plain data parallelism."""
+    assert main(["estimate", str(job), "--cluster", "8xH100-80GB", "strategy=auto", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(job), "--cluster", "8xH100-80GB", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert {key: best[key] for key in found} == found
+
+
+def test_a_ranking_shows_what_it_costs(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(job), "--cluster", "8xH100-80GB"]
+    assert main([*words, "--price", "2", "--json"]) == 0
+    best, *_ = json.loads(capsys.readouterr().out)["candidates"]
+    assert best["cost"] == pytest.approx(best["step_seconds"] * 100 / 3600 * 8 * 2)
+    assert main([*words, "--price", "2"]) == 0
+    assert f"{best['cost']:,.2f}" in capsys.readouterr().out
+    assert main([*words, "--price", "-2"]) == 2
+    assert "--price: is -2" in capsys.readouterr().err
+
+
+def test_what_fits_is_shown_below_the_room(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory that torch keeps and would give back isn't what a job is judged by."""
+    words = ["model.name=llama-3.1-405b", "train.global_batch=1024", "data.sequence_length=8192"]
+    assert main(["plan", str(job), "--cluster", "128x8xH100", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    room = found["best"]["gpu_gib"]["capacity"]
+    sizes = [(each["fits"], each["gpu_gib"]) for each in found["candidates"] if each["gpu_gib"]]
+    assert any(fits for fits, _ in sizes)
+    assert all((size <= room) == fits for fits, size in sizes)
+
+
+def test_words_that_slurm_would_misread_are_refused(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["slurm", str(job), "--nodes", "1", "--gpus", "8"]
+    assert main([*words, "--time", "bogus", "--partition", "a b", "--account", "a\nrm"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(":")[1].strip() for line in said.err.splitlines() if "error" in line] == [
+        "--partition",
+        "--account",
+        "--time",
+    ]
+    assert main([*words, "--time", "2-00:00:00", "--partition", "large"]) == 0

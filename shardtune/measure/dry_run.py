@@ -74,7 +74,11 @@ def dry_run(
         fact = "DeepSpeed manages memory of its own, which fake tensors can't stand in for"
         fix = "estimate without --dry-run; or set strategy.type: fsdp, which divides as stage 3"
         raise JobError(Problem("strategy.type", fact, fix))
-    strategy.mesh(ranks).require(ranks)
+    mesh = strategy.mesh(ranks)
+    mesh.require(ranks)
+    if mesh.size_of("pipeline") > 1:
+        fact = f"{mesh}: a stage waits for what others send, and here there is one rank"
+        raise JobError(Problem("strategy", fact, "estimate without --dry-run"))
     batches = [micro_batch(rows, length, packed=packed)] * min(microbatches, 2)
     world = World(0, ranks, 0, "cuda" if torch.cuda.is_available() else "cpu")
     try:

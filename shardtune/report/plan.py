@@ -16,7 +16,7 @@ from shardtune.forecast import GIB, Forecast
 from shardtune.report.terminal import duration
 from shardtune.search import Ranking
 
-BAR = 40  # letters that a full GPU is wide
+BAR = 40  # letters that a full GPU is wide, or all that is needed where that is more
 
 
 def print_forecast(found: Forecast, console: Console) -> None:
@@ -49,7 +49,7 @@ def print_dry_run(seen: Mapping[str, Any], console: Console) -> None:
 
 
 def _verdict(found: Forecast) -> Text:
-    peak, room = found.memory.peak / GIB, found.capacity / GIB
+    needed, room = found.memory.required / GIB, found.capacity / GIB
     words = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
     moment = {
         "forward": "at the end of the forward pass",
@@ -60,8 +60,8 @@ def _verdict(found: Forecast) -> Text:
     }[found.memory.moment]
     return Text.assemble(
         words,
-        f": {peak:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
-        (f"   {found.job.strategy.type}, {_mesh(found)}", "dim"),
+        f": {needed:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
+        (f"\n{found.job.strategy.type}, {_mesh(found)}", "dim"),
     )
 
 
@@ -78,7 +78,7 @@ def _memory(found: Forecast) -> Table:
     sizes: dict[str, float] = dict(memory.gpu.items())
     sizes["overhead"] = memory.overhead
     for name, size in sizes.items():
-        bar = "█" * min(2 * BAR, round(BAR * size / found.capacity))
+        bar = "█" * round(BAR * size / max(found.capacity, memory.required))
         table.add_row(name, f"{size / GIB:.2f}", bar)
     table.add_row("main memory of a node", f"{found.host / GIB:.2f}", "")
     if memory.nvme:
@@ -136,21 +136,24 @@ def _traffic(found: Forecast) -> Table:
 def print_ranking(ranking: Ranking, console: Console) -> None:
     """The best first; of every other, why it isn't."""
     table = Table(box=box.SIMPLE)
-    for heading in ("strategy", "step", "tokens/s", "GPU, GiB", "micro-batch", "recompute"):
+    priced = any(each.found and each.found.cost is not None for each in ranking.candidates)
+    headings = ["strategy", "step", "tokens/s", "GPU, GiB", "micro-batch", "recompute"]
+    for heading in headings + ["cost"] * priced:
         words = heading in ("strategy", "recompute")
         table.add_column(heading, justify="left" if words else "right")
     for each in ranking.candidates:
         found = each.found
         if found is None:
             continue
-        speed = found.speed
+        speed, cost = found.speed, found.cost
         table.add_row(
             each.name,
             f"{speed.step.total:.2f} s" if each.fits else "",
             f"{speed.tokens_per_second:,.0f}" if each.fits else "",
-            f"{found.memory.peak / GIB:.1f} / {found.capacity / GIB:.0f}",
+            f"{found.memory.required / GIB:.1f} / {found.capacity / GIB:.0f}",
             str(found.work.micro_batch),
             "yes" if found.work.checkpointing == "full" else "no",
+            *([f"{cost:,.2f}" if each.fits else ""] if cost is not None else []),
             style="" if each.fits else "dim",
         )
     console.print(table)
