@@ -63,7 +63,7 @@ QUICK = {
     "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
 }
-SLOW = {
+LONG = {
     "all, fsdp hybrid on 4": job(
         SMALL, 2, 2048, ranks=4, strategy={"type": "fsdp", "sharding": "hybrid", "replicas": 2}
     ),
@@ -99,11 +99,11 @@ SLOW = {
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
+    "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)]
 )
 def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
     """Within 3 %, which issue 4 asks for; most are within half a percent."""
-    what = (QUICK | SLOW)[name]
+    what = (QUICK | LONG)[name]
     if what.model.quantization != "none":
         pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     ranks = int(what.launch.processes)
