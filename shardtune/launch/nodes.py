@@ -63,8 +63,8 @@ class Node:
         if problems:
             raise JobError(problems)
         address = address_of(host)
-        if address == LOOPBACK and number > 0:
-            fact = f"{host} is this node itself"
+        if address == LOOPBACK and count > 1:
+            fact = f"{host} is this node itself" if number else f"no other node reaches {host}"
             raise JobError(Problem("--head", fact, "name node 0 by an address that others reach"))
         own = address if number == 0 else own_address(address)
         return Node(count, number, address, int(port), interface or interface_of(own))

@@ -227,6 +227,7 @@ def test_nodes_with_different_jobs_do_not_begin(place: Place) -> None:
         ((2, 0, "10.0.0.1"), "'10.0.0.1' is not HOST:PORT"),
         ((2, 0, "10.0.0.1:x"), "is not HOST:PORT"),
         ((2, 1, "127.0.0.1:80"), "127.0.0.1 is this node itself"),
+        ((2, 0, "127.0.0.1:80"), "no other node reaches 127.0.0.1"),
         ((2, 0, "127.0.0.1:80", "nowhere"), "there is no interface 'nowhere'"),
     ],
 )
