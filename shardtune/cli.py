@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import threading
@@ -24,6 +25,8 @@ _OVERRIDES = "change a value of the job, as train.learning_rate=1e-4"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     arguments = _parse(argv)
+    # When peft imports it, it tells everyone to fetch a kernel from a hub: once a process.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return int(arguments.run(arguments))
     except ShardtuneError as error:

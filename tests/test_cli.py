@@ -331,3 +331,10 @@ def test_the_import_contracts_are_kept() -> None:
     done = subprocess.run([str(linter)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert re.search(r"[1-9]\d* kept, 0 broken", done.stdout)
+
+
+def test_a_library_that_advises_everyone_is_quiet() -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    code = "from shardtune.cli import main; main(['models', 'list']); import bitsandbytes"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
