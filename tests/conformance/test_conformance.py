@@ -34,9 +34,14 @@ def slack(table: dict[str, dict[str, float]], row: Row, key: str) -> float:
 
 
 def marked(rows: list[Row]) -> list[Any]:
-    return [
-        pytest.param(row, id=row.id, marks=[pytest.mark.build] if row.build else []) for row in rows
-    ]
+    return [pytest.param(row, id=row.id, marks=marks(row)) for row in rows]
+
+
+def marks(row: Row) -> list[pytest.MarkDecorator]:
+    """Rows of four ranks take longest: with all weights and LoRA the gate has enough of them."""
+    if row.build:
+        return [pytest.mark.build]
+    return [pytest.mark.long] if row.ranks == 4 and row.adapter == "ia3" else []
 
 
 @pytest.mark.parametrize("row", marked([row for row in ROWS if row.refused]))

@@ -58,7 +58,10 @@ def test_a_run_that_is_killed_stopped_and_poisoned_ends_as_one_that_is_not(lab: 
     assert done.trace == whole.trace
 
 
-@pytest.mark.parametrize("check", [artefacts.forbidden_calls, artefacts.two_jobs])
+@pytest.mark.parametrize(
+    "check",
+    [artefacts.forbidden_calls, pytest.param(artefacts.two_jobs, marks=pytest.mark.long)],
+)
 def test_case(check, lab: Lab) -> None:  # type: ignore[no-untyped-def]
     found = Findings()
     check(lab, found)
