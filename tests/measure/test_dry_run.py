@@ -133,6 +133,7 @@ SPREAD = {
     "offload": FSDP(offload="cpu"),
 }
 SPREAD_CASES = [("fsdp", case) for case in ("full", "lora", "dora-saved", "qlora")]
+BLOCK = 512  # bytes
 SPREAD_CASES += [("ddp", "full"), ("fsdp-kept", "lora"), ("hybrid", "full"), ("offload", "lora")]
 
 
@@ -143,8 +144,13 @@ def test_four_ranks_hold_and_take_what_the_dry_run_says(name: str, case: str) ->
     expected: DryRun = on_ranks(4, real, SPREAD[name], case, "none", loss)[0]
     found = dry(SPREAD[name], 4, case, loss=loss)
     assert found.held == expected.held
-    assert found.classes == expected.classes
-    assert (found.peak, found.moment) == (expected.peak, expected.moment)
+    # At the peak one number more or less may be alive, which takes a block of the allocator.
+    apart = {key: abs(found.classes[key] - size) for key, size in expected.classes.items()}
+    assert found.classes.keys() == expected.classes.keys()
+    assert apart.pop("buffers", 0) <= BLOCK
+    assert set(apart.values()) <= {0}
+    assert abs(found.peak - expected.peak) <= BLOCK
+    assert found.moment == expected.moment
 
 
 @pytest.mark.slow
