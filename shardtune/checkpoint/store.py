@@ -6,7 +6,6 @@ rename, which happens or doesn't. Everything else begins with a dot and is rubbi
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from shardtune.checkpoint.files import write_file
 from shardtune.checkpoint.manifest import NAME, Manifest, render
+from shardtune.core.cache import sync
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 RUBBISH = ".partial"
@@ -68,14 +68,14 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     """
     partial = begun(folder, manifest.step)
     write_file(partial / NAME, [memoryview(render(manifest).encode())])
-    _sync(partial)
+    sync(partial)
     target = folder / checkpoint_name(manifest.step)
     before = folder / f".{target.name}{REPLACED}"
     if target.exists():  # the same step, saved again: a crash between the renames is mended later
         _remove(before)
         target.rename(before)
     partial.rename(target)
-    _sync(folder)
+    sync(folder)
     _remove(before)
     return target
 
@@ -90,7 +90,7 @@ def set_aside(checkpoint: Path) -> Path:
     target = checkpoint.with_name(checkpoint.name + ASIDE)
     _remove(target)
     checkpoint.rename(target)
-    _sync(checkpoint.parent)
+    sync(checkpoint.parent)
     return target
 
 
@@ -110,11 +110,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

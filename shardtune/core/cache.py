@@ -65,7 +65,7 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(partial.with_suffix(".old.partial"), ignore_errors=True)
@@ -83,11 +83,11 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Put a file's bytes, or a folder's list of names, on the disk before anybody relies on it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
