@@ -8,11 +8,15 @@ from typing import Literal
 
 from shardtune.core.schedule import Schedule
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8-base"]
+"""`fp8-base` is bf16, but for products with frozen weights."""
 Bits = Literal[32, 8]
 BLOCK = 256
 """Numbers of an 8-bit moment that share a scale."""
 Loss = Literal["plain", "fused"]
+Recompute = Literal["none", "mlp", "most", "full"]
+"""What a layer computes twice: small operations only, also the wide products of its MLP, all but
+attention, or all."""
 
 
 @dataclass(frozen=True)

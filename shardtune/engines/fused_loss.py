@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardtune.core.step import IGNORED
+from shardtune.engines.score import available, score_in_place
 
 PIECE = 1 << 28  # logits of one piece: large enough for a matrix unit, half a GiB in 16 bits
 
@@ -112,7 +113,7 @@ class _LinearLoss(torch.autograd.Function):
             to_bias = None
             if bias is not None and for_bias:
                 to_bias = torch.zeros_like(bias, dtype=torch.float32)
-            score = _compiled() if device == "cuda" else _in_one
+            score = _score_on(device)
             for piece in _pieces(len(hidden), weight.shape[0]):
                 rows = hidden[piece].to(compute)
                 logits = functional.linear(rows, matrix, offset)
@@ -120,7 +121,7 @@ class _LinearLoss(torch.autograd.Function):
                 total += loss
                 to_hidden[piece] = gradient @ matrix
                 if to_weight is not None:
-                    to_weight += gradient.T @ rows
+                    _add_product(to_weight, gradient.T, rows)
                 if to_bias is not None:
                     to_bias += gradient.sum(0)
         ctx.save_for_backward(to_hidden, to_weight, to_bias)
@@ -158,12 +159,22 @@ def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Two passes over the logits instead of ten."""
-    return torch.compile(_score, dynamic=True)
+def _score_on(device: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    if device == "cuda":
+        return score_in_place if available() else torch.compile(_score, dynamic=True)
+    return _in_one
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds in fp32 what is multiplied in 16 bits; on a GPU inside the matrix unit."""
+    if total.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:
-    size = max(256, PIECE // vocabulary)
+    """A multiple of 256 rows at a time: a matrix unit is slower with others."""
+    size = max(256, PIECE // vocabulary // 256 * 256)
     for begin in range(0, rows, size):
         yield slice(begin, begin + size)

@@ -28,7 +28,12 @@ from shardtune.engines.slices import Unsliced
 from shardtune.engines.stopwatch import Stopwatch
 from shardtune.engines.tensors import gathered, let_go, local, share_of, size_of, whole
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8-base": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)

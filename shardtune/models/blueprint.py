@@ -15,9 +15,11 @@ from shardtune.models.parts import (
     Frame,
     Names,
     build_in_parts,
-    compile_layers,
+    decoder_layers,
     without_memory,
 )
+from shardtune.models.quantise import stored_as
+from shardtune.models.speed import Speed, hasten
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,14 @@ class ModelBlueprint:
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`. Weights to be quantised are never whole in 16 bits."""
-        if self.section.quantization != "none":
+        if stored_as(self.section, self.train.precision) != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
-        if self._compiled:
-            compile_layers(model)
-        if self._checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        speed = Speed.of(self.train)
+        layers = decoder_layers(model) if speed != Speed() else []
         adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)
         answer_in(adapted, self.adapter, DTYPES[self.train.precision])
+        hasten(adapted, model, layers, self.adapter, speed)
         return adapted
 
     def in_parts(
@@ -55,22 +56,13 @@ class ModelBlueprint:
         return build_in_parts(
             self.section,
             self.adapter,
-            compute=DTYPES[self.train.precision],
+            precision=self.train.precision,
             seed=self.train.seed,
-            checkpointing=self._checkpointing,
-            compiled=self._compiled,
+            speed=Speed.of(self.train),
             device=device,
             divide=divide,
             left_out=left_out,
         )
-
-    @property
-    def _compiled(self) -> bool:
-        return self.train.kernels == "compiled"
-
-    @property
-    def _checkpointing(self) -> bool:
-        return self.train.gradient_checkpointing == "full"
 
 
 @dataclass(frozen=True)
@@ -91,10 +83,10 @@ class EmptyBlueprint:
 
         compute = DTYPES[train.precision]
         model = without_memory(config, section, compute)
-        checkpointing = train.gradient_checkpointing == "full"
         names = Names.nothing(model)
+        speed = Speed.of(train)
         return cls(
-            Frame.of(model, names, section, adapter, compute=compute, checkpointing=checkpointing)
+            Frame.of(model, names, section, adapter, precision=train.precision, speed=speed)
         )
 
     def whole(self, device: str) -> nn.Module:

@@ -24,7 +24,13 @@ _FIX = (
     "safetensors weights, or a hub id that this machine can reach"
 )
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8-base": torch.bfloat16,
+}
+"""What a computation is in, of the parts that aren't stored otherwise."""
 
 
 def load_config(section: ModelSection) -> Any:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter
 from shardtune.models.adapters import answer_in, initialise, insert
 from shardtune.models.catalogue import PLACE
-from shardtune.models.load import load_config, load_generation_config
-from shardtune.models.quantise import QuantisedLinear, quantisable, swap
+from shardtune.models.load import DTYPES, load_config, load_generation_config
+from shardtune.models.quantise import QuantisedLinear, quantisable, stored_as, swap
+from shardtune.models.speed import Speed, hasten
 from shardtune.models.tokens import ends, grown
 from shardtune.models.weights import NoFiles, WeightFiles
 
@@ -37,24 +39,21 @@ def build_in_parts(
     section: ModelSection,
     adapter: Adapter | None,
     *,
-    compute: torch.dtype,
+    precision: Precision,
     seed: int,
-    checkpointing: bool,
-    compiled: bool,
+    speed: Speed,
     device: str,
     divide: Divide,
     left_out: LeftOut | None = None,
 ) -> nn.Module:
-    """The adapted model. Frozen weights are held in `compute`, trained ones in fp32.
+    """The adapted model. Frozen weights are held in `precision`, trained ones in fp32.
 
     Without an adapter (not even the one that trains all weights) the model is frozen. What
     `left_out` names, of the adapted skeleton, stays without memory.
     """
-    model = skeleton(section, compute)
-    if compiled:
-        compile_layers(model)
+    model = skeleton(section, DTYPES[precision])
     names = Names.of(model, WeightFiles.find(section), section)
-    frame = Frame.of(model, names, section, adapter, compute=compute, checkpointing=checkpointing)
+    frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
     return frame.fill(device, divide, seed=seed, left_out=left_out)
 
 
@@ -76,23 +75,23 @@ class Frame:
         section: ModelSection,
         adapter: Adapter | None,
         *,
-        compute: torch.dtype,
-        checkpointing: bool,
+        precision: Precision,
+        speed: Speed,
     ) -> Frame:
         """Puts adapters and quantised layers into a skeleton."""
         if adapter is None:
             model.requires_grad_(False)
             adapter = NoAdapter()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        compute, kind = DTYPES[precision], stored_as(section, precision)
         layers = decoder_layers(model)
         saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
-        linears = quantisable(layers, saved) if section.quantization != "none" else set()
+        linears = quantisable(layers, saved) if kind != "none" else set()
         adapted = insert(model, adapter)
         answer_in(adapted, adapter, compute)
-        if section.quantization != "none":
+        if kind != "none":
             # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
-            swap(adapted, linears, section.quantization, compute)
+            swap(adapted, linears, kind, compute)
+        hasten(adapted, model, layers, adapter, speed)
         return cls(adapted, tuple(layers), names, adapter, compute)
 
     def fill(
@@ -166,12 +165,6 @@ def decoder_layers(model: Any) -> list[nn.Module]:
         fix = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
         raise ModelError(Problem(PLACE, fact, fix))
     return layers
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Each layer is compiled when it first runs; layers that are alike share the result."""
-    for layer in decoder_layers(model):
-        layer.compile()
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
+from shardtune.job import ModelSection
 
 PLACE = "model.quantization"
-Quantised = Literal["nf4", "int8"]
+Quantised = Literal["nf4", "int8", "fp8"]
+
+
+def stored_as(section: ModelSection, precision: Precision) -> Literal["none"] | Quantised:
+    """How frozen weights of linear layers are held, where it isn't as the computation is."""
+    return "fp8" if precision == "fp8-base" else section.quantization
 
 
 def quantisable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Module]:
@@ -40,7 +47,9 @@ def quantisable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Modul
 
 def swap(model: nn.Module, chosen: set[nn.Module], kind: Quantised, compute: torch.dtype) -> None:
     """Puts an empty quantised layer in the place of each one that was chosen."""
-    make = NF4Linear if kind == "nf4" else Int8Linear
+    from shardtune.models.fp8 import FP8Linear  # it builds on this file
+
+    make = {"nf4": NF4Linear, "int8": Int8Linear, "fp8": FP8Linear}[kind]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in chosen:
@@ -147,6 +156,16 @@ class Int8Linear(QuantisedLinear):
 
     def dequantize_after(self, gradient: Tensor) -> Tensor:
         return _after(self.weight, gradient).to(self.compute) * self.scale.to(self.compute)
+
+
+def restored(layer: nn.Linear) -> Tensor:
+    """The weights of a frozen layer as they are multiplied."""
+    return layer.dequantize() if isinstance(layer, QuantisedLinear) else layer.weight
+
+
+def restored_after(layer: nn.Linear, gradient: Tensor) -> Tensor:
+    """The same once more, for the backward pass: see `QuantisedLinear.dequantize_after`."""
+    return layer.dequantize_after(gradient) if isinstance(layer, QuantisedLinear) else layer.weight
 
 
 class _Product(torch.autograd.Function):

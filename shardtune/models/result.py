@@ -7,8 +7,10 @@ from typing import Any
 
 from shardtune.core.setup import Precision
 from shardtune.job import ModelSection
-from shardtune.models.load import DTYPES, explaining, load_base
+from shardtune.models.load import explaining, load_base
 from shardtune.models.parts import build_in_parts
+from shardtune.models.quantise import stored_as
+from shardtune.models.speed import Speed
 
 _FIX = "write it again: shardtune train RUN/job.yaml --resume"
 
@@ -39,15 +41,14 @@ def unquantised(section: ModelSection) -> ModelSection:
 
 
 def _base(section: ModelSection, precision: Precision) -> Any:
-    if section.quantization == "none":
+    if stored_as(section, precision) == "none":
         return load_base(section, precision)
     return build_in_parts(
         section,
         None,
-        compute=DTYPES[precision],
+        precision=precision,
         seed=0,  # nothing is drawn
-        checkpointing=False,
-        compiled=False,
+        speed=Speed(),
         device="cpu",
         divide=lambda part: None,
     )

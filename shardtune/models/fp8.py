@@ -1,0 +1,237 @@
+"""Frozen weights in 8-bit floating point, multiplied as such: Hopper's matrix unit does twice the
+work a second that it does in bf16.
+
+Each row of activations, of incoming gradients and of weights has a scale of its own (e4m3: three
+bits behind the point, so a number is off by 3 % of itself at most, by chance in either direction).
+The backward pass multiplies with the transposed weights, whose rows are others: a layer holds its
+weights twice, one byte each, as much as once in bf16. Adapters and everything that is trained stay
+in bf16 and fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.models.products import in_fp32
+from shardtune.models.quantise import QuantisedLinear
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+
+
+class FP8Linear(QuantisedLinear):
+    """A frozen layer; or several that have one input, side by side, with one scale for what they
+    share. Each of those then has its rows in the joint layer, and no weights of its own.
+
+    `weight` is what the forward pass multiplies with, `back` its transpose with scales of its own.
+    """
+
+    def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
+        super().__init__(linear, compute)
+        for name in ("scale", "back", "back_scale"):
+            self.register_parameter(name, None)
+        self.home: tuple[JointFP8, ...] = ()
+        self.begin = 0
+
+    def quantise(self, weight: Tensor) -> None:
+        if self.home:
+            self.weight = None  # type: ignore[assignment]
+            self.home[0].take(self, weight)
+            return
+        forward, backward = by_row(weight), by_row(weight.t().contiguous())
+        for name, value in zip(
+            ("weight", "scale", "back", "back_scale"), (*forward, *backward), strict=True
+        ):
+            setattr(self, name, nn.Parameter(value, requires_grad=False))
+
+    def dequantize(self) -> Tensor:
+        weight, scale = self.forwards()
+        return (weight.float() * scale).to(self.compute)
+
+    def forwards(self) -> tuple[Tensor, Tensor]:
+        """What the forward pass multiplies with."""
+        if not self.home:
+            return self.weight, self.scale
+        rows = slice(self.begin, self.begin + self.out_features)
+        return self.home[0].weight[rows], self.home[0].scale[rows]
+
+    def backwards(self) -> tuple[Tensor, Tensor]:
+        """What the backward pass multiplies with."""
+        if not self.home:
+            return self.back, self.back_scale
+        columns = slice(self.begin, self.begin + self.out_features)
+        return self.home[0].back[:, columns].contiguous(), self.home[0].back_scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        flat = input.reshape(-1, input.shape[-1]).to(self.compute)
+        y: Tensor = Product8.apply(flat, self)  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            y = y + self.bias
+        return y.view(*input.shape[:-1], y.shape[-1]).to(input.dtype)
+
+
+class JointFP8(FP8Linear):
+    """Layers that have one input, as one."""
+
+    def __init__(self, members: Sequence[FP8Linear]) -> None:
+        first = members[0]
+        width = sum(member.out_features for member in members)
+        together = nn.Linear(first.in_features, width, bias=False, device="meta")
+        super().__init__(together, first.compute)
+        self._waiting: dict[int, Tensor] = {}
+        self._count = len(members)
+        begin = 0
+        for member in members:
+            member.home, member.begin = (self,), begin
+            begin += member.out_features
+
+    def take(self, member: FP8Linear, weight: Tensor) -> None:
+        """Waits for the weights of all members: what they share has one scale."""
+        self._waiting[member.begin] = weight
+        if len(self._waiting) == self._count:
+            self.quantise(torch.cat([self._waiting[begin] for begin in sorted(self._waiting)]))
+            self._waiting.clear()
+
+
+class Product8(torch.autograd.Function):
+    """Input times 8-bit weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FP8Linear) -> Tensor:
+        ctx.layer = layer
+        return scaled_product(*by_row(x), *layer.forwards(), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return scaled_product(*by_row(gradient), *ctx.layer.backwards(), gradient.dtype), None
+
+
+class Adapted8(torch.autograd.Function):
+    """The same with LoRA beside it: see `products.Adapted`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: FP8Linear) -> Tensor:
+        first, second = down.to(x.dtype), up.to(x.dtype)
+        y, narrow = adapted8(x, *by_row(x), layer.weight, layer.scale, first, second)
+        ctx.save_for_backward(x, narrow, first, second)
+        ctx.layer = layer
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, narrow, down, up = ctx.saved_tensors
+        gradient, layer = gradients[0].contiguous(), ctx.layer
+        wanted = ctx.needs_input_grad[0]
+        small = by_row(gradient) if wanted else ()
+        to_x, to_down, to_up = adapted8_back(
+            gradient, list(small), x, narrow, layer.back, layer.back_scale, down, up
+        )
+        return to_x if wanted else None, to_down, to_up, None
+
+
+def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit numbers, and the scale of each row. Left to the compiler, which does it where `x` is
+    made."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+@torch.library.custom_op("shardtune::scaled_product", mutates_args=())
+def scaled_product(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return _multiply(x, x_scale, weight, scale, dtype)
+
+
+@scaled_product.register_fake
+def _(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(len(x), len(weight), dtype=dtype)
+
+
+@torch.library.custom_op("shardtune::adapted8", mutates_args=())
+def adapted8(
+    x: Tensor,
+    small: Tensor,
+    small_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    down: Tensor,
+    up: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The product, and what is between `down` and `up`."""
+    narrow = x @ down.t()
+    y = _multiply(small, small_scale, weight, scale, x.dtype)
+    return y.addmm_(narrow, up.t()), narrow
+
+
+@adapted8.register_fake
+def _(
+    x: Tensor,
+    small: Tensor,
+    small_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    down: Tensor,
+    up: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), len(up)), x.new_empty(len(x), len(down))
+
+
+@torch.library.custom_op("shardtune::adapted8_back", mutates_args=())
+def adapted8_back(
+    gradient: Tensor,
+    small: Sequence[Tensor],
+    x: Tensor,
+    narrow: Tensor,
+    back: Tensor,
+    back_scale: Tensor,
+    down: Tensor,
+    up: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `x` (none if `small` is empty: nobody asks for it), `down` and `up`."""
+    to_narrow = gradient @ up
+    to_x = gradient.new_empty(0)
+    if small:
+        to_x = _multiply(small[0], small[1], back, back_scale, gradient.dtype)
+        to_x.addmm_(to_narrow, down)
+    return to_x, in_fp32(to_narrow.t(), x), in_fp32(gradient.t(), narrow)
+
+
+@adapted8_back.register_fake
+def _(
+    gradient: Tensor,
+    small: Sequence[Tensor],
+    x: Tensor,
+    narrow: Tensor,
+    back: Tensor,
+    back_scale: Tensor,
+    down: Tensor,
+    up: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    to_x = torch.empty_like(x) if small else gradient.new_empty(0)
+    to_down, to_up = (torch.empty_like(each, dtype=torch.float32) for each in (down, up))
+    return to_x, to_down, to_up
+
+
+def _multiply(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`x @ weight.T`, both with a scale for each row."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9):
+        return torch._scaled_mm(
+            x,
+            weight.t(),
+            scale_a=x_scale,
+            scale_b=scale.t(),
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+    # The same numbers, multiplied as wider ones.
+    product = (x.to(dtype) @ weight.to(dtype).t()).float()
+    return (product * x_scale * scale.t()).to(dtype)

@@ -1,0 +1,104 @@
+"""What a layer keeps for its backward pass, and what it computes once more.
+
+Not all or nothing: a layer is run inside torch's selective checkpointing, and a rule says of each
+operation whether its result is kept. Small operations are cheap to repeat and their results as
+large as any other, so those are never kept; what differs is which products are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from shardtune.core.setup import Recompute
+
+WIDE = 2
+"""A product whose result is this many times wider than what goes in takes more memory than it is
+worth: in a decoder that is what comes before an MLP's activation, two thirds of all that is kept
+for a third of the work."""
+KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+Rule = Callable[..., CheckpointPolicy]
+
+
+def recompute(layer: nn.Module, what: Recompute) -> None:
+    """Lets `layer` keep what the setting says. It stays what it was, by its class's name too."""
+    layer.__class__ = _recomputing(type(layer))
+    layer.rule = RULES[what]  # type: ignore[assignment]
+
+
+class Recomputing:
+    """A layer that computes some things twice."""
+
+    rule: Rule
+    training: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inside = super().forward  # type: ignore[misc]
+        if not self.training or not torch.is_grad_enabled():
+            return inside(*args, **kwargs)
+        contexts = partial(create_selective_checkpoint_contexts, self.rule)
+        return checkpoint(inside, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@cache
+def _recomputing(kind: type) -> type:
+    return type(kind.__name__, (Recomputing, kind), {"__module__": kind.__module__})
+
+
+def _attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps what attention gives: its work grows with the length, its result doesn't."""
+    return KEEP if _named(op) in _ATTENTION else DROP
+
+
+def _narrow(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps attention and the products that aren't wide."""
+    name = _named(op)
+    if name in _ATTENTION:
+        return KEEP
+    sizes = _PRODUCTS.get(name)
+    if sizes is None:
+        return DROP
+    inputs, outputs = sizes(args)
+    return DROP if outputs > WIDE * inputs else KEEP
+
+
+def _products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps attention and every product."""
+    name = _named(op)
+    return KEEP if name in _ATTENTION or name in _PRODUCTS else DROP
+
+
+RULES: dict[Recompute, Rule] = {"none": _products, "mlp": _narrow, "most": _attention}
+"""`full` isn't here: transformers does that itself."""
+
+
+def _named(op: Any) -> str:
+    return str(op.name()).split(".")[0] if hasattr(op, "name") else str(op)
+
+
+_ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "torch_attn::_varlen_attn",
+    }
+)
+_PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
+    "aten::mm": lambda args: args[1].shape,
+    "aten::addmm": lambda args: args[2].shape,
+    "shardtune::adapted": lambda args: (args[0].shape[1], len(args[1][0])),
+    "shardtune::adapted8": lambda args: (args[0].shape[1], len(args[3])),
+    "shardtune::scaled_product": lambda args: (args[0].shape[1], len(args[2])),
+}
+"""How many numbers a row of the input and of the result has."""

@@ -1,0 +1,48 @@
+"""How the layers of a model are run: as transformers writes them, or the fast way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardtune.core.setup import Recompute
+from shardtune.job import Adapter, LoRA, TrainSection
+from shardtune.models.recompute import recompute
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the job says of it."""
+
+    compiled: bool = False
+    recompute: Recompute = "none"
+
+    @classmethod
+    def of(cls, train: TrainSection) -> Speed:
+        return cls(train.kernels == "compiled", train.gradient_checkpointing)
+
+
+def hasten(
+    adapted: nn.Module, causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Speed
+) -> None:
+    """Prepares `layers` of a model that has its adapters. They may be without weights still.
+
+    Compiling itself happens when a layer first runs; layers that are alike share the result.
+    """
+    what = speed.recompute
+    if what == "full":
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    if speed.compiled and isinstance(adapter, LoRA):
+        from shardtune.models.lora import quicken  # peft is slow to import
+
+        for layer in layers:
+            quicken(layer, causal.config.get_text_config().model_type)
+    for layer in layers:
+        if speed.compiled or what in ("mlp", "most"):
+            # A layer that is run again as a whole keeps for a moment what it would otherwise.
+            recompute(layer, "none" if what == "full" else what)
+        if speed.compiled:
+            layer.compile()
