@@ -99,9 +99,6 @@ def blueprint(what: Job) -> EmptyBlueprint:
     names = empty.frame.names
     assert isinstance(names.files, NoFiles)
     drawn = replace(names, files=RandomWeights(names.files.shapes))
-    if what.train.kernels == "compiled":
-        for layer in empty.frame.layers:
-            layer.compile()
     return replace(empty, frame=replace(empty.frame, names=drawn))
 
 
