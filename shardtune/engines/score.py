@@ -36,15 +36,9 @@ def score_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return losses.sum(), logits
 
 
-def _row_kernel(
-    logits: Any,
-    targets: Any,
-    losses: Any,
-    stride: Any,
-    vocabulary: Any,
-    ignored: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+def _row_kernel(  # type: ignore[no-untyped-def]
+    logits, targets, losses, stride, vocabulary, ignored: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * stride
     target = tl.load(targets + row)

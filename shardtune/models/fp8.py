@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.models.products import in_fp32
 from shardtune.models.quantise import QuantisedLinear
 
 E4M3 = torch.float8_e4m3fn
@@ -103,35 +102,13 @@ class Product8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FP8Linear) -> Tensor:
         ctx.layer = layer
-        return scaled_product(*by_row(x), *layer.forwards(), x.dtype)
+        return scaled(None, None, *by_row(x), *layer.forwards(), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        return scaled_product(*by_row(gradient), *ctx.layer.backwards(), gradient.dtype), None
-
-
-class Adapted8(torch.autograd.Function):
-    """The same with LoRA beside it: see `products.Adapted`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layer: FP8Linear) -> Tensor:
-        first, second = down.to(x.dtype), up.to(x.dtype)
-        y, narrow = adapted8(x, *by_row(x), layer.weight, layer.scale, first, second)
-        ctx.save_for_backward(x, narrow, first, second)
-        ctx.layer = layer
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, narrow, down, up = ctx.saved_tensors
-        gradient, layer = gradients[0].contiguous(), ctx.layer
-        wanted = ctx.needs_input_grad[0]
-        small = by_row(gradient) if wanted else ()
-        to_x, to_down, to_up = adapted8_back(
-            gradient, list(small), x, narrow, layer.back, layer.back_scale, down, up
-        )
-        return to_x if wanted else None, to_down, to_up, None
+        weights = ctx.layer.backwards()
+        return scaled(None, None, *by_row(gradient), *weights, gradient.dtype), None
 
 
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,81 +119,32 @@ def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
-@torch.library.custom_op("shardtune::scaled_product", mutates_args=())
-def scaled_product(
-    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
+@torch.library.custom_op("shardtune::scaled", mutates_args=())
+def scaled(
+    narrow: Tensor | None,
+    matrix: Tensor | None,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return _multiply(x, x_scale, weight, scale, dtype)
+    """`narrow @ matrix` (if there is any) plus the 8-bit product `x @ weight.T`."""
+    y = _multiply(x, x_scale, weight, scale, dtype)
+    return y if narrow is None or matrix is None else y.addmm_(narrow, matrix)
 
 
-@scaled_product.register_fake
-def _(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+@scaled.register_fake
+def _(
+    narrow: Tensor | None,
+    matrix: Tensor | None,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     return x.new_empty(len(x), len(weight), dtype=dtype)
-
-
-@torch.library.custom_op("shardtune::adapted8", mutates_args=())
-def adapted8(
-    x: Tensor,
-    small: Tensor,
-    small_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    down: Tensor,
-    up: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The product, and what is between `down` and `up`."""
-    narrow = x @ down.t()
-    y = _multiply(small, small_scale, weight, scale, x.dtype)
-    return y.addmm_(narrow, up.t()), narrow
-
-
-@adapted8.register_fake
-def _(
-    x: Tensor,
-    small: Tensor,
-    small_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    down: Tensor,
-    up: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x), len(up)), x.new_empty(len(x), len(down))
-
-
-@torch.library.custom_op("shardtune::adapted8_back", mutates_args=())
-def adapted8_back(
-    gradient: Tensor,
-    small: Sequence[Tensor],
-    x: Tensor,
-    narrow: Tensor,
-    back: Tensor,
-    back_scale: Tensor,
-    down: Tensor,
-    up: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `x` (none if `small` is empty: nobody asks for it), `down` and `up`."""
-    to_narrow = gradient @ up
-    to_x = gradient.new_empty(0)
-    if small:
-        to_x = _multiply(small[0], small[1], back, back_scale, gradient.dtype)
-        to_x.addmm_(to_narrow, down)
-    return to_x, in_fp32(to_narrow.t(), x), in_fp32(gradient.t(), narrow)
-
-
-@adapted8_back.register_fake
-def _(
-    gradient: Tensor,
-    small: Sequence[Tensor],
-    x: Tensor,
-    narrow: Tensor,
-    back: Tensor,
-    back_scale: Tensor,
-    down: Tensor,
-    up: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    to_x = torch.empty_like(x) if small else gradient.new_empty(0)
-    to_down, to_up = (torch.empty_like(each, dtype=torch.float32) for each in (down, up))
-    return to_x, to_down, to_up
 
 
 def _multiply(

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from shardtune.models.adapters import NAME
-from shardtune.models.fp8 import Adapted8, FP8Linear, JointFP8
-from shardtune.models.products import Adapted
+from shardtune.models.fp8 import FP8Linear, JointFP8
+from shardtune.models.products import Adapted, Closing, Opening
 from shardtune.models.quantise import QuantisedLinear
 
-JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GATED = ("gate_proj", "up_proj")
+JOINT = (("q_proj", "k_proj", "v_proj"), GATED)
 """Names of layers that have one input, where they are in one module."""
 FAMILIES = frozenset(
     "llama mistral qwen2 qwen3 gemma gemma2 phi smollm3 granite olmo2 starcoder2".split()
@@ -65,11 +67,24 @@ def _join(module: Any, names: tuple[str, ...]) -> None:
         layer.begin = begin
         layer.joint = width
         begin += layer.out_features
-    module.__class__ = _joining(type(module))
+    closes = names == GATED and _is_gated(module)
+    module.__class__ = _with(GatedMLP if closes else Joining, type(module))
     module.joint = names
     bases = [layer.base_layer for layer in layers]
     if all(isinstance(base, FP8Linear) for base in bases):
         module.add_module("joint_weights", JointFP8(bases))
+
+
+def _is_gated(module: Any) -> bool:
+    """Whether an MLP is `down_proj(silu(gate_proj(x)) * up_proj(x))`, without biases."""
+    last = getattr(module, "down_proj", None)
+    layers = (module.gate_proj, module.up_proj, last)
+    return (
+        isinstance(last, AdaptedLinear)
+        and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+        and all(layer.base_layer.bias is None for layer in layers)
+        and len({layer.r[NAME] for layer in layers[:2]}) == 1
+    )
 
 
 class AdaptedLinear(Linear):  # type: ignore[misc]
@@ -106,27 +121,56 @@ class Joining:
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
+class GatedMLP:
+    """An MLP with adapters on all its layers, whose activation is computed with them."""
+
+    gate_proj: AdaptedLinear
+    up_proj: AdaptedLinear
+    down_proj: AdaptedLinear
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        first, last = (self.gate_proj, self.up_proj), self.down_proj
+        if not all(layer.adapting for layer in (*first, last)):
+            return super().forward(hidden_states)  # type: ignore[misc]
+        flat = _flat(hidden_states)
+        down, up = _matrices(first)
+        opened = Opening.apply(flat, down, _frozen(first))  # type: ignore[no-untyped-call]
+        closed = Closing.apply(  # type: ignore[no-untyped-call]
+            *opened, up, *_matrices((last,)), _frozen((last,))
+        )
+        return closed.view(*hidden_states.shape[:-1], closed.shape[-1])
+
+
 @cache
-def _joining(kind: type) -> type:
-    """`kind`, joining; by its own name, because transformers goes by names."""
-    return type(kind.__name__, (Joining, kind), {"__module__": kind.__module__})
+def _with(way: type, kind: type) -> type:
+    """`kind`, with another way to compute; by its own name, because transformers goes by names."""
+    return type(kind.__name__, (way, kind), {"__module__": kind.__module__})
 
 
 def product(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> Tensor:
     """What `layers` make of their common input, side by side, without their biases."""
+    y: Tensor = Adapted.apply(  # type: ignore[no-untyped-call]
+        _flat(x), *_matrices(layers), _frozen(layers)
+    )
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A row for each token, in the precision of the computation."""
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)
-    flat = x.reshape(-1, x.shape[-1]).to(compute)
+    return x.reshape(-1, x.shape[-1]).to(compute)
+
+
+def _matrices(layers: tuple[AdaptedLinear, ...]) -> tuple[Tensor, Tensor]:
+    """LoRA's matrices as those of one layer, in which none sees what another's have made."""
     downs = [layer.lora_A[NAME].weight for layer in layers]
     ups = [layer.lora_B[NAME].weight * layer.scaling[NAME] for layer in layers]
-    down = downs[0] if len(downs) == 1 else torch.cat(downs)
-    up = ups[0] if len(ups) == 1 else torch.block_diag(*ups)
-    frozen = tuple(layer.base_layer for layer in layers)
-    first = frozen[0]
-    if isinstance(first, FP8Linear):
-        whole = first.home[0] if len(layers) > 1 else first
-        y: Tensor = Adapted8.apply(flat, down, up, whole)  # type: ignore[no-untyped-call]
-    else:
-        y = Adapted.apply(flat, down, up, frozen)  # type: ignore[no-untyped-call]
-    return y.view(*x.shape[:-1], y.shape[-1])
+    if len(layers) == 1:
+        return downs[0], ups[0]
+    return torch.cat(downs), torch.block_diag(*ups)
+
+
+def _frozen(layers: tuple[AdaptedLinear, ...]) -> tuple[nn.Linear, ...]:
+    return tuple(layer.base_layer for layer in layers)

@@ -2,11 +2,11 @@
 
 A product of a rank-16 matrix costs what reading and writing its activations costs. Layers with one
 input share that: their small matrices stand below (or beside) each other and are multiplied at
-once. And nothing is ever added afterwards: the large product is added to the small one's result
-inside the matrix unit, in the forward pass as in the backward pass.
+once. And nothing is added afterwards: the large product is added to the small one's result inside
+the matrix unit, in the forward pass as in the backward pass.
 
-All of it is two operations that a compiler doesn't look into, so that what is kept for the backward
-pass can be chosen product by product.
+The compiler doesn't look into the large products, so what is kept for the backward pass can be
+chosen product by product.
 """
 
 from __future__ import annotations
@@ -17,80 +17,164 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.models.fp8 import FP8Linear, by_row, scaled
+from shardtune.models.gated import gated, gated_back
 from shardtune.models.quantise import restored, restored_after
+
+Layers = tuple[nn.Linear, ...]
+"""Frozen layers that have one input. Their outputs stand side by side."""
 
 
 class Adapted(torch.autograd.Function):
-    """`x @ cat(weights).T + x @ down.T @ up.T` for frozen layers that stand side by side.
+    """`x @ weights.T + x @ down.T @ up.T`.
 
     `down` and `up` may be in fp32 and get their gradients in it, though they are multiplied in the
     precision of `x`. Weights are asked for once more in the backward pass, and not kept.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, down: Tensor, up: Tensor, layers: tuple[nn.Linear, ...]
-    ) -> Tensor:
-        first, second = down.to(x.dtype), up.to(x.dtype)
-        y, narrow = adapted(x, [restored(layer) for layer in layers], first, second)
-        ctx.save_for_backward(x, narrow, first, second)
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, layers: Layers) -> Tensor:
+        down, up = down.to(x.dtype), up.to(x.dtype)
+        narrow = x @ down.t()
+        ctx.save_for_backward(x, narrow, down, up)
         ctx.layers = layers
-        return y
+        return _forwards(x, layers, narrow, up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow, down, up = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        wanted = ctx.needs_input_grad[0]
-        weights = [restored_after(layer, gradient) for layer in ctx.layers] if wanted else []
-        to_x, to_down, to_up = adapted_back(gradient, x, narrow, weights, down, up)
-        return to_x if wanted else None, to_down, to_up, None
+        to_narrow = gradient @ up
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            to_x = _backwards(gradient, ctx.layers, to_narrow, down)
+        return to_x, in_fp32(to_narrow.t(), x), in_fp32(gradient.t(), narrow), None
 
 
-@torch.library.custom_op("shardtune::adapted", mutates_args=())
-def adapted(x: Tensor, weights: Sequence[Tensor], down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The product, and what is between `down` and `up`."""
-    narrow = x @ down.t()
-    y = narrow @ up.t()
+class Opening(torch.autograd.Function):
+    """`x @ weights.T` and `x @ down.T`, for whoever adds what LoRA makes of the latter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
+        down = down.to(x.dtype)
+        ctx.save_for_backward(x, down)
+        ctx.layers = layers
+        return _forwards(x, layers, None, None), x @ down.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, down = ctx.saved_tensors
+        gradient, to_narrow = gradients
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            to_x = _backwards(gradient.contiguous(), ctx.layers, to_narrow, down)
+        return to_x, in_fp32(to_narrow.t(), x), None
+
+
+class Closing(torch.autograd.Function):
+    """What follows an `Opening` in an MLP: LoRA's part, the activation, and the last product with
+    an adapter of its own (`last_down`, `last_up`). The activation isn't kept: the backward pass
+    has it for the asking."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        narrow: Tensor,
+        up: Tensor,
+        last_down: Tensor,
+        last_up: Tensor,
+        layers: Layers,
+    ) -> Tensor:
+        up, last_down, last_up = (each.to(y.dtype) for each in (up, last_down, last_up))
+        active, last_narrow = gated(y, narrow, up, last_down)
+        ctx.save_for_backward(y, narrow, up, last_narrow, last_down, last_up)
+        ctx.layers = layers
+        return _forwards(active, layers, last_narrow, last_up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        y, narrow, up, last_narrow, last_down, last_up = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        to_last_narrow = gradient @ last_up
+        to_active = _backwards(gradient, ctx.layers, to_last_narrow, last_down)
+        to_y, active, to_narrow = gated_back(to_active, y, narrow, up)
+        return (
+            to_y,
+            to_narrow,
+            in_fp32(to_y.t(), narrow),
+            in_fp32(to_last_narrow.t(), active),
+            in_fp32(gradient.t(), last_narrow),
+            None,
+        )
+
+
+def _forwards(x: Tensor, layers: Layers, narrow: Tensor | None, up: Tensor | None) -> Tensor:
+    """`narrow @ up.T + x @ weights.T`."""
+    first = layers[0]
+    if isinstance(first, FP8Linear):
+        weights = (first.home[0] if len(layers) > 1 else first).forwards()
+        return scaled(narrow, None if up is None else up.t(), *by_row(x), *weights, x.dtype)
+    return across(narrow, up, x, [restored(layer) for layer in layers])
+
+
+def _backwards(gradient: Tensor, layers: Layers, narrow: Tensor, down: Tensor) -> Tensor:
+    """`narrow @ down + gradient @ weights`."""
+    first = layers[0]
+    if isinstance(first, FP8Linear):
+        weights = (first.home[0] if len(layers) > 1 else first).backwards()
+        return scaled(narrow, down, *by_row(gradient), *weights, gradient.dtype)
+    weights = [restored_after(layer, gradient) for layer in layers]
+    return back_across(narrow, down, gradient, weights)
+
+
+@torch.library.custom_op("shardtune::across", mutates_args=())
+def across(
+    narrow: Tensor | None, up: Tensor | None, x: Tensor, weights: Sequence[Tensor]
+) -> Tensor:
+    """`narrow @ up.T` (if there is any) plus the products with the weights, side by side."""
+    if narrow is None or up is None:
+        y = x.new_empty(len(x), sum(len(weight) for weight in weights))
+    else:
+        y = narrow @ up.t()
     for columns, weight in _beside(y, weights):
-        columns.addmm_(x, weight.t())
-    return y, narrow
+        torch.addmm(columns, x, weight.t(), beta=int(narrow is not None), out=columns)
+    return y
 
 
-@adapted.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x), len(up)), x.new_empty(len(x), len(down))
+@across.register_fake
+def _(
+    narrow: Tensor | None, up: Tensor | None, x: Tensor, weights: Sequence[Tensor]
+) -> Tensor:
+    return x.new_empty(len(x), sum(len(weight) for weight in weights))
 
 
-@torch.library.custom_op("shardtune::adapted_back", mutates_args=())
-def adapted_back(
-    gradient: Tensor,
-    x: Tensor,
-    narrow: Tensor,
-    weights: Sequence[Tensor],
-    down: Tensor,
-    up: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `x` (none without weights: nobody asks for it), `down` and `up`."""
-    to_narrow = gradient @ up
-    to_x = to_narrow @ down if weights else gradient.new_empty(0)
+@torch.library.custom_op("shardtune::back_across", mutates_args=())
+def back_across(
+    narrow: Tensor, down: Tensor, gradient: Tensor, weights: Sequence[Tensor]
+) -> Tensor:
+    to_x = narrow @ down
     for columns, weight in _beside(gradient, weights):
         to_x.addmm_(columns, weight)
-    return to_x, in_fp32(to_narrow.t(), x), in_fp32(gradient.t(), narrow)
+    return to_x
 
 
-@adapted_back.register_fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    narrow: Tensor,
-    weights: Sequence[Tensor],
-    down: Tensor,
-    up: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    to_x = torch.empty_like(x) if weights else gradient.new_empty(0)
-    to_down, to_up = (torch.empty_like(each, dtype=torch.float32) for each in (down, up))
-    return to_x, to_down, to_up
+@back_across.register_fake
+def _(narrow: Tensor, down: Tensor, gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return gradient.new_empty(len(gradient), down.shape[1])
+
+
+@torch.library.custom_op("shardtune::in_fp32", mutates_args=())
+def in_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """The product as the matrix unit sums it up, not rounded to 16 bits."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
+
+
+@in_fp32.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
 
 
 def _beside(joint: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,10 +183,3 @@ def _beside(joint: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
     for weight in weights:
         yield joint[:, begin : begin + len(weight)], weight
         begin += len(weight)
-
-
-def in_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """The product as the matrix unit sums it up, not rounded to 16 bits."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()

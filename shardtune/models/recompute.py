@@ -97,8 +97,8 @@ _ATTENTION = frozenset(
 _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "aten::mm": lambda args: args[1].shape,
     "aten::addmm": lambda args: args[2].shape,
-    "shardtune::adapted": lambda args: (args[0].shape[1], len(args[1][0])),
-    "shardtune::adapted8": lambda args: (args[0].shape[1], len(args[3])),
-    "shardtune::scaled_product": lambda args: (args[0].shape[1], len(args[2])),
+    "shardtune::across": lambda args: (args[2].shape[1], len(args[3][0])),
+    "shardtune::scaled": lambda args: (args[2].shape[1], len(args[4])),
+    "shardtune::gated": lambda args: (args[0].shape[1], len(args[3])),
 }
 """How many numbers a row of the input and of the result has."""
