@@ -219,6 +219,11 @@ class TrainSection(Section):
     gradient_checkpointing: Literal["none", "full"] = "none"
     """`full` recomputes each layer's inside in the backward pass: less memory, about a third more
     time."""
+    offload_activations: bool = False
+    """What the forward pass saves waits for the backward pass in pinned main memory, copied beside
+    the computation: the GPU keeps about two layers of it. With `gradient_checkpointing: full` it is
+    little and costs no time; without, the link to the host is often too slow. On a GPU, under
+    `strategy: ddp`."""
     loss: Auto | Loss = "auto"
     """`fused` computes output head and loss together, in pieces: the logits of a micro-batch, often
     the largest thing of all, never exist at once. `auto` does so on a GPU."""
