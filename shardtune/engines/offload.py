@@ -139,7 +139,7 @@ class _Pass:
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
         if not self._moves(tensor):
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         # In place changes give a storage another version, and its saved view other contents.
         key = storage.cdata, tensor._version
         if key in self._staying:
@@ -152,7 +152,9 @@ class _Pass:
                 return tensor
             kept = self._known[key] = self._send(tensor, storage, size)
         kept.uses += 1
-        return _Packed(kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Packed(
+            kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
     def unpack(self, packed: Tensor | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
@@ -164,7 +166,7 @@ class _Pass:
         assert kept.here is not None
         self._lanes.wait(kept.arrived)
         view = torch.empty(0, dtype=packed.dtype, device=self._device)
-        view.set_(kept.here.untyped_storage(), packed.offset, packed.shape, packed.stride)  # type: ignore[call-overload]
+        view.set_(kept.here.untyped_storage(), packed.offset, packed.shape, packed.stride)
         kept.uses -= 1
         if kept.uses <= 0:
             self._lanes.wait(kept.copied)  # it may still be read on its way out
@@ -200,7 +202,7 @@ class _Pass:
 
     def _send(self, tensor: Tensor, storage: StorageWeakRef, size: int) -> _Kept:
         here = torch.empty(0, dtype=torch.uint8, device=self._device)
-        here.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+        here.set_(tensor.untyped_storage())
         host = self._pool.take(size)
         copied = self._lanes.send(here, host)
         kept = _Kept(len(self._kept), self.seen - size, host, here, storage, copied)

@@ -136,7 +136,7 @@ def test_a_longer_pass_leaves_no_more_behind() -> None:
 
 
 def test_little_is_on_the_device_at_a_time() -> None:
-    model, x = Stack(layers=16), torch.randn(64, 32)
+    model, x = Stack(layers=16), torch.randn(64, 32, requires_grad=True)
     offload, _ = watched(model)
     gradients(model, x, offload)
     there: list[int] = []
@@ -166,8 +166,11 @@ def test_it_comes_back_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(module._Pass, "unpack", unpack)
     gradients(model, x, offload)
+    late.clear()  # nobody knew what a layer saves
+    lanes.fetched.clear()
     gradients(model, x, offload)
-    assert len(lanes.fetched) > 8
+    # Of nine storages one stays, and one is still there when the backward pass begins.
+    assert len(lanes.fetched) == 7
     assert not late
 
 
@@ -191,12 +194,13 @@ def test_views_come_back_with_their_strides() -> None:
     with offload.saving():
         assert offload._pass is not None
         packed = [offload._pass.pack(view) for view in views]
+        offload._pass.pack(torch.randn(64, 32))  # and so the first has left
     for view, each in zip(views, packed, strict=True):
         found = offload._pass.unpack(each)
         assert torch.equal(found, view)
         assert found.stride() == view.stride()
         assert found.data_ptr() != view.data_ptr()
-    assert lanes.sent == [8192]
+    assert lanes.sent == [8192] * 2
 
 
 def test_changes_in_place_are_told_apart() -> None:
@@ -298,6 +302,7 @@ def test_of_a_checkpointed_layer_only_the_input_moves() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_layers_hand_over_what_they_save(backend: str, checkpointing: str) -> None:
