@@ -39,7 +39,7 @@ class Offload:
         self._device = device
         # Frozen weights are saved for the backward pass too, but are there anyway.
         own = chain(model.parameters(), model.buffers())
-        self._weights = frozenset(each.untyped_storage().data_ptr() for each in own)
+        self._weights = frozenset(each.untyped_storage()._cdata for each in own)
         self._layers = _layers(model)
         self._pool = _Pool(pinned=device.type == "cuda")
         self._lanes = _Beside(device) if device.type == "cuda" else _Inline()
@@ -189,7 +189,7 @@ class _Pass:
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= LEAST and storage.data_ptr() not in self._weights
+        return storage.nbytes() >= LEAST and storage._cdata not in self._weights
 
     def _remains(self, size: int) -> bool:
         """Whether a new storage is one of the last, which come back at once. Counts it."""
