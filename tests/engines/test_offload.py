@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
@@ -226,6 +227,15 @@ def test_memory_that_is_used_again_is_not_mistaken_for_what_was_there() -> None:
     assert [float(offload._pass.unpack(each)[0, 0]) for each in packed] == list(range(20))
 
 
+def test_a_dry_run_has_nothing_to_move() -> None:
+    """Fake tensors have no memory, and asking for its address is an error."""
+    with FakeTensorMode():
+        model, x = Stack(), torch.randn(64, 32)
+        offload, lanes = watched(model)
+        gradients(model, x, offload)
+    assert not lanes.sent
+
+
 def test_a_saved_tensor_may_be_asked_for_twice() -> None:
     offload, _ = watched(Stack())
     with offload.saving():
@@ -301,9 +311,10 @@ def test_of_a_checkpointed_layer_only_the_input_moves() -> None:
     assert sent < len(more.sent) - 2 * layers
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])]
+)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_layers_hand_over_what_they_save(backend: str, checkpointing: str) -> None:
     settings = {"backend": backend, "gradient_checkpointing": checkpointing}

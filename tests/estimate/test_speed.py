@@ -165,8 +165,7 @@ def test_offload_to_the_disk_is_slower_than_to_the_host_and_that_than_none() -> 
 
 
 def test_activations_that_wait_in_main_memory_cost_what_computing_does_not_hide() -> None:
-    """What flows between layers is little; all that a layer saves is more than the link can take:
-    2 GiB each way in the 15 ms of a layer's forward pass."""
+    """A layer's input is little; all that a layer saves is more than the link can take."""
     for checkpointing, costs in (("full", False), ("none", True)):
         work = replace(WORK, checkpointing=checkpointing)  # type: ignore[arg-type]
         step = alone(replace(work, offloaded=True)).step
