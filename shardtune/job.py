@@ -222,7 +222,7 @@ class TrainSection(Section):
     offload_activations: bool = False
     """What the forward pass saves waits for the backward pass in pinned main memory, copied beside
     the computation: the GPU keeps about two layers of it. With `gradient_checkpointing: full` it is
-    little and costs no time; without, the link to the host is often too slow. On a GPU, under
+    little; without, computing often waits for the link to the host. On a GPU, under
     `strategy: ddp`."""
     loss: Auto | Loss = "auto"
     """`fused` computes output head and loss together, in pieces: the logits of a micro-batch, often
