@@ -216,6 +216,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         adapter=adapter(job, shape),
         packed_bits=quantised,
         checkpointing="full" if train.gradient_checkpointing == "full" else "none",
+        offloaded=train.offload_activations,
         attention="eager" if job.model.attention == "eager" else "sdpa",
         loss="pieces" if train.loss == "fused" and whole else "plain",
         kernels="compiled" if train.kernels == "compiled" else "eager",

@@ -223,6 +223,11 @@ class TrainSection(Section):
     every product (small operations between them are repeated where layers are compiled), `mlp`
     drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but each layer's
     input: least memory, about a third more time."""
+    offload_activations: bool = False
+    """What the forward pass saves waits for the backward pass in pinned main memory, copied beside
+    the computation: the GPU keeps about two layers of it. With `gradient_checkpointing: full` it is
+    little; without, computing often waits for the link to the host. On a GPU, under
+    `strategy: ddp`."""
     loss: Auto | Loss = "auto"
     """`fused` computes output head and loss together, in pieces: the logits of a micro-batch, often
     the largest thing of all, never exist at once. `auto` does so on a GPU."""

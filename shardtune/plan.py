@@ -42,5 +42,6 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
         micro_batch=micro_batch,
         accumulation=max(1, -(-train.global_batch // (mesh.data_ranks * micro_batch))),
         loss="fused" if train.loss == "fused" else "plain",
+        offload_activations=train.offload_activations,
     )
     return Plan(job.strategy, mesh, job.strategy.layout(), setup)

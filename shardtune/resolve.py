@@ -62,6 +62,10 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int 
         if getattr(train, field) == "auto":
             chosen, reasons["train", field] = _fast_path(job, machine, processes, fast, slow)
             train = train.model_copy(update={field: chosen})
+    # Under other strategies it is refused, here as where there is a GPU.
+    if train.offload_activations and not machine.gpus and job.strategy.type in ("ddp", "auto"):
+        reasons["train", "offload_activations"] = "no GPU was found"
+        train = train.model_copy(update={"offload_activations": False})
 
     evaluate = job.evaluate
     if evaluate.every == "auto":

@@ -312,6 +312,16 @@ RULES: tuple[Rule, ...] = (
         "set train.kernels: eager",
     ),
     Rule(
+        "activations-wait-under-ddp",
+        ("train", "offload_activations"),
+        lambda job: job.train.offload_activations and job.strategy.type != "ddp",
+        lambda job: (
+            "activations wait in main memory where each rank has the whole model; "
+            f"{job.strategy.type} saves weights and messages among them"
+        ),
+        "leave it out, or use strategy: {type: ddp}; gradient_checkpointing: full saves most",
+    ),
+    Rule(
         "zero-bubble-needs-whole-weights",
         ("strategy", "tensor"),
         lambda job: _schedule(job) == "zero_bubble" and _slices(job) > 1,

@@ -34,6 +34,15 @@ def test_one_process_where_there_is_no_gpu() -> None:
     assert reason(resolved, "launch.processes") == "no GPU found: one process"
 
 
+def test_activations_stay_where_there_is_no_gpu_to_leave() -> None:
+    job = make_job(train={"offload_activations": True})
+    here, there = resolve(job, LAPTOP), resolve(job, SERVER)
+    assert not here.job.train.offload_activations
+    assert reason(here, "train.offload_activations") == "no GPU was found"
+    assert there.job.train.offload_activations
+    assert reason(there, "train.offload_activations") is None
+
+
 def test_more_processes_than_cores_have_a_thread_each() -> None:
     resolved = resolve(make_job(launch={"processes": 16}), LAPTOP)
     assert resolved.job.launch.threads == 1

@@ -230,6 +230,15 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.kernels: eager",
         ),
     ),
+    "activations-wait-under-ddp": (
+        {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},
+        Problem(
+            "train.offload_activations",
+            "activations wait in main memory where each rank has the whole model; fsdp saves "
+            "weights and messages among them",
+            "leave it out, or use strategy: {type: ddp}; gradient_checkpointing: full saves most",
+        ),
+    ),
     "zero-bubble-needs-whole-weights": (
         {
             "strategy": {"type": "pipeline", "stages": 2, "schedule": "zero_bubble", "tensor": 2},

@@ -54,3 +54,5 @@ class EngineSetup:
     """Micro-batches of a step on each rank; the last step of a run may have fewer."""
     loss: Loss = "plain"
     """`fused` never has all logits of a micro-batch at once."""
+    offload_activations: bool = False
+    """What the forward pass saves waits for the backward pass in main memory."""

@@ -22,6 +22,7 @@ from shardtune.core.world import World
 from shardtune.engines.eight_bit import is_8bit, packed, unpacked
 from shardtune.engines.fused_loss import fused_loss
 from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_logits
+from shardtune.engines.offload import Offload
 from shardtune.engines.optimizer import future_moments, make_optimizer, moment_tensors
 from shardtune.engines.shares import pieces_of, place_of, share_from
 from shardtune.engines.slices import Unsliced
@@ -88,6 +89,7 @@ class NativeEngine:
         self._select = selects_logits(model)
         wished = self.fuses and slices is None and setup.loss == "fused"
         self._fused = fused_loss(model) if wished else None
+        self._away = Offload(model, self.device) if setup.offload_activations else None
         self._stopwatch = Stopwatch(self.device)
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
@@ -327,10 +329,12 @@ class NativeEngine:
     def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
         """Forward and backward; returns the summed loss."""
         with self._synchronising(last=last):
-            with self._autocast():
+            with self._autocast(), self._saving():
                 loss = self._loss(batch)
             self.world.pulse.enter("backward")
             self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
+        if self._away is not None:
+            self._away.done()
         return loss.detach()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
@@ -418,6 +422,9 @@ class NativeEngine:
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         dtype = COMPUTE[self.setup.precision]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def _saving(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._away is None else self._away.saving()
 
     def _home(self) -> Home:
         return "gpu"

@@ -12,6 +12,9 @@ from shardtune.estimate.parts import Cut
 from shardtune.estimate.workload import Workload
 
 PIECE = 1 << 28
+ON_DEVICE = 2
+"""Layers of which the saved tensors are on the GPU while others wait in main memory: one on its way
+and one at work (`engines/offload.py`)."""
 LEAST_ROWS = 256
 """Logits of a piece, and the fewest rows of one, in our own loss (`engines/fused_loss.py`)."""
 ATTENTION_INPUTS = frozenset(
@@ -67,14 +70,27 @@ def selective_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
 
 def stack_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """What all layers of a rank keep at the end of the forward pass, without the layer at work."""
-    layers = shape.layers + shape.encoder_layers
+    layers = (shape.layers + shape.encoder_layers) / cut.pipeline
+    each = saved_bytes(shape, work, cut)
+    if work.offloaded:
+        return each * min(layers, ON_DEVICE)
+    return each * layers * in_flight(work, cut)
+
+
+def waiting_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What waits in main memory for the backward pass: all layers but the last."""
+    if not work.offloaded:
+        return 0.0
+    return saved_bytes(shape, work, cut) * (shape.layers + shape.encoder_layers - 1)
+
+
+def saved_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What a layer keeps for its backward pass."""
     if work.checkpointing == "full":
-        each = 0.0 if work.offloaded_checkpoints else boundary_bytes(shape, work, cut)
-    elif work.checkpointing == "selective":
-        each = selective_bytes(shape, work, cut)
-    else:
-        each = layer_bytes(shape, work, cut)
-    return each * layers / cut.pipeline * in_flight(work, cut)
+        return 0.0 if work.offloaded_checkpoints else boundary_bytes(shape, work, cut)
+    if work.checkpointing == "selective":
+        return selective_bytes(shape, work, cut)
+    return layer_bytes(shape, work, cut)
 
 
 def in_flight(work: Workload, cut: Cut) -> float:

@@ -12,7 +12,7 @@ from shardtune.core.footprint import Held, predict_held
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.shape import ModelShape
-from shardtune.estimate.activations import layer_bytes, working_bytes
+from shardtune.estimate.activations import layer_bytes, waiting_bytes, working_bytes
 from shardtune.estimate.constants import MEMORY, MemoryConstants
 from shardtune.estimate.moments import Moment, Sizes, moments_of, on_gpu
 from shardtune.estimate.parts import Cut, held_share, scaled
@@ -39,7 +39,7 @@ class Memory:
     moments: dict[Moment, float]
     """What is allocated at each moment."""
     host: float
-    """Main memory of a rank for states that live there."""
+    """Main memory of a rank for states that live there, and for activations that wait there."""
     host_building: float
     """Main memory of a rank while its share of the model comes into being."""
     host_building_whole: float
@@ -100,7 +100,7 @@ def _at_place(
         + (k.collective * neighbours if mesh.size > 1 else 0.0),
         moment=moment,
         moments={name: sum(sizes.values()) for name, sizes in moments.items()},
-        host=_at(held, "cpu"),
+        host=_at(held, "cpu") + waiting_bytes(shape, work, cut),
         host_building=part.params / max(1, layout.divisor("params", mesh)) + _at(held, "cpu"),
         host_building_whole=whole_bytes(shape, work).params + _at(held, "cpu"),
         nvme=_at(held, "nvme"),

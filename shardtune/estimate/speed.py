@@ -9,6 +9,7 @@ from shardtune.core.footprint import Message, predict_messages
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.shape import ModelShape
+from shardtune.estimate.activations import waiting_bytes
 from shardtune.estimate.comms import Group, Sent, group_of, joined, on_links, seconds
 from shardtune.estimate.compute import Busy, Engine, layer_seconds, loss_seconds
 from shardtune.estimate.constants import TIME, Chip, TimeConstants, chip_of
@@ -31,7 +32,8 @@ class StepTime:
     """Sending that nothing hides."""
     optimizer: float
     offload: float
-    """States that live elsewhere: their way, and the processor's or the disk's work."""
+    """States that live elsewhere: their way, and the processor's or the disk's work. Activations
+    that wait in main memory: what of their way no computing hides."""
     bubble: float
     """Stages of a pipeline that wait for others."""
     data: float = 0.0
@@ -112,7 +114,7 @@ class _Step:
             compute=micro * (layers * layer.both + loss.both),
             communication=micro * exposed + self._after(at_end, layer),
             optimizer=optimizer,
-            offload=offload,
+            offload=offload + micro * self._waiting(layer),
             bubble=micro * slot * work.pipelining.bubble(self.cut.pipeline, micro),
         )
         return Speed(
@@ -254,6 +256,12 @@ class _Step:
         whole = sent_bytes(self.shape, self.work).params * held_share(self.shape, self.cut)
         took = 2 * whole / self.layout.divisor("params", self.mesh) / self._host
         return took * self.work.microbatches * (self.on.chip.clash if self.work.overlap else 1.0)
+
+    def _waiting(self, layer: Busy) -> float:
+        """Activations go to main memory in the forward pass and come back in the backward pass."""
+        way = waiting_bytes(self.shape, self.work, self.cut) / self._host / self._layers
+        unhidden = max(0.0, way - layer.forward) + max(0.0, way - layer.backward)
+        return self._layers * unhidden
 
     def _flops(self) -> float:
         tokens = self.work.tokens * self.work.microbatches * self._replicas

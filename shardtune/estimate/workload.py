@@ -103,6 +103,8 @@ class Workload:
     checkpointing: Checkpointing = "none"
     offloaded_checkpoints: bool = False
     """What flows between the layers waits in main memory for the backward pass."""
+    offloaded: bool = False
+    """What our own engine's layers save waits in main memory, copied beside the computation."""
     attention: Attention = "sdpa"
     loss: Loss = "plain"
     scored: float = 1.0

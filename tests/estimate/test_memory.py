@@ -172,6 +172,16 @@ def test_offload_moves_states_to_the_host_or_the_disk() -> None:
         assert (memory.nvme if device == "nvme" else memory.host) > 0
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_activations_of_all_layers_but_two_leave_the_gpu(checkpointing: Any) -> None:
+    work = replace(LORA, checkpointing=checkpointing)
+    stays, waits = alone(MIDDLE, work), alone(MIDDLE, replace(work, offloaded=True))
+    stack = stack_bytes(MIDDLE, work, Cut())
+    saved = stays.moments["forward"] - waits.moments["forward"]
+    assert saved == pytest.approx(stack * 30 / 32)
+    assert waits.host - stays.host == pytest.approx(stack * 31 / 32)
+
+
 def test_the_head_of_unscored_tokens_costs_nothing() -> None:
     half = alone(MIDDLE, replace(LORA, scored=0.5))
     assert half.gpu["logits"] == pytest.approx(alone(MIDDLE, LORA).gpu["logits"] / 2)

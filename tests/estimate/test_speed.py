@@ -164,6 +164,15 @@ def test_offload_to_the_disk_is_slower_than_to_the_host_and_that_than_none() -> 
     assert len(set(times)) == 3
 
 
+def test_activations_that_wait_in_main_memory_cost_what_computing_does_not_hide() -> None:
+    """A layer's input is little; all that a layer saves is more than the link can take."""
+    for checkpointing, costs in (("full", False), ("none", True)):
+        work = replace(WORK, checkpointing=checkpointing)  # type: ignore[arg-type]
+        step = alone(replace(work, offloaded=True)).step
+        assert (step.offload > 0) == costs
+        assert step.total - step.offload == pytest.approx(alone(work).step.total)
+
+
 def test_a_measured_ceiling_counts_instead_of_the_data_sheet() -> None:
     slow = MatmulPoint(m=8192, n=8192, k=8192, tflops=400)
     measured = replace(H200, measured=Measured(matmul=(slow,)))
