@@ -25,18 +25,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_cases import MATMUL, PEERS, chosen
+from benchmarks.gpu_cases import PEERS, chosen
 from benchmarks.gpu_report import Record, line, write
 from benchmarks.table import DOCS
 
-ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "HF_HUB_OFFLINE": "1",
+    "UNSLOTH_COMPILE_LOCATION": str(Path(tempfile.gettempdir()) / "unsloth_compiled_cache"),
+}
 """Of every method, ours and others, unless it is set already."""
 SHOWN = 15  # lines of a failed method's trace
 
 
 def run_all(options: argparse.Namespace) -> Iterator[Record]:
     """Each method in turn; the card's own rate comes first."""
-    where = {"run": uuid.uuid4().hex[:8]} | child([MATMUL], options)
+    where = {"run": uuid.uuid4().hex[:8]} | child(["gpu_card"], options)
     if "error" in where:
         raise SystemExit(f"this machine's own speed can't be measured: {where['error']}")
     rate = where["matmul_flops"] / 1e12
@@ -46,7 +50,8 @@ def run_all(options: argparse.Namespace) -> Iterator[Record]:
         if missing:
             print(f"{case.name} | {method}: left out: {missing}", flush=True)
             continue
-        found = child([case.name, method], options)
+        words = ["gpu_run", case.name, method, "--steps", str(options.steps)]
+        found = child(words, options)
         record = where | {"case": case.name, "method": method} | found
         print(line(record), flush=True)
         yield record
@@ -64,11 +69,12 @@ def left_out(method: str, *, tiny: bool) -> str:
 
 
 def child(words: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What `gpu_run` prints, or the line that says what went wrong.
+    """What a module prints in a process of its own, or the line that says what went wrong.
 
     Its output goes to files: a compiler's processes may outlive it and keep a pipe open.
     """
-    command = [sys.executable, "-m", "benchmarks.gpu_run", *words, "--steps", str(options.steps)]
+    module, *rest = words
+    command = [sys.executable, "-m", f"benchmarks.{module}", *rest]
     command += ["--tiny"] if options.tiny else []
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(

@@ -6,6 +6,8 @@ AdamW and the gradient clipped to 1, as Hugging Face's Trainer does it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -238,10 +240,12 @@ def _tables(made: nn.Module, device: str) -> None:
 
 def _unsloth(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Losses]:
     """It starts from files only, so the drawn weights are written for it first."""
-    from unsloth import FastLanguageModel  # first: it patches what is imported after it
+    from unsloth import FastLanguageModel
 
     with tempfile.TemporaryDirectory() as folder:
-        _write(config, case, device, Path(folder))
+        # By another process: here Unsloth has changed transformers already.
+        writer = [sys.executable, "-m", "benchmarks.gpu_run", case.name, "--write", folder]
+        subprocess.run(writer + (["--tiny"] if device == "cpu" else []), check=True)
         model, _ = FastLanguageModel.from_pretrained(
             folder, max_seq_length=case.length, dtype=BASE, load_in_4bit=False
         )
@@ -258,13 +262,13 @@ def _unsloth(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Modul
     return adapted, hf_losses(adapted, case, peer, device)
 
 
-def _write(config: Any, case: Case, device: str, folder: Path) -> None:
-    """A checkpoint with a tokenizer that knows nothing, which no step asks."""
+def write_checkpoint(case: Case, folder: Path, device: str, *, tiny: bool) -> None:
+    """A row's weights as files, with a tokenizer that knows nothing, which no step asks."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    model = _filled(config, case, device)
+    model = _filled(config_of(case, tiny=tiny), case, device)
     model.save_pretrained(folder, max_shard_size="4GB")
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3}
     PreTrainedTokenizerFast(

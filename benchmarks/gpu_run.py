@@ -8,16 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_cases import CASES, MATMUL, OURS, PEERS, Case, our_job
+from benchmarks.gpu_card import clocked
+from benchmarks.gpu_cases import CASES, OURS, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
-from benchmarks.gpu_peers import build
+from benchmarks.gpu_peers import build, write_checkpoint
 from shardtune.core.world import World
 from shardtune.job import Job
 from shardtune.models.blueprint import EmptyBlueprint
@@ -26,7 +27,6 @@ from shardtune.plan import make_plan
 
 WARM = 4  # steps before the clock: the first compiles, and each batch is seen once
 GIB = 2**30
-BURST, ROUNDS, REST = 16, 12, 0.1  # products without a rest bring a GPU to its power limit
 
 
 @dataclass(frozen=True)
@@ -97,77 +97,27 @@ def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> 
     }
 
 
-def clocked(
-    step: Callable[[int], Any], numbers: range, device: str
-) -> tuple[list[float], list[float]]:
-    """Seconds and loss of each step.
-
-    On a GPU the time goes from mark to mark on the card, so that a method which never waits for
-    the card isn't made to; whatever the card idles between two steps counts.
-    """
-    losses, marks = [], [_mark(device)]
-    for number in numbers:
-        losses.append(step(number))
-        marks.append(_mark(device))
-    if device != "cuda":
-        return [b - a for a, b in pairwise(marks)], [*map(float, losses)]
-    torch.cuda.synchronize()
-    taken = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-    return taken, [float(loss) for loss in losses]
-
-
-def _mark(device: str) -> Any:
-    if device != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def matmul_rate(device: str, size: int) -> dict[str, Any]:
-    """FLOP/s of a bf16 product, in bursts with a rest; the median of the bursts."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    rates = []
-    for _ in range(ROUNDS):
-        time.sleep(REST if device == "cuda" else 0)
-        torch.mm(a, b)
-        seconds, _ = clocked(lambda _: torch.mm(a, b)[0, 0], range(BURST), device)
-        rates.append(2 * size**3 / median(seconds))
-    return {"matmul_flops": median(rates), **_machine(device)}
-
-
-def _machine(device: str) -> dict[str, str]:
-    import platform
-
-    import transformers
-
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if device != "cuda":
-        return {"gpu": "none", "machine": platform.machine(), **versions}
-    card = torch.cuda.get_device_properties(0)
-    return {"gpu": card.name, "machine": str(getattr(card, "uuid", card.name)), **versions}
-
-
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=[*CASES, MATMUL])
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("method", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--write", type=Path, help="only write the row's weights to this folder")
     options = parser.parse_args(given)
     device = "cpu" if options.tiny else "cuda"
-    if options.case == MATMUL:
-        found = matmul_rate(device, 256 if options.tiny else 8192)
-    else:
-        if PEERS.get(options.method) and PEERS[options.method].tool == "unsloth":
-            import unsloth  # noqa: F401 - it wants to change the others before they are used
-        found = measure(
-            CASES[options.case],
-            options.method,
-            steps=options.steps,
-            device=device,
-            tiny=options.tiny,
-        )
+    if options.write:
+        write_checkpoint(CASES[options.case], options.write, device, tiny=options.tiny)
+        return 0
+    if options.method in PEERS and PEERS[options.method].tool == "unsloth":
+        import unsloth  # noqa: F401 - it wants to change the others before they are used
+    found = measure(
+        CASES[options.case],
+        options.method,
+        steps=options.steps,
+        device=device,
+        tiny=options.tiny,
+    )
     print(json.dumps(found), flush=True)
     return 0
 
