@@ -10,18 +10,29 @@ DOCS = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 
 def write_table(
-    name: str, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], note: str
+    name: str,
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    note: str,
+    *,
+    machine: str = "",
+    folder: Path = DOCS,
 ) -> None:
-    """Prints the table, and writes it to docs/benchmarks/NAME.md."""
+    """Prints the table, and writes it to docs/benchmarks/NAME.md, or to another folder.
+
+    `machine` says where the figures come from, if not from here.
+    """
     import torch
 
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
-    made = (
-        f"Made by `python -m benchmarks.{name}` with Python {platform.python_version()} and "
-        f"torch {torch.__version__} on {platform.machine()}, {torch.get_num_threads()} threads."
+    here = (
+        f"with Python {platform.python_version()} and torch {torch.__version__} on "
+        f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
+    made = f"Made by `python -m benchmarks.{name}` {machine or here}."
     text = "\n".join([f"# {title}", "", made, "", *lines, "", note, ""])
-    DOCS.mkdir(parents=True, exist_ok=True)
-    (DOCS / f"{name}.md").write_text(text, encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)

@@ -1,0 +1,142 @@
+"""Peers and ours on the GPU at hand, side by side: speed, memory and loss.
+
+    python -m benchmarks.gpu                                  everything
+    python -m benchmarks.gpu --rows bf16 --methods shardtune compile --out first
+    python -m benchmarks.gpu --merge first/gpu.json second/gpu.json
+
+Each method of each row runs in a process of its own, on random weights of the true shape. Rows,
+peers and our settings are in `gpu_cases.py`. A method that fails is a line of the table. What is
+done so far is in FOLDER/gpu.json after each one; gpu.md and gpu.svg come at the end, or later, from
+the files of several runs. `--tiny` tries all of it on the CPU, with a model of the size of a toy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_cases import PEERS, chosen
+from benchmarks.gpu_report import Record, line, write
+from benchmarks.table import DOCS
+
+ENVIRONMENT = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "HF_HUB_OFFLINE": "1",
+    "UNSLOTH_COMPILE_LOCATION": str(Path(tempfile.gettempdir()) / "unsloth_compiled_cache"),
+}
+"""Of every method, ours and others, unless it is set already."""
+SHOWN = 15  # lines of a failed method's trace
+
+
+def run_all(options: argparse.Namespace) -> Iterator[Record]:
+    """Each method in turn; the card's own rate comes first."""
+    where = {"run": uuid.uuid4().hex[:8]} | child(["gpu_card"], options)
+    if "error" in where:
+        raise SystemExit(f"this machine's own speed can't be measured: {where['error']}")
+    rate = where["matmul_flops"] / 1e12
+    print(f"{where['gpu']}: {rate:.1f} TFLOP/s in bf16, run {where['run']}", flush=True)
+    for case, method in chosen(options.rows, options.methods):
+        missing = left_out(method, tiny=options.tiny)
+        if missing:
+            print(f"{case.name} | {method}: left out: {missing}", flush=True)
+            continue
+        words = ["gpu_run", case.name, method, "--steps", str(options.steps)]
+        found = child(words, options)
+        record = where | {"case": case.name, "method": method} | found
+        print(line(record), flush=True)
+        yield record
+
+
+def left_out(method: str, *, tiny: bool) -> str:
+    """Why a method can't run here; nothing if it can."""
+    peer = PEERS.get(method)
+    if peer is None:
+        return ""
+    if tiny and peer.on_gpu_only:
+        return "it needs a GPU"
+    missing = [name for name in peer.needs if find_spec(name) is None]
+    return f"{' and '.join(missing)} can't be imported" if missing else ""
+
+
+def child(words: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """What a module prints in a process of its own, or the line that says what went wrong.
+
+    Its output goes to files: a compiler's processes may outlive it and keep a pipe open.
+    """
+    module, *rest = words
+    command = [sys.executable, "-m", f"benchmarks.{module}", *rest]
+    command += ["--tiny"] if options.tiny else []
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, env=ENVIRONMENT | dict(os.environ)
+        )
+        try:
+            code = process.wait(options.timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done in {options.timeout:.0f} s"}
+        finally:
+            process.kill()
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        if code == 0:
+            found: dict[str, Any] = json.loads(out.read().strip().splitlines()[-1])
+            return found
+        return {"error": what_failed(err.read(), code)}
+
+
+def what_failed(text: str, code: int) -> str:
+    """The last line that names an error; advice may follow it. The rest goes to stderr."""
+    lines = text.strip().splitlines()
+    print("\n".join(lines[-SHOWN:]), file=sys.stderr, flush=True)
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+    return [f"exit code {code}", *lines[-1:], *named[-1:]][-1]
+
+
+def read(paths: list[Path]) -> list[Record]:
+    """The records of earlier runs, in the order of the files."""
+    return [record for path in paths for record in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", default=[], help="words of the rows to run (all)")
+    parser.add_argument("--methods", nargs="+", default=[], help="words of the methods (all)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each (10)")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds of each (400)")
+    parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="run nothing")
+    parser.add_argument("--tiny", action="store_true", help="a toy on the CPU, two steps")
+    options = parser.parse_args(given)
+    if options.tiny:
+        options.steps = min(options.steps, 2)
+        if options.out == DOCS:
+            parser.error("--tiny measures nothing worth a place in the docs: give --out")
+    options.out.mkdir(parents=True, exist_ok=True)
+    records = read(options.merge) if options.merge else []
+    kept = options.out / "gpu.json"
+    for record in () if options.merge else run_all(options):
+        records.append(record)
+        kept.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    if not records:
+        print("nothing was measured")
+        return 1
+    kept.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    write(records, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""How others train, for `benchmarks.gpu`: each as its users run it, on the same numbers as we.
+
+Every one of them gets bf16 weights on the device, its batches there ahead of time, torch's fused
+AdamW and the gradient clipped to 1, as Hugging Face's Trainer does it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu_cases import LORA, Case, Peer
+from benchmarks.gpu_data import BASE, Batch, config_of, draw
+from shardtune.job import LoRA
+from shardtune.models.adapters import initialise
+
+Step = Callable[[int], Tensor]
+"""One optimizer step on the batch of that number; the mean loss of its trained tokens."""
+Losses = Callable[[Batch], Iterable[Callable[[], Tensor]]]
+"""The parts of a step, one after the other; their losses add up to the mean of the step."""
+
+ADAPTER = LoRA(**LORA["adapter"])
+
+
+def build(case: Case, peer: Peer, data: list[Batch], device: str, *, tiny: bool) -> Step:
+    """The method, ready for its first step."""
+    config = config_of(case, tiny=tiny)
+    make = {"hf": _hf, "torchtune": _torchtune, "unsloth": _unsloth}[peer.tool]
+    model, losses = make(case, peer, config, device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    prepared = [list(losses(batch)) for batch in data]
+
+    def step(number: int) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=device)
+        for part in prepared[number % len(prepared)]:
+            with torch.autocast(device, BASE, enabled=peer.fp32_adapters):
+                loss = part()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        return total
+
+    return step
+
+
+# Hugging Face, with or without Liger and torch.compile --------------------------------------------
+
+
+def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Losses]:
+    if peer.liger or peer.compiled:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        whole = {"rope": peer.liger, "rms_norm": peer.liger, "swiglu": peer.liger}
+        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=True, **whole)
+    if peer.budget is not None:
+        import torch._functorch.config as functorch
+
+        functorch.activation_memory_budget = peer.budget
+    model = _filled(config, case, device)
+    layers = list(model.model.layers)
+    if case.lora:
+        model = with_lora(model, device, torch.float32 if peer.fp32_adapters else BASE)
+    if peer.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if peer.compiled:
+        for layer in layers:
+            layer.compile()
+    model.train()
+    return model, hf_losses(model, case, peer, device)
+
+
+def _filled(config: Any, case: Case, device: str) -> Any:
+    """The model on the device, each weight drawn by its name; layers in NF4 one at a time."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=BASE, attn_implementation="sdpa")
+    model.tie_weights()  # the context above made two parameters of a shared one
+    model.requires_grad_(not case.lora)
+    drawn: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in list(model.named_modules()):
+        if case.base == "nf4" and isinstance(module, nn.Linear) and ".layers." in name:
+            model.set_submodule(name, _nf4(f"{name}.weight", module, device))
+            continue
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            if old not in drawn:
+                values = draw(f"{name}.{leaf}", tuple(old.shape), device)
+                drawn[old] = nn.Parameter(values, requires_grad=old.requires_grad)
+            setattr(module, leaf, drawn[old])
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, leaf, buffer.to(device))
+    model.config.use_cache = False
+    model.is_loaded_in_4bit = case.base == "nf4"  # peft has other adapters for such layers
+    return model
+
+
+def _nf4(name: str, linear: nn.Linear, device: str) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    made = Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        compute_dtype=BASE,
+        compress_statistics=True,
+        quant_type="nf4",
+        device="meta",
+    )
+    made.weight = Params4bit(
+        draw(name, tuple(linear.weight.shape), device),
+        requires_grad=False,
+        quant_type="nf4",
+        compress_statistics=True,
+        module=made,
+    ).to(device)
+    return made
+
+
+def with_lora(model: Any, device: str, dtype: torch.dtype) -> Any:
+    """peft's adapters, which start from the numbers that ours start from."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=ADAPTER.rank,
+        lora_alpha=ADAPTER.alpha,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+    )
+    adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
+    initialise(adapted, "", ADAPTER, seed=0, device=device)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def hf_losses(model: Any, case: Case, peer: Peer, device: str) -> Losses:
+    """Rows as they are, packed by their positions alone, or padded with a mask."""
+
+    def losses(batch: Batch) -> Iterable[Callable[[], Tensor]]:
+        if peer.padded:
+            for tokens, mask, labels in batch.padded():
+                given = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+                yield _call(model, given, device, num_items_in_batch=batch.ours.labels)
+            return
+        given = {"input_ids": batch.ours.input_ids, "labels": batch.labels}
+        if case.packed:
+            given["position_ids"] = batch.ours.position_ids
+        yield _call(model, given, device)
+
+    return losses
+
+
+def _call(model: Any, given: dict[str, Tensor], device: str, **extra: int) -> Callable[[], Tensor]:
+    here = {name: tensor.to(device) for name, tensor in given.items()}
+    return lambda: model(**here, **extra).loss
+
+
+# torchtune ----------------------------------------------------------------------------------------
+
+
+def _torchtune(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Losses]:
+    """Its model code and its loss, each layer compiled, as its recipe for one device does it."""
+    from torchtune.models.convert_weights import hf_to_tune
+    from torchtune.models.llama3_1 import lora_llama3_1
+    from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+    with torch.device("meta"):
+        made = lora_llama3_1(
+            ["q_proj", "k_proj", "v_proj", "output_proj"],
+            apply_lora_to_mlp=True,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            embed_dim=config.hidden_size,
+            max_seq_len=case.length,
+            intermediate_dim=config.intermediate_size,
+            norm_eps=config.rms_norm_eps,
+            rope_base=500_000,
+            lora_rank=ADAPTER.rank,
+            lora_alpha=ADAPTER.alpha,
+        )
+    source = with_lora(_filled(config, case, device), device, BASE)
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.hidden_size)
+    weights: dict[str, Tensor] = {}
+    for name, tensor in source.named_parameters():
+        own = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        module, _, lora = own.partition(".lora_")
+        if lora:  # a pair of matrices lies beside the weight, under the name of its module
+            place = next(iter(hf_to_tune({f"{module}.weight": _PLACE}, 1, 1, 2, 2)))
+            place = place.removesuffix("weight")
+            weights[f"{place}lora_{lora[0].lower()}.weight"] = tensor.detach()
+        else:
+            weights |= hf_to_tune({own: tensor.detach()}, *heads)
+    del source
+    made.load_state_dict(weights, assign=True, strict=False)
+    _tables(made, device)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    for layer in made.layers:
+        layer.compile()
+    loss = CEWithChunkedOutputLoss()
+    made.set_num_output_chunks(loss.num_output_chunks)
+    loss.compute_cross_entropy = torch.compile(loss.compute_cross_entropy)
+    made.train()
+
+    def losses(batch: Batch) -> Iterable[Callable[[], Tensor]]:
+        tokens, targets = batch.ours.input_ids.to(device), batch.ours.targets.to(device)
+        yield lambda: loss(made(tokens), targets)
+
+    return made, losses
+
+
+_PLACE = torch.zeros(2, 2)  # only its name is looked up
+
+
+def _tables(made: nn.Module, device: str) -> None:
+    """torchtune's tables of positions, which are computed when a module is made, on the device."""
+    for module in made.modules():
+        if hasattr(module, "rope_init"):
+            with torch.device(device):
+                module.rope_init()
+
+
+# Unsloth ------------------------------------------------------------------------------------------
+
+
+def _unsloth(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Losses]:
+    """It starts from files only, so the drawn weights are written for it first."""
+    from unsloth import FastLanguageModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        # By another process: here Unsloth has changed transformers already.
+        writer = [sys.executable, "-m", "benchmarks.gpu_run", case.name, "--write", folder]
+        subprocess.run(writer + (["--tiny"] if device == "cpu" else []), check=True)
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=case.length, dtype=BASE, load_in_4bit=False
+        )
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapted = FastLanguageModel.get_peft_model(
+        model,
+        r=ADAPTER.rank,
+        lora_alpha=ADAPTER.alpha,
+        lora_dropout=0,
+        target_modules=list(names),
+        use_gradient_checkpointing="unsloth" if peer.checkpointing else False,
+    )
+    adapted.train()
+    return adapted, hf_losses(adapted, case, peer, device)
+
+
+def write_checkpoint(case: Case, folder: Path, device: str, *, tiny: bool) -> None:
+    """A row's weights as files, with a tokenizer that knows nothing, which no step asks."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    model = _filled(config_of(case, tiny=tiny), case, device)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    ).save_pretrained(folder)

@@ -1,0 +1,212 @@
+"""The table and the plot of `benchmarks.gpu`, from the records of one run or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_cases import CASES, PEERS, Case
+from benchmarks.table import write_table
+
+Record = dict[str, Any]
+"""What one method came to on one row: its figures or its `error`, and where that was."""
+
+HEADINGS = [
+    *("row", "method", "machine", "tokens/s", "slowest to fastest step", "to the best peer"),
+    *("asked", "peak GiB", "at most", "share", "first step s", "first loss"),
+    *("its difference", "largest difference"),
+]
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """One record for each row, method and machine, in the table's order: the last one given."""
+    kept = {(each["case"], each["machine"], each["method"]): each for each in records}
+    order = list(CASES)
+    methods = list(PEERS)  # ours come last
+    return sorted(
+        kept.values(),
+        key=lambda each: (
+            order.index(each["case"]),
+            each["machine"],
+            methods.index(each["method"]) if each["method"] in PEERS else len(methods),
+        ),
+    )
+
+
+def line(record: Record) -> str:
+    """What is printed as soon as a method is done."""
+    name = f"{record['case']} | {record['method']}"
+    if "error" in record:
+        return f"{name}: failed: {record['error']}"
+    memory = record["allocated_gib"]
+    return (
+        f"{name}: {_count(record['tokens_per_second'])} tokens/s "
+        f"({_count(record['slowest'])} to {_count(record['fastest'])}), "
+        + (f"{memory:.1f} GiB, " if memory is not None else "")
+        + f"share {_share(record):.3f}, first step {record['first_step_seconds']:.1f} s, "
+        f"first loss {record['losses'][0]:.4f}"
+    )
+
+
+def peers_of(record: Record, records: Sequence[Record]) -> list[Record]:
+    """What a record is compared with: peers on the same row, or on the one that stands for it,
+    and on the same machine, because cards of one kind differ by a percent."""
+    case = CASES[record["case"]]
+    row = case.against or case.name
+    return [
+        each
+        for each in records
+        if each["case"] == row
+        and each["method"] in PEERS
+        and each["machine"] == record["machine"]
+        and "error" not in each
+    ]
+
+
+def ratio(record: Record, records: Sequence[Record]) -> float | None:
+    """Its speed over the best peer's; None where no peer was measured beside it."""
+    rates = [each["tokens_per_second"] for each in peers_of(record, records)]
+    return record["tokens_per_second"] / max(rates) if rates else None
+
+
+def differences(record: Record, records: Sequence[Record]) -> tuple[float, float] | None:
+    """Of its first loss, and the largest of all steps, from the first peer's on the same data."""
+    others = peers_of(record, records)
+    if not others or others[0] is record:
+        return None
+    pairs = zip(record["losses"], others[0]["losses"], strict=False)
+    apart = [abs(own - other) for own, other in pairs]
+    return apart[0], max(apart)
+
+
+def rows(records: Sequence[Record]) -> Iterator[list[str]]:
+    letters = _letters(records)
+    for record in records:
+        case = CASES[record["case"]]
+        start = [case.name, record["method"], letters[record["machine"]]]
+        if "error" in record:
+            yield [*start, f"failed: {record['error'][:80]}", *[""] * (len(HEADINGS) - 4)]
+        else:
+            yield [*start, *_figures(record, case, records)]
+
+
+def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[str]:
+    ours = record["method"] not in PEERS
+    compared, apart = ratio(record, records), differences(record, records)
+    memory = record["allocated_gib"]
+    yield _count(record["tokens_per_second"])
+    yield f"{_count(record['slowest'])} to {_count(record['fastest'])}"
+    yield f"{compared:.3f}" if compared is not None else "none beside it"
+    yield f"{case.asked:.2f}" if ours else ""
+    yield f"{memory:.1f}" if memory is not None else ""
+    yield f"{case.memory:g}" if ours and case.memory else ""
+    yield f"{_share(record):.3f}"
+    yield f"{record['first_step_seconds']:.1f}"
+    yield f"{record['losses'][0]:.4f}"
+    yield from (f"{each:.1e}" for each in apart) if apart else ("", "")
+
+
+def write(records: Sequence[Record], folder: Path) -> None:
+    """The table as gpu.md and the plot as gpu.svg."""
+    records = latest(records)
+    (folder / "gpu.svg").write_text(plot(records), encoding="utf-8")
+    steps = sorted({each["steps"] for each in records if "steps" in each})
+    write_table(
+        "gpu",
+        "Peers and ours on one GPU",
+        HEADINGS,
+        list(rows(records)),
+        "Random weights of the true shape and random tokens, both the same for every method of a "
+        "row; LoRA of rank 16 on all linear layers except in the row `all`; AdamW, gradients "
+        "clipped. Each method has a process of its own. Speed is the median of "
+        f"{' or '.join(map(str, steps)) or 'no'} steps after a warm-up; in the row `packed` "
+        "(documents of 50 to 2000 tokens) only trained tokens count. Memory is what torch's "
+        "allocator handed out at the peak of those steps. *Share* is what the model asks for, "
+        "without anything that is computed twice, over the rate of an 8192 x 8192 x 8192 product "
+        "in bf16. The first step is the one that compiles, with torch's cache as those before "
+        "left it. A ratio compares with the best peer of the row on the same machine; the rows "
+        "`fp8` take the peers of the rows `bf16`. Differences of loss are to the row's first peer "
+        "that ran; Unsloth draws adapters of its own, so only its first loss is comparable.\n\n"
+        "![Speed of each method](gpu.svg)",
+        machine=_machines(records),
+        folder=folder,
+    )
+
+
+def _machines(records: Sequence[Record]) -> str:
+    """Where the figures come from, each machine by its letter."""
+    found = {}
+    for record in records:
+        rate = f"{record['matmul_flops'] / 1e12:.0f} TFLOP/s"
+        versions = f"torch {record['torch']}, transformers {record['transformers']}"
+        found[record["machine"]] = f"{record['gpu']} ({rate}, {versions})"
+    letters = _letters(records)
+    return "on " + "; ".join(f"{letters[each]}: {text}" for each, text in found.items())
+
+
+def _letters(records: Sequence[Record]) -> dict[str, str]:
+    """A letter for each machine."""
+    machines = list(dict.fromkeys(record["machine"] for record in records))
+    return {machine: chr(ord("A") + number) for number, machine in enumerate(machines)}
+
+
+def _share(record: Record) -> float:
+    return float(record["flops_per_second"] / record["matmul_flops"])
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+# The plot -----------------------------------------------------------------------------------------
+
+LEFT, BAR, WIDE, GAP = 250, 16, 420, 30
+OURS_COLOUR, PEER_COLOUR = "#3b6fb6", "#b9b9b9"
+
+
+def plot(records: Sequence[Record]) -> str:
+    """A bar for each method, as long as its share of the fastest of its row."""
+    body, top = [], 44
+    letters = _letters(records)
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if "error" not in record:
+            groups.setdefault((record["case"], record["machine"]), []).append(record)
+    for (case, machine), members in groups.items():
+        shown = members + [each for each in peers_of(members[0], records) if each not in members]
+        longest = max(each["tokens_per_second"] for each in shown)
+        body.append(_text(12, top, f"{case}, machine {letters[machine]}", bold=True))
+        for record in sorted(shown, key=lambda each: -each["tokens_per_second"]):
+            top += BAR + 4
+            body += _bar(record, top, WIDE * record["tokens_per_second"] / longest)
+        top += GAP
+    width, height = LEFT + WIDE + 190, max(top, 60)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            _text(12, 20, "Tokens a second", bold=True),
+            *body,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _bar(record: Record, top: float, wide: float) -> Iterator[str]:
+    colour = PEER_COLOUR if record["method"] in PEERS else OURS_COLOUR
+    memory = record["allocated_gib"]
+    yield _text(24, top, record["method"])
+    yield (
+        f'<rect x="{LEFT}" y="{top - BAR + 4}" width="{wide:.1f}" height="{BAR}" fill="{colour}"/>'
+    )
+    said = _count(record["tokens_per_second"]) + (f", {memory:.1f} GiB" if memory else "")
+    yield _text(LEFT + wide + 6, top, said)
+
+
+def _text(left: float, top: float, text: str, *, bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{left:.1f}" y="{top}"{weight}>{escape(text)}</text>'

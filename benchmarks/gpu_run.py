@@ -1,0 +1,126 @@
+"""One method on one row of `benchmarks.gpu`, in a process of its own: it prints its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_card import clocked
+from benchmarks.gpu_cases import CASES, OURS, PEERS, Case, our_job
+from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
+from benchmarks.gpu_peers import build, write_checkpoint
+from shardtune.core.world import World
+from shardtune.job import Job
+from shardtune.models.blueprint import EmptyBlueprint
+from shardtune.models.weights import NoFiles
+from shardtune.plan import make_plan
+
+WARM = 4  # steps before the clock: the first compiles, and each batch is seen once
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DrawnWeights(NoFiles):
+    """The weights that every method has, by their names."""
+
+    device: str
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, draw(name, self.shapes[name], self.device)
+
+
+def ours(
+    case: Case, method: str, data: list[Batch], device: str, *, tiny: bool
+) -> Callable[[int], Any]:
+    """Our engine as a job starts it, on drawn weights instead of files."""
+    job = Job.model_validate_json(json.dumps(our_job(case, method, tiny=tiny)))
+    plan = make_plan(job, 1, 1000)
+    empty = EmptyBlueprint.of(config_of(case, tiny=tiny), job.model, job.adapter, job.train)
+    names = empty.frame.names
+    assert isinstance(names.files, NoFiles)
+    drawn = replace(names, files=DrawnWeights(names.files.shapes, device))
+    if job.train.kernels == "compiled":
+        for layer in empty.frame.layers:
+            layer.compile()
+    blueprint = replace(empty, frame=replace(empty.frame, names=drawn))
+    world = World(device="cuda:0" if device == "cuda" else device)
+    engine = plan.strategy.build(blueprint, plan.setup, world).__enter__()
+    return lambda number: engine.step([data[number % len(data)].ours]).loss
+
+
+def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> dict[str, Any]:
+    """The figures of one method; its memory is the process's own."""
+    torch.manual_seed(0)
+    config = config_of(case, tiny=tiny)
+    data = batches(case, config.vocab_size, tiny=tiny)
+    if method in OURS[case.name]:
+        step = ours(case, method, data, device, tiny=tiny)
+    else:
+        step = build(case, PEERS[method], data, device, tiny=tiny)
+    begun = time.perf_counter()
+    losses = [float(step(0))]
+    first = time.perf_counter() - begun
+    losses += [float(step(number)) for number in range(1, WARM)]
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    seconds, timed = clocked(step, range(WARM, WARM + steps), device)
+    losses += timed
+    done = [data[number % len(data)] for number in range(WARM, WARM + steps)]
+    rates = [
+        (batch.ours.labels if case.packed else batch.ours.input_ids.numel()) / taken
+        for batch, taken in zip(done, seconds, strict=True)
+    ]
+    work = [flops(case, config, batch) / taken for batch, taken in zip(done, seconds, strict=True)]
+    return {
+        "seconds": median(seconds),
+        "tokens_per_second": median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "flops_per_second": median(work),
+        "allocated_gib": torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if device == "cuda" else None,
+        "first_step_seconds": first,
+        "losses": losses,
+        "steps": steps,
+    }
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("method", nargs="?", default="")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--write", type=Path, help="only write the row's weights to this folder")
+    options = parser.parse_args(given)
+    device = "cpu" if options.tiny else "cuda"
+    if options.write:
+        write_checkpoint(CASES[options.case], options.write, device, tiny=options.tiny)
+        return 0
+    if options.method in PEERS and PEERS[options.method].tool == "unsloth":
+        import unsloth  # noqa: F401 - it wants to change the others before they are used
+    found = measure(
+        CASES[options.case],
+        options.method,
+        steps=options.steps,
+        device=device,
+        tiny=options.tiny,
+    )
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The benchmark of peers on a GPU, tried on the CPU with a model of the size of a toy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu import child, left_out, main, what_failed
+from benchmarks.gpu_cases import CASES, OURS, PEERS, chosen, our_job
+from benchmarks.gpu_data import batches, config_of, draw, flops
+from benchmarks.gpu_report import latest, ratio, rows
+from benchmarks.gpu_run import measure
+from shardtune.core.known_models import find_model
+from shardtune.core.step import IGNORED
+from shardtune.job import Job
+
+BF16_NOISE = 1e-3  # seen on the CPU: 1e-4 with adapters over these steps
+
+
+def tiny_losses(case: str, method: str) -> list[float]:
+    found = measure(CASES[case], method, steps=2, device="cpu", tiny=True)
+    assert found["tokens_per_second"] > 0
+    return list(found["losses"])
+
+
+@pytest.mark.parametrize(
+    ("case", "peers"),
+    [
+        ("bf16 8x2048", ["HF"]),
+        ("lean 8x2048", ["HF, checkpointing", "HF, checkpointing, fp32 adapters"]),
+        ("packed 8x2048", ["HF", "HF, padded"]),
+    ],
+)
+def test_methods_of_a_row_have_the_same_losses(case: str, peers: list[str]) -> None:
+    ours = tiny_losses(case, "shardtune")
+    for peer in peers:
+        assert tiny_losses(case, peer) == pytest.approx(ours, abs=BF16_NOISE)
+    assert len(set(ours)) == len(ours)  # they do train, on batch after batch
+
+
+def test_a_quantised_row_has_the_same_losses() -> None:
+    pytest.importorskip("bitsandbytes")
+    peer = tiny_losses("nf4 8x2048", "HF, checkpointing")
+    assert peer == pytest.approx(tiny_losses("nf4 8x2048", "shardtune"), abs=BF16_NOISE)
+
+
+def test_all_weights_start_alike() -> None:
+    """Only the first step: peers hold weights in bf16, we in fp32, so the paths part."""
+    ours = tiny_losses("1B all 8x2048", "shardtune")
+    assert tiny_losses("1B all 8x2048", "HF")[0] == pytest.approx(ours[0], abs=BF16_NOISE)
+
+
+@pytest.mark.slow
+def test_a_run_writes_figures_table_and_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tiny", "--rows", "bf16 8x", "--methods", "liger", "shardtune", "--out"]
+    assert main([*words, str(tmp_path)]) == 0
+    assert "bf16 8x2048 | Liger: left out: it needs a GPU" in capsys.readouterr().out
+    (found,) = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert len(found["losses"]) == 4 + 2  # warm-up and measured
+    assert found["steps"] == 2
+    assert "| bf16 8x2048 | shardtune | A |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+def test_a_failure_is_a_row_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [
+        {"gpu": "G", "machine": "x", "torch": "2", "transformers": "5", "matmul_flops": 1e12},
+        {"error": "no memory"},
+        record("lean 8x2048", "shardtune", 100.0),
+    ]
+    monkeypatch.setattr(gpu, "child", lambda words, options: answers.pop(0))
+    words = ["--rows", "lean", "--methods", "HF, checkpointing, fp32", "shardtune", "--out"]
+    assert main([*words, str(tmp_path)]) == 0
+    bad, good = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert (bad["error"], good["tokens_per_second"]) == ("no memory", 100.0)
+    assert "fp32 adapters: failed: no memory" in capsys.readouterr().out
+    merged = tmp_path / "merged"
+    assert main(["--merge", str(tmp_path / "gpu.json"), "--out", str(merged)]) == 0
+    assert (merged / "gpu.md").read_text() == (tmp_path / "gpu.md").read_text()
+    ElementTree.parse(merged / "gpu.svg")
+
+
+def test_a_method_that_hangs_is_ended() -> None:
+    options = argparse.Namespace(tiny=True, timeout=0.05)
+    assert child(["gpu_card"], options) == {"error": "not done in 0 s"}
+
+
+def test_a_toy_stays_out_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--tiny"])
+    assert "give --out" in capsys.readouterr().err
+
+
+def test_what_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "liger_kernel", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    assert left_out("Liger", tiny=False) == "liger_kernel can't be imported"
+    assert left_out("HF", tiny=False) == ""
+    assert left_out("shardtune", tiny=False) == ""
+
+
+def test_advice_behind_an_error_is_not_the_error() -> None:
+    text = "Traceback\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.\nSet VERBOSE=1\n"
+    assert what_failed(text, 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert what_failed("Killed\n", 1) == "Killed"
+    assert what_failed("", -9) == "exit code -9"
+
+
+# Cases and data -----------------------------------------------------------------------------------
+
+
+def test_every_row_is_complete() -> None:
+    assert OURS.keys() == CASES.keys()
+    for case in CASES.values():
+        find_model(case.model)
+        assert set(case.peers) <= PEERS.keys()
+        assert case.peers or CASES[case.against].peers
+        for method in OURS[case.name]:
+            assert method.startswith("shardtune")
+            Job.model_validate_json(json.dumps(our_job(case, method)))
+
+
+def test_words_choose_rows_and_methods() -> None:
+    found = [(case.name, method) for case, method in chosen(["70b"], ["LIGER", "shardtune"])]
+    assert found == [
+        ("70B nf4 4x2048", "Liger, checkpointing"),
+        ("70B nf4 4x2048", "shardtune"),
+    ]
+
+
+def test_a_weight_is_the_same_for_whoever_asks() -> None:
+    first, again = (draw("model.layers.0.mlp.up_proj.weight", (64, 64), "cpu") for _ in range(2))
+    other = draw("model.layers.1.mlp.up_proj.weight", (64, 64), "cpu")
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert draw("model.norm.weight", (8,), "cpu").eq(1).all()
+
+
+def test_packed_and_padded_rows_hold_the_same_documents() -> None:
+    case = CASES["packed 8x2048"]
+    for batch in batches(case, 1000, tiny=False):
+        lengths = [len(document) for document in batch.documents]
+        assert min(lengths) >= 50
+        assert max(lengths) <= 2000
+        assert batch.ours.tokens == sum(lengths)
+        assert batch.ours.tokens > 0.97 * case.rows * case.length  # 16,368 of 16,384 and more
+        padded = batch.padded()
+        assert sum(int(mask.sum()) for _, mask, _ in padded) == batch.ours.tokens
+        labels = sum(int((labels != IGNORED).sum()) for _, _, labels in padded)
+        assert labels == batch.ours.labels == sum(lengths) - len(lengths)
+        ids, labels_there = batch.ours.input_ids, batch.labels
+        trained = labels_there != IGNORED
+        assert torch.equal(labels_there[trained], ids[trained])
+        assert batch.ours.position_ids[trained].min() == 1  # no document's first token
+
+
+def test_flops_of_a_step() -> None:
+    """By hand, from the parameters that the catalogue counts (the embedding is no product)."""
+    case = CASES["1B all 8x2048"]
+    config = config_of(case, tiny=False)
+    found = flops(case, config, batches(case, 1000, tiny=False)[0])
+    parameters = find_model(case.model).parameters  # head and embedding are one
+    attention = 3 * 16 * 2 * 2048 * 2048**2 * 8
+    assert found == pytest.approx(6 * parameters * 16384 + attention, rel=1e-3)
+
+
+# The table ----------------------------------------------------------------------------------------
+
+
+def record(case: str, method: str, rate: float, machine: str = "x", **more: Any) -> dict[str, Any]:
+    return {
+        "case": case,
+        "method": method,
+        "machine": machine,
+        "gpu": "G",
+        "torch": "2",
+        "transformers": "5",
+        "run": "r",
+        "tokens_per_second": rate,
+        "slowest": rate,
+        "fastest": rate,
+        "flops_per_second": rate,
+        "matmul_flops": 2 * rate,
+        "allocated_gib": 1.0,
+        "first_step_seconds": 1.0,
+        "losses": [1.0, 0.5],
+        "steps": 10,
+    } | more
+
+
+def test_ratios_are_to_the_best_peer_of_the_same_machine() -> None:
+    ours = record("bf16 8x2048", "shardtune", 300.0, losses=[1.01, 0.8])
+    quantised = record("fp8 8x2048", "shardtune", 400.0)
+    alone = record("bf16 8x2048", "shardtune", 300.0, "y")
+    records = latest(
+        [
+            record("bf16 8x2048", "Liger", 999.0),
+            ours,
+            alone,
+            quantised,
+            record("bf16 8x2048", "HF", 100.0),
+            record("bf16 8x2048", "Liger", 200.0),  # later, so the one that counts
+            {"case": "bf16 8x2048", "method": "Unsloth", "machine": "x", "error": "no memory"},
+        ]
+    )
+    assert ratio(ours, records) == 1.5
+    assert ratio(quantised, records) == 2.0
+    assert ratio(alone, records) is None
+    table = {(row[0], row[1], row[2]): row for row in rows(records)}
+    assert table["bf16 8x2048", "Unsloth", "A"][3] == "failed: no memory"
+    assert table["bf16 8x2048", "shardtune", "A"][-2:] == ["1.0e-02", "3.0e-01"]
+    assert table["bf16 8x2048", "shardtune", "A"][9] == "0.500"
+    assert table["bf16 8x2048", "shardtune", "B"][5] == "none beside it"
+    assert len({len(row) for row in table.values()}) == 1
