@@ -50,9 +50,6 @@ def ours(
     names = empty.frame.names
     assert isinstance(names.files, NoFiles)
     drawn = replace(names, files=DrawnWeights(names.files.shapes, device))
-    if job.train.kernels == "compiled":
-        for layer in empty.frame.layers:
-            layer.compile()
     blueprint = replace(empty, frame=replace(empty.frame, names=drawn))
     world = World(device="cuda:0" if device == "cuda" else device)
     engine = plan.strategy.build(blueprint, plan.setup, world).__enter__()
