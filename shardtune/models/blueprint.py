@@ -10,6 +10,7 @@ from torch import nn
 
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter, answer_in
+from shardtune.models.attention import use_boundaries
 from shardtune.models.load import DTYPES, held_precision, load_base
 from shardtune.models.parts import (
     Frame,
@@ -37,6 +38,7 @@ class ModelBlueprint:
         if self.section.quantization != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
+        use_boundaries(model, device, DTYPES[self.train.precision])
         if self._compiled:
             compile_layers(model)
         if self._checkpointing:

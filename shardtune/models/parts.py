@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter
 from shardtune.models.adapters import answer_in, initialise, insert
+from shardtune.models.attention import use_boundaries
 from shardtune.models.catalogue import PLACE
 from shardtune.models.load import load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, swap
@@ -51,6 +52,7 @@ def build_in_parts(
     `left_out` names, of the adapted skeleton, stays without memory.
     """
     model = skeleton(section, compute)
+    use_boundaries(model, device, compute)
     if compiled:
         compile_layers(model)
     names = Names.of(model, WeightFiles.find(section), section)
