@@ -56,6 +56,7 @@ def how_kept_apart(model: Any, device: str, precision: Precision) -> str:
     if is_told(model):
         return "attention: packed documents are kept apart by their boundaries"
     why = why_not(model, device, DTYPES[precision])
+    why = why or "the strategy cuts the model into stages, or keeps its weights in main memory"
     return f"attention: packed documents are kept apart by a dense mask ({why})"
 
 
@@ -102,6 +103,7 @@ def unsuited(model: Any) -> str | None:
         (any(_set(config, name) for name in _DROPOUT), "it drops weights of attention"),
         (_has_sinks(inner), "it has sinks"),
         (_head(config) > 256, f"its heads are {_head(config)} wide, and 256 is the most"),
+        (_head(config) % 8 > 0, f"its heads are {_head(config)} wide, not a multiple of 8"),
         (whole._attn_implementation not in ("sdpa", ATTENTION), "another was asked for"),
     )
     return next((f"{config.model_type}: {why}" for holds, why in reasons if holds), None)

@@ -41,7 +41,7 @@ def test_a_row_that_begins_elsewhere_still_begins():
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=30), min_size=1, max_size=4))
 def test_lists_of_few_sizes_hold_every_document(rows: list[list[int]]):
     width = max(map(sum, rows))
-    filled = [row + [width - sum(row)] if sum(row) < width else row for row in rows]
+    filled = [[*row, width - sum(row)] if sum(row) < width else row for row in rows]
     ends = document_ends(positions_of(filled))
     lengths = [length for row in filled for length in row]
     if len(lengths) == len(filled):
