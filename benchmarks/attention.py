@@ -192,33 +192,44 @@ def useful_flops(packed: Packed, size: Size) -> float:
     return 4 * size.heads * size.dim * sum(n * (n + 1) / 2 for n in packed.lengths)
 
 
-def measure(size: Size, device: torch.device) -> list[list[str]]:
-    """The rows of the table. What a way can't do is one line."""
-    given, prepared = tensors(size, device), batches(size, device)
-    judged = next(iter(batches(size, device, seed=1).values()))  # the timed ones stay unseen
-    expected = exact(judged, given)
-    rows: list[list[str]] = []
-    usable = []
+def failure(error: Exception) -> str:
+    """What a library had to say, in one line of a table."""
+    reason = (str(error).strip().splitlines() or [repr(error)])[0].replace("|", "/")
+    print(f"{type(error).__name__}: {reason[:160]}", flush=True)
+    return f"not here: {type(error).__name__}"
+
+
+def judge(size: Size, device: torch.device, given: list[Tensor]) -> Iterator[tuple[Way, str]]:
+    """Every way that this device may have, and what speaks against it."""
+    packed = next(iter(batches(size, device, seed=1).values()))  # the timed ones stay unseen
+    expected = exact(packed, given)
     for way in WAYS:
         if device.type == "cpu" and not way.on_cpu:
             continue
         try:
-            distance = farthest(way.prepare(judged), given, expected)
-        except Exception as error:  # noqa: BLE001 - whatever a library has to say is its line
-            reason = (str(error).strip().splitlines() or [repr(error)])[0].replace("|", "/")
-            print(f"{way.name}: {type(error).__name__}: {reason[:160]}", flush=True)
-            rows.append([way.name, f"not here: {type(error).__name__}", *["-"] * 6])
+            distance = farthest(way.prepare(packed), given, expected)
+        except Exception as error:  # noqa: BLE001 - it is the way's own line
+            yield way, failure(error)
             continue
         print(f"{way.name}: {distance:.1e} from float64", flush=True)
-        if way.isolates and not distance < NEAR:
-            rows.append([way.name, f"wrong: {distance:.2g} from float64", *["-"] * 6])
-            continue
-        usable.append(way)
-    for kind, packed in prepared.items():
+        wrong = way.isolates and not distance < NEAR
+        yield way, f"wrong: {distance:.2g} from float64" if wrong else ""
+
+
+def measure(size: Size, device: torch.device) -> list[list[str]]:
+    """The rows of the table. What a way can't do is one line."""
+    given = tensors(size, device)
+    judged = list(judge(size, device, given))
+    rows = []
+    for kind, packed in batches(size, device).items():
         flops, dense = useful_flops(packed, size), math.nan
         what = f"{kind}: {len(packed.lengths)} in {packed.rows} x {packed.width}"
-        for way in usable:
-            timing = time_way(way, packed, given)
+        for way in (way for way, against in judged if not against):
+            try:
+                timing = time_way(way, packed, given)
+            except Exception as error:  # noqa: BLE001 - as above
+                rows.append([way.name, f"{what}: {failure(error)}", *["-"] * 6])
+                continue
             dense = timing.both if "dense mask" in way.name else dense
             rows.append(
                 [
@@ -228,12 +239,12 @@ def measure(size: Size, device: torch.device) -> list[list[str]]:
                     f"{timing.both:.2f}",
                     f"{flops / timing.forward / 1e9:.0f}",
                     f"{3.5 * flops / timing.both / 1e9:.0f}",
-                    f"{dense / timing.both:.1f} x" if dense == dense else "-",
+                    "-" if math.isnan(dense) else f"{dense / timing.both:.1f} x",
                     f"{timing.first:.0f}",
                 ]
             )
             print(" | ".join(rows[-1]), flush=True)
-    return rows
+    return rows + [[way.name, against, *["-"] * 6] for way, against in judged if against]
 
 
 def mask_milliseconds(size: Size, device: torch.device) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+LONG = 1024  # tokens of a document from which a call of its own may pay
+ROUND = 128  # such lengths are padded to a multiple, or each would need a kernel prepared for it
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -31,6 +34,8 @@ class Packed:
     rows: int
     width: int
     device: torch.device
+    longest: int | None = None
+    """Documents are never longer; as wide as a row where nobody says."""
 
     @property
     def tokens(self) -> int:
@@ -112,7 +117,7 @@ def _dense_mask(packed: Packed) -> Attend:
 def _varlen(packed: Packed) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
-    ends, longest = packed.ends, packed.width
+    ends, longest = packed.ends, packed.longest or packed.width
     known = inspect.signature(varlen_attn).parameters  # they differ between torch 2.10 and 2.12
     told: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {}
     told |= {} if told else {"is_causal": True}
@@ -234,19 +239,45 @@ def buckets(lengths: tuple[int, ...], widest: int) -> dict[int, list[int]]:
 
 
 def _bucketed(packed: Packed) -> Attend:
+    groups = buckets(packed.lengths, packed.width)
+    return _in_groups(packed, [(width, numbers, _causal) for width, numbers in groups.items()])
+
+
+def _by_length(packed: Packed) -> Attend:
+    """Short documents together, by a kernel that takes many; long ones in calls of their own."""
+    alone = [n for n, length in enumerate(packed.lengths) if length >= LONG]
+    groups: list[Group] = [
+        (-(-packed.lengths[number] // ROUND) * ROUND, [number], _causal) for number in alone
+    ]
+    others = [n for n, length in enumerate(packed.lengths) if length < LONG]
+    if others:
+        lengths = tuple(packed.lengths[number] for number in others)
+        together = _varlen(Packed(lengths, 1, sum(lengths), packed.device, longest=LONG))
+        groups.insert(0, (0, others, lambda *rows: together(*(each[0] for each in rows))[None]))
+    return _in_groups(packed, groups)
+
+
+Group = tuple[int, list[int], Attend]
+"""The width that documents are padded to (0: they stand one after the other in one row), their
+numbers, and what computes `[rows, width, heads, dim]`."""
+
+
+def _in_groups(packed: Packed, groups: Sequence[Group]) -> Attend:
     """Padding stands behind a document, where nothing looks: any token may stand there."""
     starts = [0, *accumulate(packed.lengths)]
     shapes: list[tuple[int, int]] = []
     pieces: list[Tensor] = []
     place_of = torch.empty(packed.tokens, dtype=torch.long)
     filled = 0
-    for width, numbers in buckets(packed.lengths, packed.width).items():
-        shapes.append((len(numbers), width))
+    for width, numbers, _ in groups:
+        together = sum(packed.lengths[number] for number in numbers)
+        shapes.append((len(numbers), width) if width else (1, together))
         for number in numbers:
             begin, length = starts[number], packed.lengths[number]
-            pieces.append(torch.arange(begin, begin + width).clamp(max=begin + length - 1))
+            taken = width or length
+            pieces.append(torch.arange(begin, begin + taken).clamp(max=begin + length - 1))
             place_of[begin : begin + length] = torch.arange(filled, filled + length)
-            filled += width
+            filled += taken
     token_at, place_of = torch.cat(pieces).to(packed.device), place_of.to(packed.device)
     sizes = [count * width for count, width in shapes]
 
@@ -256,8 +287,10 @@ def _bucketed(packed: Packed) -> Attend:
         )
         with _cudnn(query):
             found = [
-                _causal(*(each.unflatten(0, shape) for each in one)).flatten(0, 1)
-                for shape, one in zip(shapes, zip(*spread, strict=True), strict=True)
+                compute(*(each.unflatten(0, shape) for each in one)).flatten(0, 1)
+                for shape, one, (_, _, compute) in zip(
+                    shapes, zip(*spread, strict=True), groups, strict=True
+                )
             ]
         collected: Tensor = _Collect.apply(torch.cat(found), place_of)
         return collected
@@ -272,6 +305,7 @@ WAYS = (
     Way("FlexAttention, compiled", _flex),
     Way("a loop of SDPA calls, one a document", _loop, on_cpu=True),
     Way("SDPA, documents of like lengths padded", _bucketed, on_cpu=True),
+    Way(f"`varlen_attn` below {LONG} tokens, SDPA above", _by_length),
     Way("cuDNN, ragged", _cudnn_ragged),
     Way("FlashAttention 4", _flash_package("flash_attn.cute")),
     Way("FlashAttention 3", _flash_package("flash_attn_interface")),

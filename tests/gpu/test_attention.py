@@ -136,4 +136,4 @@ def test_compiled_layers_are_compiled_once(model: LlamaForCausalLM):
     made = counter.frame_count
     for rows in (((512,), (256, 256), (5, 507)), tuple((8,) * 64 for _ in range(3))):
         logits(model, ids, positions_of(rows)).sum().backward()
-    assert counter.frame_count <= made + 1  # the second has room for more documents
+    assert counter.frame_count <= 2 * made  # once more, with a list of boundaries of any size

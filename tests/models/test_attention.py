@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
     BloomConfig,
@@ -35,6 +36,7 @@ from transformers import (
 
 from shardtune.core.documents import ATTENTION, attention_inputs
 from shardtune.errors import ModelError
+from shardtune.models import attention
 from shardtune.models.attention import attend, how_kept_apart, register, unsuited, why_not
 from shardtune.models.isolation import require_isolation
 
@@ -242,3 +244,15 @@ def test_a_window_is_never_ignored():
     told = {"cu_seq_lens_q": ends, "max_length_q": 4, "sliding_window": 2}
     with pytest.raises(ModelError, match="knows nothing of sliding_window"):
         attend(torch.nn.Identity(), *given, None, **told)
+
+
+@pytest.mark.skipif(attention._varlen is None, reason="this torch has no such kernel")
+def test_the_kernel_is_asked_for_what_it_can_do():
+    """Shapes alone, which is all that can be seen without a GPU."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(2, 16, n, 8, requires_grad=True) for n in (4, 2, 2))
+        ends = torch.empty(65, dtype=torch.int32)
+        found = attention._by_kernel(query, key, value, ends, 16, 0.5)
+        assert found.shape == query.shape
+        gradients = torch.autograd.grad(found.sum(), (query, key, value))
+    assert [each.shape[2] for each in gradients] == [4, 2, 2]
