@@ -52,7 +52,7 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
             )
         with engine, RunView(steps, shown=world.is_main) as view:
             if job.data.packing and world.device.startswith("cuda"):
-                view.say(how_kept_apart(engine.module(), world.device, job.train.precision))
+                view.say(how_kept_apart(engine.module()))
             judge = Judge(
                 engine,
                 inputs.data.eval,

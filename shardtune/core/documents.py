@@ -17,15 +17,18 @@ FEWEST = 64  # documents that room is made for: lists of few sizes let few graph
 
 
 def attention_inputs(model: Any, positions: Tensor, device: Any) -> dict[str, Any]:
-    """What `model` has to be given beside tokens and positions; nothing where the attention isn't
-    ours.
+    """What `model` has to be given beside tokens and positions; nothing where its attention isn't
+    ours."""
+    return told_of(positions, device) if is_told(model) else {}
+
+
+def told_of(positions: Tensor, device: Any) -> dict[str, Any]:
+    """The documents of a micro-batch, as our attention wants to be told of them.
 
     `positions` must lie in main memory: a GPU that is asked for boundaries is a GPU waited for.
     transformers would ask it too, to choose a mask. It hands one of four dimensions on as it is, so
     a single number stands in for the mask, which our function never looks at.
     """
-    if not is_told(model):
-        return {}
     ends = document_ends(positions)
     there = None if ends is None else ends.to(device, non_blocking=True)
     longest = _power_of_two(positions.shape[1])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,6 +28,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -35,9 +38,8 @@ from transformers import (
 )
 
 from shardtune.core.documents import ATTENTION, attention_inputs
-from shardtune.errors import ModelError
 from shardtune.models import attention
-from shardtune.models.attention import attend, how_kept_apart, register, unsuited, why_not
+from shardtune.models.attention import attend, how_kept_apart, register, unsuited
 from shardtune.models.isolation import require_isolation
 
 SMALL = {
@@ -205,26 +207,38 @@ def test_the_saved_model_does_not_ask_for_it(tmp_path: Path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plain_causal_families_are_suited(name: str):
-    assert unsuited(small(name)) is None
-    assert unsuited(by_boundaries(small(name))) is None
+    model = small(name)
+    assert unsuited(model) is None
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.training
+    with init_empty_weights(include_buffers=False):  # as a model that comes in parts
+        skeleton = FAMILIES[name]()
+    assert unsuited(skeleton) is None
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL)), "gemma2: it has layers of sliding_att"),
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL)), "gemma2: it has layers of sliding_"),
         (lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL)), "layers of sliding_attention"),
         (lambda: MistralForCausalLM(MistralConfig(**SMALL)), "mistral: it looks back a part only"),
-        (lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1)), "it drops weights"),
+        (
+            lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1)),
+            "it asks for dropout",
+        ),
         (lambda: LlamaForCausalLM(LlamaConfig(**SMALL | {"head_dim": 320})), "heads are 320 wide"),
-        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4)), "drops weights"),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4)),
+            "gpt2: it asks for dropout",
+        ),
+        (lambda: NemotronForCausalLM(NemotronConfig(**SMALL)), "doesn't hand boundaries on"),
         (
             lambda: BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4)),
             "bloom: it ta",
         ),
         (
             lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="eager")),
-            "another was asked for",
+            "another attention was asked for",
         ),
     ],
 )
@@ -234,16 +248,26 @@ def test_families_that_ask_for_more_keep_their_mask(make, reason: str):
 
 def test_without_a_gpu_everything_stays_as_it_is():
     model = small("llama")
-    assert why_not(model, "cpu", torch.bfloat16) == "only a GPU has a kernel for them"
-    assert how_kept_apart(model, "cpu", "bf16").endswith("(only a GPU has a kernel for them)")
+    attention.use_boundaries(model, "cpu", torch.bfloat16)
+    assert model.config._attn_implementation == "sdpa"
+    assert how_kept_apart(model).endswith("by a dense mask (its weights are not on a GPU)")
+    assert how_kept_apart(by_boundaries(model)).endswith("by their boundaries")
 
 
-def test_a_window_is_never_ignored():
+@pytest.mark.parametrize("asked", [{"sliding_window": 2}, {"dropout": 0.1}, {"is_causal": False}])
+def test_what_a_layer_asks_for_is_never_ignored(asked: dict[str, object]):
     given = [torch.zeros(1, heads, 4, 8) for heads in (4, 2, 2)]
     ends = torch.tensor([0, 2, 4], dtype=torch.int32)
-    told = {"cu_seq_lens_q": ends, "max_length_q": 4, "sliding_window": 2}
-    with pytest.raises(ModelError, match="knows nothing of sliding_window"):
-        attend(torch.nn.Identity(), *given, None, **told)
+    with pytest.raises(AssertionError, match="has looked"):
+        attend(torch.nn.Identity(), *given, None, cu_seq_lens_q=ends, max_length_q=4, **asked)
+
+
+def test_a_stand_in_for_a_mask_never_passes_for_one():
+    model = by_boundaries(small("llama"))
+    ids, positions = tokens()
+    mask = attention_inputs(model, positions, "cpu")["attention_mask"]
+    with pytest.raises(AssertionError, match="without boundaries"):
+        model(input_ids=ids, position_ids=positions, attention_mask=mask)
 
 
 @pytest.mark.skipif(attention._varlen is None, reason="this torch has no such kernel")
