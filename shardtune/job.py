@@ -33,7 +33,8 @@ class ModelSection(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Which attention implementation of transformers computes the forward pass."""
+    """Which attention implementation of transformers computes the forward pass. With `sdpa` a GPU
+    keeps packed documents apart without a mask, where the model's family allows it."""
     add_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Special tokens that the tokenizer shall have besides its own, such as `<|im_start|>`. Where
     the embedding has no spare rows for them it grows, and with it the output head; a new row starts

@@ -24,6 +24,7 @@ from shardtune.job import Job
 from shardtune.launch.join import join
 from shardtune.measure.meter import Meter
 from shardtune.models import load
+from shardtune.models.attention import how_kept_apart
 from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.isolation import require_isolation
 from shardtune.plan import make_plan
@@ -43,8 +44,15 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
         blueprint = ModelBlueprint(job.model, job.adapter, job.train)
         engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
         if job.data.packing:
-            require_isolation(engine.module(), rows=int(job.train.micro_batch), device=world.device)
+            require_isolation(
+                engine.module(),
+                rows=int(job.train.micro_batch),
+                device=world.device,
+                precision=job.train.precision,
+            )
         with engine, RunView(steps, shown=world.is_main) as view:
+            if job.data.packing and world.device.startswith("cuda"):
+                view.say(how_kept_apart(engine.module()))
             judge = Judge(
                 engine,
                 inputs.data.eval,

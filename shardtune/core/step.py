@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,8 @@ class MicroBatch:
     """The rows of one forward pass, ready for a causal language model.
 
     `position_ids` restart at 0 with every document: that alone keeps packed documents apart (a
-    model given restarting positions and no attention mask builds a block-diagonal one).
+    model given restarting positions and no attention mask builds a block-diagonal one, unless its
+    attention is told of boundaries instead).
     `targets[r, t]` is the token that position `t` has to predict, or IGNORED; they are shifted
     here once, so that no document ever predicts the first token of the next.
     """
@@ -31,6 +33,8 @@ class MicroBatch:
     """Tokens of real documents, padding not counted."""
     labels: int
     """Positions that are trained."""
+    attention: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What the model's attention is told besides (`documents.attention_inputs`)."""
 
 
 @dataclass(frozen=True)

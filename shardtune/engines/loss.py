@@ -36,12 +36,17 @@ def forward(model: nn.Module, batch: MicroBatch, kept: Tensor | None) -> Tensor:
 
     Logits as `[n, vocabulary]`, unless the output head has been asked for something else.
 
-    No attention mask is passed: padding stands behind the tokens that count, and restarting
-    positions keep documents apart. A mask of ones would switch that separation off.
+    No attention mask is made: padding stands behind the tokens that count, and restarting
+    positions, or boundaries in `batch.attention`, keep documents apart. A mask of ones would switch
+    that separation off.
     """
     where = {} if kept is None else {"logits_to_keep": kept}
     answer: Tensor = model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **where
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        **batch.attention,
+        **where,
     ).logits
     return answer.flatten(0, 1) if answer.ndim == 3 else answer
 

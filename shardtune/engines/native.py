@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardtune.core.documents import attention_inputs
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
 from shardtune.core.pieces import Piece, by_weight, dealt
@@ -348,7 +349,8 @@ class NativeEngine:
 
     def _asked(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor | None, Tensor]:
         """The batch on this device, the positions at which it has labels, and those labels."""
-        here = self._here(batch)
+        told = attention_inputs(self.model, batch.position_ids, self.device)
+        here = replace(self._here(batch), attention=told)
         if not self._select:
             return here, None, here.targets
         kept = kept_positions(batch).to(self.device, non_blocking=True)

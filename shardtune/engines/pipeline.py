@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from shardtune.core.blueprint import Blueprint
+from shardtune.core.documents import is_told
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.pieces import Piece
@@ -72,7 +73,9 @@ class PipelineEngine(NativeEngine):
             share,
         )
         home = "cpu" if self._offload else world.device
-        model = blueprint.in_parts(home, parts.divide, parts.left_out)
+        model: Any = blueprint.in_parts(home, parts.divide, parts.left_out)
+        if is_told(model):  # schedules hand on rows of tensors, and boundaries run over all rows
+            model.set_attn_implementation("sdpa")
         self.anatomy, self.division, self._aliases = parts.anatomy, parts.division, parts.aliases
         # Shares are gathered in the precision of the computation; else it is as weights are held.
         self._flowing = COMPUTE[setup.precision] if share else self.anatomy.dtype

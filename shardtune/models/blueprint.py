@@ -10,6 +10,7 @@ from torch import nn
 
 from shardtune.job import Adapter, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter, answer_in
+from shardtune.models.attention import use_boundaries
 from shardtune.models.load import DTYPES, held_precision, load_base
 from shardtune.models.parts import (
     Frame,
@@ -39,6 +40,7 @@ class ModelBlueprint:
         if stored_as(self.section, self.train.precision) != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
+        use_boundaries(model, device, DTYPES[self.train.precision])
         speed = Speed.of(self.train)
         layers = decoder_layers(model) if speed != Speed() else []
         adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)

@@ -20,6 +20,7 @@ from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter
 from shardtune.models.adapters import answer_in, initialise, insert
+from shardtune.models.attention import use_boundaries
 from shardtune.models.catalogue import PLACE
 from shardtune.models.load import DTYPES, load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, stored_as, swap
@@ -52,6 +53,7 @@ def build_in_parts(
     `left_out` names, of the adapted skeleton, stays without memory.
     """
     model = skeleton(section, DTYPES[precision])
+    use_boundaries(model, device, DTYPES[precision])
     names = Names.of(model, WeightFiles.find(section), section)
     frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
     return frame.fill(device, divide, seed=seed, left_out=left_out)
