@@ -80,13 +80,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 def fetched(tensor: Tensor) -> Callable[[], list[float]]:
     """Begins to fetch a few numbers. What it returns waits until they are here, and tells them."""
     if tensor.device.type == "cpu":
-        return tensor.tolist  # type: ignore[no-any-return]
+        return tensor.tolist
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     here.copy_(tensor, non_blocking=True)
     arrived = torch.cuda.current_stream(tensor.device).record_event()
 
     def wait() -> list[float]:
         arrived.synchronize()  # an event's, so that what was enqueued later may go on
-        return here.tolist()  # type: ignore[no-any-return]
+        return here.tolist()
 
     return wait

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,6 +70,14 @@ class JoinedWorld(World):
         values = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.item()
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Each of some values, on average over all ranks."""
+        if self.size == 1:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return (sums / self.size).tolist()
 
     def gather(self, text: str) -> list[str]:
         """What each rank says, on all of them, by rank."""
