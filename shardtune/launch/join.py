@@ -25,6 +25,7 @@ from shardtune.core.world import World, outside_nodes
 from shardtune.launch import PULSE, STARTED_BY_US
 from shardtune.launch.meet import meet
 from shardtune.launch.process import answer_with_stack
+from shardtune.launch.settings import torch_settings
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -109,6 +110,8 @@ def join(threads: int) -> Iterator[JoinedWorld]:
     torch.set_num_threads(threads)
     device = "cpu"
     if torch.cuda.is_available():
+        # torch reads them with its first tensor. Our launcher has set them; others have not.
+        os.environ.update(torch_settings(os.environ))
         # A cluster may show each rank one GPU only, or all of them.
         device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
