@@ -23,7 +23,12 @@ def test_nobody_waits_until_a_figure_is_asked_for_and_then_once() -> None:
     result, waited = late()
     assert isinstance(result, StepResult)
     assert not waited
-    assert (result.loss, result.applied, result.busy, result.losses) == (2.5, False, 0.1, (1.0, 1.5))
+    assert (result.loss, result.applied, result.busy, result.losses) == (
+        2.5,
+        False,
+        0.1,
+        (1.0, 1.5),
+    )
     assert result.read() is PLAIN
     assert len(waited) == 1
 
