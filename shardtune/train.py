@@ -73,8 +73,8 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
 def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
     """The training loop. It never asks which strategy it is running.
 
-    A GPU is told of a step before it has computed the last one. What came out of the steps is read
-    at looks: in every one (`train.log_every`), or every few, so that the GPU never stands still.
+    An engine may return from a step that a GPU has yet to compute. What came out of it is read at a
+    look, and only there does anybody wait: after each step or every few (`train.log_every`).
     """
     job, world, first = run.job, run.world, progress.step + 1
     meter = Meter(steps - progress.step, world.device)

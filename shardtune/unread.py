@@ -31,17 +31,12 @@ class Unread:
     def look(self, progress: Progress, wish: Wish) -> Progress:
         """Waits for these steps, logs and checks one after another. `wish` came with the last."""
         results, self.results = self._read(self.results), []
-        for number, (result, reading) in enumerate(
-            zip(results, self.meter.tick(results), strict=True), 1
-        ):
+        wishes = [Wish.NONE] * (len(results) - 1) + [wish]
+        for result, reading, wished in zip(results, self.meter.tick(results), wishes, strict=True):
             step = progress.step
-            samples = self.data.samples(step)
-            progress = progress.after(
-                result, reading, wish if number == len(results) else Wish.NONE
-            )
-            self.run.log(
-                progress, result, reading, epoch=self.data.epoch(step + 1), samples=samples
-            )
+            samples, epoch = self.data.samples(step), self.data.epoch(step + 1)
+            progress = progress.after(result, reading, wished)
+            self.run.log(progress, result, reading, epoch=epoch, samples=samples)
             self._health.check(progress, result, self._microbatches(step, result), samples)
         return progress
 
