@@ -12,19 +12,19 @@ Sections = dict[str, Any]
 LORA: Sections = {"adapter": {"type": "lora", "rank": 16}}
 NF4: Sections = {"quantization": "nf4"}
 FULL: Sections = {"gradient_checkpointing": "full"}
-FP8: dict[str, Sections] = {}
-"""No job can ask for this yet, and bf16 under its name would be a lie: the rows stay empty until
-`{"shardtune": {"train": {"precision": ...}}}` can stand here."""
+FP8: dict[str, Sections] = {"shardtune": {"train": {"precision": "fp8-base"}}}
+WIDE: Sections = {"gradient_checkpointing": "mlp"}
+LEAST: Sections = {"gradient_checkpointing": "most", "offload_activations": True}
 
 OURS: dict[str, dict[str, Sections]] = {
     "bf16 8x2048": {"shardtune": {}},
     "bf16 2x8192": {"shardtune": {}},
-    "lean 8x2048": {"shardtune": {"train": FULL}},
-    "middle 2x8192": {"shardtune": {"train": FULL}},
+    "lean 8x2048": {"shardtune": {"train": LEAST}},
+    "middle 2x8192": {"shardtune": {"train": WIDE}},
     "fp8 8x2048": FP8,
     "fp8 2x8192": FP8,
     "nf4 8x2048": {"shardtune": {}},
-    "70B nf4 4x2048": {"shardtune": {"train": FULL}},
+    "70B nf4 4x2048": {"shardtune": {"train": WIDE}},
     "1B all 8x2048": {"shardtune": {}},
     "packed 8x2048": {"shardtune": {}},
 }

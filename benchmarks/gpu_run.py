@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_card import clocked
+from benchmarks.gpu_card import clocked, loss_of
 from benchmarks.gpu_cases import CASES, OURS, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
 from benchmarks.gpu_peers import build, write_checkpoint
@@ -46,14 +46,14 @@ def ours(
     """Our engine as a job starts it, on drawn weights instead of files."""
     job = Job.model_validate_json(json.dumps(our_job(case, method, tiny=tiny)))
     plan = make_plan(job, 1, 1000)
-    empty = EmptyBlueprint.of(config_of(case, tiny=tiny), job.model, job.adapter, job.train)
+    empty = EmptyBlueprint.of(config_of(case, tiny=tiny), job.model, job.adapter, job.train, device)
     names = empty.frame.names
     assert isinstance(names.files, NoFiles)
     drawn = replace(names, files=DrawnWeights(names.files.shapes, device))
     blueprint = replace(empty, frame=replace(empty.frame, names=drawn))
     world = World(device="cuda:0" if device == "cuda" else device)
     engine = plan.strategy.build(blueprint, plan.setup, world).__enter__()
-    return lambda number: engine.step([data[number % len(data)].ours]).loss
+    return lambda number: engine.step([data[number % len(data)].ours])
 
 
 def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> 
     else:
         step = build(case, PEERS[method], data, device, tiny=tiny)
     begun = time.perf_counter()
-    losses = [float(step(0))]
+    losses = [loss_of(step(0))]
     first = time.perf_counter() - begun
-    losses += [float(step(number)) for number in range(1, WARM)]
+    losses += [loss_of(step(number)) for number in range(1, WARM)]
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

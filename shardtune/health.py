@@ -38,17 +38,21 @@ class Health:
         microbatches: Sequence[MicroBatch],
         samples: Sequence[str],
     ) -> None:
-        """`progress` counts the step already; `samples` are those of all ranks."""
+        """`progress` counts the step already; `samples` are those of all ranks. `microbatches` are
+        only looked at if the step was not applied."""
         if not result.applied:
-            self._not_finite(progress, microbatches)
+            self._not_finite(progress, result, microbatches)
         elif math.isfinite(result.loss) and (usual := self.spikes.see(result.loss)) is not None:
             times = result.loss / usual
             fact = f"the loss is {result.loss:.4g}, {times:.3g} times the usual {usual:.4g}"
             self.run.note("spike", progress.step, fact, usual=usual, samples=list(samples))
 
-    def _not_finite(self, progress: Progress, microbatches: Sequence[MicroBatch]) -> None:
+    def _not_finite(
+        self, progress: Progress, result: StepResult, microbatches: Sequence[MicroBatch]
+    ) -> None:
         engine, world = self.run.engine, self.run.world
-        mine = {"samples": engine.suspects(microbatches), "weights": engine.broken()}
+        suspects = engine.suspects(progress.step, microbatches, result)
+        mine = {"samples": suspects, "weights": engine.broken()}
         said = [json.loads(text) for text in world.gather(json.dumps(mine))]
         blamed = {rank: found["samples"] for rank, found in enumerate(said) if found["samples"]}
         broken = {rank: found["weights"] for rank, found in enumerate(said) if found["weights"]}

@@ -19,7 +19,7 @@ from shardtune.data.prepare import prepare
 from shardtune.data.prepared import PreparedData
 from shardtune.evaluate.judge import Judge
 from shardtune.fit import look
-from shardtune.health import Health, naming_memory
+from shardtune.health import naming_memory
 from shardtune.job import Job
 from shardtune.launch.join import join
 from shardtune.measure.meter import Meter
@@ -31,6 +31,7 @@ from shardtune.plan import make_plan
 from shardtune.rehearsal import rehearse
 from shardtune.report.terminal import RunView
 from shardtune.run import Run
+from shardtune.unread import Unread
 
 
 def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
@@ -78,32 +79,37 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
 
 
 def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
-    """The training loop. It never asks which strategy it is running."""
-    job, world, health = run.job, run.world, Health(run)
+    """The training loop. It never asks which strategy it is running.
+
+    An engine may return from a step that a GPU has yet to compute. What came out of it is read at a
+    look, and only there does anybody wait: after each step or every few (`train.log_every`).
+    """
+    job, world, first = run.job, run.world, progress.step + 1
     meter = Meter(steps - progress.step, world.device)
-    world.pulse.begin(progress.step + 1)
-    for microbatches in data.steps(progress.step, steps):
-        with naming_memory(world, f"at step {progress.step + 1}", microbatches, job.train):
-            result = run.engine.step(microbatches)  # forward, backward, clip, update, schedule
-        reading = meter.tick(result)
-        samples = data.samples(progress.step)
+    unread = Unread(run, data, meter)
+    world.pulse.begin(first)
+    batches = data.steps(progress.step, steps, run.engine.stage)
+    for step, microbatches in enumerate(batches, first):
+        with naming_memory(world, f"at step {step}", microbatches, job.train):
+            unread.add(run.engine.step(microbatches))  # forward, backward, clip, update, schedule
         world.pulse.enter("collective")
-        wish = world.wish() if progress.step + 1 < steps else Wish.NONE  # the last one ends anyway
-        progress = progress.after(result, reading, wish)
-        run.log(progress, result, reading, epoch=data.epoch(progress.step), samples=samples)
-        health.check(progress, result, microbatches, samples)
+        wish = world.wish() if step < steps else Wish.NONE  # the last one ends anyway
+        last = step == steps or wish is not Wish.NONE
+        evaluating = due(step, int(job.evaluate.every)) and not last
+        saving = due(step, job.save.every) or last
+        if evaluating or saving or step == first or due(step, looks_every(job)):
+            progress = unread.look(progress, wish)  # waits, logs, checks each step since the last
         with meter.paused():
             world.pulse.enter("save")
-            last = progress.step == steps or progress.stopped
             run.keep_saving()
             # Before the checkpoint: a run that goes on after it must not lack these lines.
-            if due(progress.step, int(job.evaluate.every)) and not last:
+            if evaluating:
                 run.evaluate(progress)
-            if last or due(progress.step, job.save.every):
+            if saving:
                 run.save(progress)
         if progress.stopped:
             break
-        world.pulse.begin(progress.step + 1)
+        world.pulse.begin(step + 1)
     world.pulse.enter("save")
     run.saved()
     return progress
@@ -112,6 +118,11 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
 def count_steps(job: Job, data: Loader) -> int:
     """How many steps the run has, which only the data can tell where the job counts epochs."""
     return job.train.steps or data.total_steps(job.train.epochs or 1.0)
+
+
+def looks_every(job: Job) -> int:
+    """Steps between two looks. A trace holds the state after each step, so it wants them all."""
+    return 1 if job.save.trace else job.train.log_every
 
 
 def due(step: int, every: int) -> bool:

@@ -56,6 +56,25 @@ def test_or_ends_the_run(tmp_path: Path) -> None:
         fit(run, data, run.begin(), STEPS)
 
 
+def test_it_is_told_at_the_next_look(tmp_path: Path) -> None:
+    engine = Troubled()
+    run, data = make_run(tmp_path, engine, train={"log_every": 4})
+    progress = fit(run, data, run.begin(), STEPS)
+    assert (progress.step, progress.skipped) == (STEPS, 1)
+    (note,) = metrics(tmp_path, "not_finite")
+    assert (note["step"], note["ranks"]) == (3, {"0": list(engine.seen[2])})
+
+
+def test_and_ends_the_run_there(tmp_path: Path) -> None:
+    engine = Troubled()
+    run, data = make_run(tmp_path, engine, train={"on_nan": "stop", "log_every": 4})
+    with pytest.raises(RunError, match="step 3: the gradient is not finite"):
+        fit(run, data, run.begin(), STEPS)
+    assert len(engine.seen) == 4
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3]
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
 def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path) -> None:
     run, data = make_run(tmp_path, Troubled(weights=("layer.0", "layer.1")), save={"every": 1})
     with pytest.raises(BrokenWeights, match=r"rank 0: at step 3 2 weights .*layer\.0"):

@@ -21,7 +21,7 @@ from shardtune.checkpoint.rundir import RunDir
 from shardtune.checkpoint.saver import Saver
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
-from shardtune.core.step import MicroBatch, StepResult
+from shardtune.core.step import LateResult, MicroBatch, StepResult
 from shardtune.data.loader import Loader
 from shardtune.data.prepared import PreparedData
 from shardtune.engines.fake import FakeEngine
@@ -321,3 +321,114 @@ def test_a_run_that_learns_nothing_does_not_end_well(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=f"the last {HOPELESS} gradients were not finite"):
         fit(run, data, run.begin(), 2 * HOPELESS)
     assert metrics(tmp_path, "step")[-1]["grad_norm"] is None  # JSON has no NaN
+
+
+# Looks ------------------------------------------------------------------------------------------
+
+MEASURED = {"seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation"}
+
+
+class Late(FakeEngine):
+    """Knows what came out of a step only when somebody looks, and notes when that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[tuple[int, int]] = []
+        """A step, and how many had been taken when it was looked at."""
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+        result = super().step(microbatches)
+        number = len(self.seen)
+
+        def wait() -> StepResult:
+            self.looks.append((number, len(self.seen)))
+            return result
+
+        return LateResult(wait)
+
+
+def computed(folder: Path) -> list[dict[str, Any]]:
+    """All lines of the metrics, without what a clock said."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in MEASURED}
+        for line in lines
+    ]
+
+
+def test_a_look_reads_every_step_since_the_last(tmp_path: Path) -> None:
+    engine = Late()
+    run, data = make_run(tmp_path, engine, train={"log_every": 4})
+    progress = fit(run, data, run.begin(), 10)
+    # After the first step, every fourth, and at the end.
+    assert engine.looks == [
+        (1, 1), (2, 4), (3, 4), (4, 4), (5, 8), (6, 8), (7, 8), (8, 8), (9, 10), (10, 10),
+    ]  # fmt: skip
+    assert (progress.step, progress.last_loss) == (10, 1 / 10)
+
+
+def test_evaluations_and_checkpoints_are_looks(tmp_path: Path) -> None:
+    engine = Late()
+    sections = {"save": {"every": 3}, "evaluate": {"every": 5}, "train": {"log_every": 100}}
+    run, data = make_run(tmp_path, engine, **sections)
+    fit(run, data, run.begin(), 8)
+    assert [(a, b) for a, b in engine.looks if a == b] == [(1, 1), (3, 3), (5, 5), (6, 6), (8, 8)]
+    assert [a for a, _ in engine.looks] == list(range(1, 9))
+
+
+def test_a_trace_is_taken_after_each_step(tmp_path: Path) -> None:
+    engine = Late()
+    run, data = make_run(tmp_path, engine, train={"log_every": 4}, save={"trace": True})
+    fit(run, data, run.begin(), STEPS)
+    assert engine.looks == [(n, n) for n in range(1, STEPS + 1)]
+
+
+def test_the_steps_of_a_look_share_its_time(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, Late(), train={"log_every": 3})
+    progress = fit(run, data, run.begin(), STEPS)
+    seconds = [line["seconds"] for line in metrics(tmp_path, "step")]
+    assert seconds[1] == seconds[2]
+    assert seconds[3] == seconds[4] == seconds[5]
+    assert sum(seconds) == pytest.approx(progress.seconds)
+
+
+def test_how_often_is_looked_changes_no_line(tmp_path: Path) -> None:
+    for every in (1, 4):
+        settings = {"save": {"every": 5}, "evaluate": {"every": 3}, "train": {"log_every": every}}
+        run, data = make_run(tmp_path / str(every), Late(), **settings)
+        fit(run, data, run.begin(), 10)
+    assert computed(tmp_path / "1") == computed(tmp_path / "4")
+
+
+def test_a_run_that_stopped_between_two_looks_goes_on(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path / "whole", FakeEngine())
+    fit(run, data, run.begin(), STEPS)
+
+    world = JoinedWorld()
+    parts = {"train": {"log_every": 4}}
+    run, data = make_run(tmp_path / "parts", Interrupted(world, at=2), **parts)
+    stopped = fit(replace(run, world=world), data, run.begin(), STEPS)
+    assert (stopped.step, stopped.stopped) == (2, True)
+    engine = Late()
+    run, data = make_run(tmp_path / "parts", engine, **parts)
+    fit(run, data, run.resume(), STEPS)
+    assert engine.looks == [(3, 3), (4, 4), (5, 6), (6, 6)]
+    assert computed(tmp_path / "parts") == computed(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_model_learns_the_same_however_often_one_looks(tmp_path: Path) -> None:
+    source = {"format": "instruction", "path": data_file(tmp_path / "d.jsonl", 20), "name": "d"}
+    train_section = {"steps": 5, "global_batch": 2, "precision": "fp32", "micro_batch": 1}
+    for every in (1, 3):
+        job = make_job(
+            str(tmp_path / str(every)),
+            data={"train": [source], "sequence_length": 64},
+            train=train_section | {"log_every": every},
+        )
+        train_here(job)
+    assert computed(tmp_path / "1") == computed(tmp_path / "3")
+    one, other = (
+        load_file(tmp_path / str(every) / "result" / "model.safetensors") for every in (1, 3)
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -6,6 +6,7 @@ away. A list of boundaries is all that a kernel for documents of different lengt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,21 +20,22 @@ FEWEST = 64  # documents that room is made for: lists of few sizes let few graph
 def attention_inputs(model: Any, positions: Tensor, device: Any) -> dict[str, Any]:
     """What `model` has to be given beside tokens and positions; nothing where its attention isn't
     ours."""
-    return told_of(positions, device) if is_told(model) else {}
+    return told_of(positions, lambda tensor: tensor.to(device)) if is_told(model) else {}
 
 
-def told_of(positions: Tensor, device: Any) -> dict[str, Any]:
+def told_of(positions: Tensor, send: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """The documents of a micro-batch, as our attention wants to be told of them.
 
     `positions` must lie in main memory: a GPU that is asked for boundaries is a GPU waited for.
     transformers would ask it too, to choose a mask. It hands one of four dimensions on as it is, so
-    a single number stands in for the mask, which our function never looks at.
+    a single number stands in for the mask, which our function never looks at. `send` brings a
+    tensor to where the model is.
     """
     ends = document_ends(positions)
-    there = None if ends is None else ends.to(device, non_blocking=True)
+    there = None if ends is None else send(ends)
     longest = _power_of_two(positions.shape[1])
     return {
-        "attention_mask": positions.new_ones((1, 1, 1, 1), device=device).bool(),
+        "attention_mask": send(positions.new_ones((1, 1, 1, 1)).bool()),
         "cu_seq_lens_q": there,
         "cu_seq_lens_k": there,
         "max_length_q": longest,

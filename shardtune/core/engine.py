@@ -23,7 +23,14 @@ class Engine(Protocol):
     """One rank's part in training a model."""
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
-        """Forward, backward, clip, update, schedule: one optimizer step over all ranks."""
+        """Forward, backward, clip, update, schedule: one optimizer step over all ranks.
+
+        It may return before a device has computed it: reading the result waits."""
+        ...
+
+    def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Begins to bring the micro-batches of a coming step to the device, which other threads may
+        do too; `step` takes them as they are or as this returns them."""
         ...
 
     def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
@@ -35,9 +42,11 @@ class Engine(Protocol):
         """Loss and token accuracy over all ranks' micro-batches. Changes nothing."""
         ...
 
-    def suspects(self, microbatches: Sequence[MicroBatch]) -> tuple[str, ...]:
-        """After a step that wasn't applied: this rank's samples that are to blame, as far as that
-        can be told. Every rank has to ask."""
+    def suspects(
+        self, step: int, microbatches: Sequence[MicroBatch], result: StepResult
+    ) -> tuple[str, ...]:
+        """This rank's samples that are to blame for a step that wasn't applied, as far as that can
+        be told. Steps count from 1. Every rank has to ask."""
         ...
 
     def broken(self) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,8 +52,33 @@ class StepResult:
     applied: bool = True
     """False when the gradient wasn't finite and the update was left out on every rank."""
     busy: float | None = field(default=None, compare=False)
-    """Seconds in which a rank computed, on average over all; None where an engine can't tell.
-    A clock's reading, so equal steps may differ in it."""
+    """Seconds in which this rank computed; None where an engine can't tell. A clock's reading, so
+    equal steps may differ in it."""
+    losses: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """This rank's micro-batches, each with its loss as it was summed: one that is no number tells
+    which of them is to blame."""
+
+    def read(self) -> StepResult:
+        """The same, with every figure at hand."""
+        return self
+
+
+_FIGURES = frozenset(each.name for each in fields(StepResult))
+
+
+class LateResult(StepResult):
+    """The result of a step that a device is still computing. Whoever first asks for a figure waits
+    for it: for the end of this step, not for those that have been enqueued after it."""
+
+    def __init__(self, wait: Callable[[], StepResult]) -> None:
+        object.__setattr__(self, "_wait", cache(wait))
+
+    def read(self) -> StepResult:
+        found: StepResult = object.__getattribute__(self, "_wait")()
+        return found
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(self.read(), name) if name in _FIGURES else super().__getattribute__(name)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ number of its next step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardtune.core.step import MicroBatch
@@ -77,17 +77,23 @@ class Loader:
         rows = self._order.rows(step, self._last)
         return self._collate.ids([document for row in rows for document in row])
 
-    def steps(self, start: int, stop: int) -> Iterator[list[MicroBatch]]:
+    def steps(
+        self,
+        start: int,
+        stop: int,
+        stage: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda ready: ready,
+    ) -> Iterator[Sequence[MicroBatch]]:
         """This rank's micro-batches of the steps from `start` to before `stop`.
 
-        A thread prepares the next steps while this one is computed. It ends with the iterator,
-        also when that is closed early, and what goes wrong in it is raised here.
+        A thread prepares the next steps while this one is computed, and hands them to `stage`. It
+        ends with the iterator, also when that is closed early, and what goes wrong in it is raised
+        here.
         """
-        ready: deque[Future[list[MicroBatch]]] = deque()
+        ready: deque[Future[Sequence[MicroBatch]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
             try:
                 for step in range(start, stop):
-                    ready.append(thread.submit(self._step, step))
+                    ready.append(thread.submit(lambda step: stage(self._step(step)), step))
                     if len(ready) > AHEAD:
                         yield ready.popleft().result()
                 while ready:

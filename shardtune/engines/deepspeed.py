@@ -72,7 +72,7 @@ class DeepSpeedEngine(NativeEngine):
     def _begin(self) -> None:
         self.engine.train()
 
-    def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
+    def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
         # DeepSpeed's own division by the accumulation is switched off: a step may have any number
         # of micro-batches, and the scale says it all.
         self.engine.set_gradient_accumulation_boundary(last)
@@ -96,7 +96,12 @@ class DeepSpeedEngine(NativeEngine):
         engine: nn.Module = self.engine
         return engine
 
-    def _update(self, rate: float) -> tuple[float, bool]:
+    def _update(self, rate: float) -> tuple[Tensor, Tensor]:
+        norm, applied = self._waited_for(rate)
+        return torch.tensor(norm, dtype=torch.float64), torch.tensor(applied)
+
+    def _waited_for(self, rate: float) -> tuple[float, bool]:
+        """The update. DeepSpeed asks the device for the norm before it decides."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         norm = self.states.norm_before()

@@ -30,6 +30,9 @@ class FakeEngine:
         tokens, labels = sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)
         return StepResult(1.0 / len(self.seen), float(labels), 1e-3, tokens, labels)
 
+    def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return microbatches
+
     def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
         self.rehearsed = [tuple(batch.input_ids.shape) for batch in microbatches]
 
@@ -37,7 +40,9 @@ class FakeEngine:
         labels = sum(batch.labels for batch in microbatches)
         return EvalResult(name, labels / (1 + len(self.seen)), labels // 2, labels)
 
-    def suspects(self, microbatches: Sequence[MicroBatch]) -> tuple[str, ...]:
+    def suspects(
+        self, step: int, microbatches: Sequence[MicroBatch], result: StepResult
+    ) -> tuple[str, ...]:
         return tuple(sample for batch in microbatches for sample in batch.samples)
 
     def broken(self) -> tuple[str, ...]:

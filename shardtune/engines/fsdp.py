@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -65,7 +65,7 @@ class FSDPEngine(NativeEngine):
     def pieces(self) -> tuple[list[Piece], dict[str, float]]:
         return self._spread_pieces(), self._numbers()
 
-    def _norm(self) -> float:
+    def _norm(self) -> Tensor:
         return norm_of_spread(self._gradients().values(), self.world)
 
     def _home(self) -> Home:

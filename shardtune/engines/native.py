@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
 
@@ -13,20 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardtune.core.documents import attention_inputs
+from shardtune.core.documents import is_told
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
 from shardtune.core.pieces import Piece, by_weight, dealt
 from shardtune.core.setup import EngineSetup
-from shardtune.core.step import IGNORED, EvalResult, MicroBatch, StepResult
+from shardtune.core.step import IGNORED, EvalResult, LateResult, MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.engines.eight_bit import is_8bit, packed, unpacked
 from shardtune.engines.fused_loss import fused_loss
-from shardtune.engines.loss import forward, kept_positions, loss_sum, selects_logits
+from shardtune.engines.loss import forward, loss_sum, selects_logits
 from shardtune.engines.offload import Offload
-from shardtune.engines.optimizer import future_moments, make_optimizer, moment_tensors
+from shardtune.engines.optimizer import (
+    future_moments,
+    make_optimizer,
+    moment_tensors,
+    take_step,
+)
 from shardtune.engines.shares import pieces_of, place_of, share_from
 from shardtune.engines.slices import Unsliced
+from shardtune.engines.staging import Staging, fetched, sent
 from shardtune.engines.stopwatch import Stopwatch
 from shardtune.engines.tensors import gathered, let_go, local, share_of, size_of, whole
 
@@ -92,31 +98,32 @@ class NativeEngine:
         self._fused = fused_loss(model) if wished else None
         self._away = Offload(model, self.device) if setup.offload_activations else None
         self._stopwatch = Stopwatch(self.device)
+        self._staging = Staging(self.device, told=is_told(model))
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
-        """One optimizer step; `microbatches` are this rank's share, as many as every other's."""
+        """One optimizer step; `microbatches` are this rank's share, as many as every other's.
+
+        A GPU is only told what to do: nothing in here waits for it. Counts, norm, and whether the
+        update is applied stay with it until somebody reads the result.
+        """
         self._begin()
-        tokens, labels = self._count(microbatches)
+        counts = self._count(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
-        total = self._backward(microbatches, scale=self.peers.size / max(1, labels))
+        scale = (self.peers.size / counts[1].clamp(min=1).double()).float()
+        total = self._backward(microbatches, scale)
         self.world.pulse.enter("collective")
         self.peers.sum(total)
         self.world.pulse.enter("update")
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
-        return StepResult(
-            loss=total.item() / max(1, labels),
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=tokens,
-            labels=labels,
-            applied=applied,
-            busy=self._busy(),
-        )
+        return self._result(rate, [total, norm, applied, *counts])
+
+    def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return [self._staging.send(batch) for batch in microbatches]
 
     def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
         """Forward and backward with what the optimizer will hold beside it; the gradient is let go.
@@ -125,7 +132,7 @@ class NativeEngine:
         """
         self._begin()
         moments = future_moments(self.shares.values(), self.setup.optimizer)
-        self._backward(self._enough(microbatches), scale=1.0)
+        self._backward(self._enough(microbatches), torch.ones((), device=self.device))
         del moments
         self._forget()
 
@@ -139,9 +146,9 @@ class NativeEngine:
         for parameter in self.trained.values():
             parameter.grad = None
         self.model.eval()
-        self._stopwatch.read()
+        self._stopwatch.lap()
 
-    def _backward(self, microbatches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def _backward(self, microbatches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
         self._losses = []
         for index, batch in enumerate(microbatches):
@@ -155,30 +162,39 @@ class NativeEngine:
             total += loss
         return total
 
-    def _busy(self) -> float:
-        """Seconds in which a rank computed forward and backward passes, on average over ranks."""
-        seconds = torch.tensor(self._stopwatch.read(), device=self.device)
-        if self.world.size > 1:
-            dist.all_reduce(seconds)
-        return float(seconds) / self.world.size
-
-    def _update(self, rate: float) -> tuple[float, bool]:
+    def _update(self, rate: float) -> tuple[Tensor, Tensor]:
         """Clips and applies the gradient, unless it isn't finite. All ranks see the same norm."""
         self._meet()
         self.scaler.unscale_(self.optimizer)
         norm = self._norm()
-        applied = math.isfinite(norm)
-        limit = self.setup.max_grad_norm
-        if limit is not None and applied and norm > limit and self._gradients():
-            shares = [local(gradient) for gradient in self._gradients().values()]
-            torch._foreach_mul_(shares, limit / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if applied:
-            with self._shares_bound():
-                self.scaler.step(self.optimizer)  # the optimizer's own step where nothing is scaled
+        with self._shares_bound():
+            applied = take_step(self.optimizer, norm, self.setup.max_grad_norm)
         self.scaler.update()
         return norm, applied
+
+    def _result(self, rate: float, figures: Sequence[Tensor]) -> StepResult:
+        """The step's figures, which leave the device together, in one copy."""
+        parts = [figure.to(self.device).reshape(1) for figure in figures]
+        parts += [torch.stack(self._losses).flatten()] if self._losses else []
+        read = fetched(torch.cat([part.detach().double() for part in parts]))
+        busy = self._stopwatch.lap()
+
+        def result() -> StepResult:
+            total, norm, applied, tokens, labels, *losses = read()
+            return StepResult(
+                loss=total / max(1, labels),
+                grad_norm=norm,
+                learning_rate=rate,
+                tokens=int(tokens),
+                labels=int(labels),
+                applied=bool(applied),
+                busy=busy(),
+                losses=tuple(losses),
+            )
+
+        return result() if self.device.type == "cpu" else LateResult(result)
 
     @torch.no_grad()
     def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
@@ -194,13 +210,15 @@ class NativeEngine:
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
 
-    def suspects(self, microbatches: Sequence[MicroBatch]) -> tuple[str, ...]:
-        guilty = [not math.isfinite(loss) for loss in self._losses]
+    def suspects(
+        self, step: int, microbatches: Sequence[MicroBatch], result: StepResult
+    ) -> tuple[str, ...]:
+        guilty = [not math.isfinite(loss) for loss in result.losses]
         seen = torch.tensor([int(any(guilty))])
         if self.world.size > 1:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         if not seen:  # every loss was a number: it is a gradient that wasn't
-            guilty = self._overflowing(microbatches)
+            guilty = self._overflowing(step, microbatches)
         # A pipeline has empty micro-batches behind these, and losses on its last rank only.
         wrong = (batch for batch, bad in zip(microbatches, guilty, strict=False) if bad)
         return tuple(sample for batch in wrong for sample in batch.samples)
@@ -327,7 +345,7 @@ class NativeEngine:
         for parameter in self.trained.values():  # not the model's, which may be gathered ones
             parameter.grad = None
 
-    def _pass(self, batch: MicroBatch, scale: float, *, last: bool) -> Tensor:
+    def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
         """Forward and backward; returns the summed loss."""
         with self._synchronising(last=last):
             with self._autocast(), self._saving():
@@ -349,12 +367,10 @@ class NativeEngine:
 
     def _asked(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor | None, Tensor]:
         """The batch on this device, the positions at which it has labels, and those labels."""
-        told = attention_inputs(self.model, batch.position_ids, self.device)
-        here = replace(self._here(batch), attention=told)
+        here = self._staging.receive(batch)
         if not self._select:
             return here, None, here.targets
-        kept = kept_positions(batch).to(self.device, non_blocking=True)
-        return here, kept, here.targets[:, kept]
+        return here, here.kept, here.targets[:, here.kept]
 
     def _judge(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, and how many of its targets the model would choose."""
@@ -373,32 +389,29 @@ class NativeEngine:
         """Brings gradients together that have not met in the backward pass."""
         self.slices.meet(self._gradients())
 
-    def _norm(self) -> float:
+    def _norm(self) -> Tensor:
         """The norm of the whole gradient, the same on every rank."""
-        return float(whole(nn.utils.get_total_norm(self._gradients().values())))
+        return whole(nn.utils.get_total_norm(self._gradients().values()))
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         return self.slices.in_order(name, whole(tensor)) if tensor.ndim else tensor
 
-    def _count(self, microbatches: Sequence[MicroBatch]) -> tuple[int, int]:
+    def _count(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
         self.world.pulse.enter("collective")
-        counts = torch.tensor(
-            [sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)],
-            device=self.device,
-        )
+        tokens, labels = sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)
+        counts = sent(torch.tensor([tokens, labels]), self.device)
         self.peers.sum(counts)
-        tokens, labels = counts.tolist()
-        return tokens, labels
+        return counts
 
-    def _overflowing(self, microbatches: Sequence[MicroBatch]) -> list[bool]:
-        """Which micro-batches of the last step make a gradient that isn't finite: each again, by
-        itself, without the other ranks. Under fp16 the loss scale is to blame, not a sample."""
+    def _overflowing(self, step: int, microbatches: Sequence[MicroBatch]) -> list[bool]:
+        """Which micro-batches of a step make a gradient that isn't finite: each again, by itself,
+        without the other ranks. Under fp16 the loss scale is to blame, not a sample."""
         if self.scaler.is_enabled() or not self.alone:
             return []
         found = []
         for index, batch in enumerate(microbatches):
-            torch.manual_seed(self._seed_of(index, step=self.taken - 1))
+            torch.manual_seed(self._seed_of(index, taken=step - 1))
             self._begin()
             self._pass(batch, 1.0, last=False)
             gradients = self._gradients().values()
@@ -406,20 +419,11 @@ class NativeEngine:
         self._begin()
         return found
 
-    def _seed_of(self, index: int, step: int | None = None) -> int:
+    def _seed_of(self, index: int, taken: int | None = None) -> int:
         """Dropout is keyed by step and micro-batch, so that a resumed run draws the same."""
-        taken = self.taken if step is None else step
+        taken = self.taken if taken is None else taken
         key = f"{self.setup.seed}/{taken}/{self.peers.rank}/{index}"
         return int.from_bytes(sha256(key.encode()).digest()[:8], "big") >> 1
-
-    def _here(self, batch: MicroBatch) -> MicroBatch:
-        if self.device.type == "cpu":
-            return batch
-        moved = {
-            key: getattr(batch, key).to(self.device, non_blocking=True)
-            for key in ("input_ids", "position_ids", "targets")
-        }
-        return replace(batch, **moved)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         dtype = COMPUTE[self.setup.precision]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.core.setup import OptimizerSetup
-from shardtune.engines.eight_bit import adamw_8bit
+from shardtune.engines.eight_bit import adamw_8bit, is_8bit
 from shardtune.engines.tensors import local
 
 
@@ -26,10 +27,55 @@ def make_optimizer(
     # A rank may have nothing to train: a stage of frozen layers still takes part in a step.
     groups = [group for group in groups if group["params"]] or groups[:1]
     if setup.type == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=setup.momentum)
+        return torch.optim.SGD(groups, lr=rate, momentum=setup.momentum, fused=True)
     if setup.bits == 8:
         return adamw_8bit(groups, setup, rate)
     return torch.optim.AdamW(groups, lr=rate, betas=setup.betas, eps=setup.eps, fused=True)
+
+
+def take_step(optimizer: Any, norm: Tensor, limit: float | None) -> Tensor:
+    """Clips the gradient, whose norm is given, to `limit` and applies it, unless it isn't finite.
+    Returns whether it did.
+
+    torch's fused optimizers read a divisor and a veto from tensors, where a loss scaler leaves
+    them. So the GPU clips and decides, in its one pass over the gradients; nobody waits for it.
+    """
+    applied = norm.isfinite()
+    if is_8bit(optimizer):
+        _wait_and_step(optimizer, norm, limit)
+        return applied
+    _begin_momentum(optimizer)
+    optimizer.found_inf = (~applied).float()
+    if limit is not None:
+        optimizer.grad_scale = (norm / limit).clamp(min=1.0).float()
+    optimizer.step()
+    return applied
+
+
+def _wait_and_step(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float | None) -> None:
+    """The same for bitsandbytes' optimizer, which knows nothing of such tensors."""
+    length = float(norm)
+    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    if not math.isfinite(length):
+        return
+    if limit is not None and length > limit and gradients:
+        torch._foreach_mul_(gradients, limit / length)
+    optimizer.step()
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Zeros where torch's fused SGD would make an uninitialised buffer, and leave it so if its very
+    first step is vetoed."""
+    for group in optimizer.param_groups:
+        if group.get("momentum"):
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if parameter.grad is not None and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def future_moments(shares: Iterable[Tensor], setup: OptimizerSetup) -> list[Tensor]:

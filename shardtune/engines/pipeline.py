@@ -91,7 +91,7 @@ class PipelineEngine(NativeEngine):
         self._tied = self._tied_weights()
         self._replicated = "data" in dict(mesh.axes)
         self._schedule: tuple[tuple[int, ...], Any] | None = None
-        self._scale = 1.0
+        self._scale = torch.ones(())
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
         """By the name in the whole model; a tied weight has one name on both of its ranks."""
@@ -103,7 +103,10 @@ class PipelineEngine(NativeEngine):
 
     # The step ----------------------------------------------------------------------------------
 
-    def _backward(self, microbatches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return microbatches  # they are brought to one shape first, in main memory
+
+    def _backward(self, microbatches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         for stage in self.stages.values():
             stage.train()
         self._scale = scale
@@ -186,13 +189,13 @@ class PipelineEngine(NativeEngine):
         if self._replicated and self.peers.size > 1:
             add_up(gradients.values(), self.peers.group, over=self.peers.size)
 
-    def _norm(self) -> float:
+    def _norm(self) -> Tensor:
         """Over all stages; a tied weight's gradient lies on two of them, and counts once."""
         twice = self._had_by_another()
         mine = [each for name, each in self._gradients().items() if name not in twice]
         total = square(mine, self.world.size // self._size).to(self.device)
         dist.all_reduce(total)
-        return float(total.sqrt())
+        return total.sqrt()
 
     def _tied_weights(self) -> frozenset[str]:
         """Trained weights of which the first and the last stage have a copy each."""
@@ -221,7 +224,7 @@ class PipelineEngine(NativeEngine):
         with self._relay.resting():
             for batch in microbatches:
                 self.world.pulse.enter("evaluate")
-                sums += self._through(Block.of(self._here(batch)))
+                sums += self._through(Block.of(batch).to(self.device))
         let_go(self.model)
         dist.all_reduce(sums, group=self._line)
         self.peers.sum(sums)

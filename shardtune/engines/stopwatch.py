@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,14 +31,12 @@ class Stopwatch:
             yield
             self._seconds += time.perf_counter() - since
 
-    def read(self) -> float:
-        """Seconds since it was last read; on a GPU the work must be finished."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        timed = (float(begin.elapsed_time(end)) for begin, end in self._events)
-        found = self._seconds + sum(timed) / 1e3
+    def lap(self) -> Callable[[], float]:
+        """Begins anew. What it returns tells the seconds until now; of a GPU, when that has
+        finished the work."""
+        seconds, events = self._seconds, self._events
         self._seconds, self._events = 0.0, []
-        return found
+        return lambda: seconds + sum(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
 def _event() -> Any:

@@ -44,7 +44,7 @@ class TensorEngine(NativeEngine):
         if self.peers.size > 1:
             add_up(self._gradients().values(), self.peers.group, over=self.peers.size)
 
-    def _norm(self) -> float:
+    def _norm(self) -> Tensor:
         return norm_of_spread(self._gradients().values(), self.world)
 
 
@@ -83,8 +83,8 @@ def build_sliced(
     return model, seen[0][1]
 
 
-def norm_of_spread(gradients: Any, world: World) -> float:
+def norm_of_spread(gradients: Any, world: World) -> Tensor:
     """The norm of a gradient that all ranks have together; every rank gets the same."""
     total: Tensor = square(gradients, world.size)
     dist.all_reduce(total)
-    return float(total.sqrt())
+    return total.sqrt()

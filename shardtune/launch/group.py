@@ -20,6 +20,7 @@ from shardtune.core.network import socket_environment
 from shardtune.core.pulse import Pulses
 from shardtune.launch import PULSE, STACK, STARTED_BY_US
 from shardtune.launch.last_words import ERROR_FILE, LastWords, read_last_words
+from shardtune.launch.settings import torch_settings
 
 DEATH = 10.0  # seconds in which the kernel has to have ended a killed process
 
@@ -122,6 +123,7 @@ class Group:
             "OMP_NUM_THREADS": str(threads),
             **socket_environment(seat.interface),
             "TOKENIZERS_PARALLELISM": "false",
+            **torch_settings(os.environ),
             STARTED_BY_US: str(os.getpid()),
             PULSE: str(self.pulses.file),
             STACK: str(self.stack_file(rank)),

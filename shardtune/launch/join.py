@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +25,7 @@ from shardtune.core.world import World, outside_nodes
 from shardtune.launch import PULSE, STARTED_BY_US
 from shardtune.launch.meet import meet
 from shardtune.launch.process import answer_with_stack
+from shardtune.launch.settings import torch_settings
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -71,6 +72,14 @@ class JoinedWorld(World):
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.item()
 
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Each of some values, on average over all ranks."""
+        if self.size == 1:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return (sums / self.size).tolist()
+
     def gather(self, text: str) -> list[str]:
         """What each rank says, on all of them, by rank."""
         if self.size == 1:
@@ -101,6 +110,8 @@ def join(threads: int) -> Iterator[JoinedWorld]:
     torch.set_num_threads(threads)
     device = "cpu"
     if torch.cuda.is_available():
+        # torch reads them with its first tensor. Our launcher has set them; others have not.
+        os.environ.update(torch_settings(os.environ))
         # A cluster may show each rank one GPU only, or all of them.
         device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from shardtune.core.step import Reading, StepResult
@@ -25,10 +25,17 @@ class Meter:
         self._recent: deque[tuple[float, StepResult]] = deque(maxlen=WINDOW)
         self._since = time.perf_counter()
 
-    def tick(self, result: StepResult) -> Reading:
-        """Call after each step, waiting for data included."""
+    def tick(self, results: Sequence[StepResult]) -> list[Reading]:
+        """Call when some steps are through, waiting for data included: a reading of each.
+
+        A device computes several without telling when each was done, so they share their time
+        equally.
+        """
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds, self._since = (now - self._since) / len(results), now
+        return [self._count(seconds, result) for result in results]
+
+    def _count(self, seconds: float, result: StepResult) -> Reading:
         self.steps_left -= 1
         self._steps += 1
         if self._steps == 1:  # the first step also warms caches up; it would spoil the averages

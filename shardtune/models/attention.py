@@ -131,7 +131,7 @@ def _asks_for_more(model: Any) -> str | None:
     device = next(model.parameters()).device
     ids = torch.zeros(1, 8, dtype=torch.long, device=device)
     positions = torch.arange(8, device=device)[None]
-    told = told_of(torch.arange(8)[None] % 4, device)
+    told = told_of(torch.arange(8)[None] % 4, lambda tensor: tensor.to(device))
     model.train()  # dropout is asked for in training only
     model.set_attn_implementation(_LOOK)
     try:

@@ -78,13 +78,19 @@ class EmptyBlueprint:
 
     @classmethod
     def of(
-        cls, config: Any, section: ModelSection, adapter: Adapter, train: TrainSection
+        cls,
+        config: Any,
+        section: ModelSection,
+        adapter: Adapter,
+        train: TrainSection,
+        device: str = "cpu",
     ) -> EmptyBlueprint:
-        """The model that transformers builds from `config`; no file is opened."""
+        """The model that transformers builds from `config`, for `device`; no file is opened."""
         import peft  # noqa: F401 - it makes tensors when imported, which must not become fake
 
         compute = DTYPES[train.precision]
         model = without_memory(config, section, compute)
+        use_boundaries(model, device, compute)
         names = Names.nothing(model)
         speed = Speed.of(train)
         return cls(

@@ -24,9 +24,7 @@ from shardtune.models.quantise import QuantisedLinear
 GATED = ("gate_proj", "up_proj")
 JOINT = (("q_proj", "k_proj", "v_proj"), GATED)
 """Names of layers that have one input, where they are in one module."""
-FAMILIES = frozenset(
-    "llama mistral qwen2 qwen3 gemma gemma2 phi smollm3 granite olmo2 starcoder2".split()
-)
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2"})
 """Families whose attention and MLP use their input for these layers and its shape alone."""
 
 

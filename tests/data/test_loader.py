@@ -287,6 +287,19 @@ def test_an_error_in_the_thread_reaches_the_consumer():
     assert not loader_threads()
 
 
+def test_steps_are_staged_by_the_thread_before_they_are_asked_for():
+    staged = []
+
+    def stage(batches):
+        staged.append((threading.current_thread().name, batches))
+        return batches[::-1]
+
+    (first, *_) = steps = list(loader().steps(0, 4, stage))
+    assert [batches[::-1] for _, batches in staged] == steps
+    assert len(first) == 3
+    assert all(name.startswith("loader") for name, _ in staged)
+
+
 def test_a_selection_of_rows_is_read_through():
     # `select` leaves the Arrow file as it is and keeps a list of indices beside it.
     turned = prepared("code", CODE[::-1])

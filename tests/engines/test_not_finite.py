@@ -41,7 +41,7 @@ def spoilt_step(world: World, strategy: str) -> dict[str, Any]:
         if data_rank == data_ranks - 1:
             handle = engine.module().get_output_embeddings().register_forward_hook(spoil)
         result = engine.step(steps[1])
-        blamed = engine.suspects(steps[1])
+        blamed = engine.suspects(2, steps[1], result)
         if handle is not None:
             handle.remove()
         after = digest_of(engine.state()[0])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from shardtune.core.step import StepResult
+from shardtune.core.step import Reading, StepResult
 from shardtune.measure.meter import GIB, Meter, peak_memory
 
 PAUSE = 0.3  # long beside everything else that happens here
@@ -18,10 +18,15 @@ def result(tokens: int) -> StepResult:
     return StepResult(1.0, 1.0, 1e-3, tokens, tokens)
 
 
+def tick(meter: Meter, result: StepResult) -> Reading:
+    (reading,) = meter.tick([result])
+    return reading
+
+
 def test_a_step_takes_as_long_as_it_takes() -> None:
     meter = Meter(2, "cpu")
     time.sleep(0.05)
-    reading = meter.tick(result(100))
+    reading = tick(meter, result(100))
     assert 0.05 <= reading.seconds < 0.05 + PAUSE
     assert reading.tokens_per_second == pytest.approx(100 / reading.seconds)
     assert reading.seconds_left == pytest.approx(reading.seconds)  # one more like it
@@ -29,36 +34,36 @@ def test_a_step_takes_as_long_as_it_takes() -> None:
 
 def test_it_says_which_share_of_the_time_ranks_computed() -> None:
     meter = Meter(3, "cpu")
-    assert meter.tick(result(10)).utilisation is None  # an engine that doesn't say
+    assert tick(meter, result(10)).utilisation is None  # an engine that doesn't say
     for _ in range(2):
         time.sleep(0.1)
-        reading = meter.tick(replace(result(10), busy=0.05))
+        reading = tick(meter, replace(result(10), busy=0.05))
     assert 0.3 < (reading.utilisation or 0) <= 0.5  # half of a tenth of a second, or a bit less
 
 
 def test_paused_time_does_not_count() -> None:
     meter = Meter(3, "cpu")
-    meter.tick(result(10))
+    tick(meter, result(10))
     with meter.paused():
         time.sleep(PAUSE)
     time.sleep(0.05)
-    assert 0.05 <= meter.tick(result(10)).seconds < PAUSE
+    assert 0.05 <= tick(meter, result(10)).seconds < PAUSE
 
 
 def test_time_that_is_not_paused_does() -> None:
     meter = Meter(3, "cpu")
-    meter.tick(result(10))
+    tick(meter, result(10))
     time.sleep(PAUSE)  # waiting for data, say
-    assert meter.tick(result(10)).seconds >= PAUSE
+    assert tick(meter, result(10)).seconds >= PAUSE
 
 
 def test_the_first_step_does_not_spoil_the_averages() -> None:
     meter = Meter(3, "cpu")
     time.sleep(PAUSE)  # it warms caches up
-    meter.tick(result(1000))
-    second = meter.tick(result(1000))
+    tick(meter, result(1000))
+    second = tick(meter, result(1000))
     assert second.tokens_per_second == pytest.approx(1000 / second.seconds)
-    third = meter.tick(result(500))
+    third = tick(meter, result(500))
     assert third.tokens_per_second == pytest.approx(1500 / (second.seconds + third.seconds))
     assert third.seconds_left == 0
 
@@ -69,7 +74,7 @@ def test_the_speed_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) 
     meter = Meter(100, "cpu")
     for duration in [1.0] * 10 + [2.0] * 20:
         now += duration
-        reading = meter.tick(result(100))
+        reading = tick(meter, result(100))
     assert reading.tokens_per_second == 50.0  # 20 steps of 100 tokens in 40 s
     assert reading.seconds_left == 140.0  # 70 more of 2 s
 
@@ -82,4 +87,4 @@ def test_the_peak_of_memory_is_what_this_process_held() -> None:
     assert before + more / 2 < after < before + 2 * more
     del held
     assert peak_memory("cpu") >= after, "a peak doesn't fall"
-    assert Meter(1, "cpu").tick(result(1)).memory_gib == pytest.approx(after / GIB, rel=0.1)
+    assert tick(Meter(1, "cpu"), result(1)).memory_gib == pytest.approx(after / GIB, rel=0.1)

@@ -1,0 +1,26 @@
+"""What torch is told through the environment, before a rank touches its GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardtune.core.cache import cache_dir
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where torch looks for it: the name of today, and two older ones."""
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def torch_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that `environment` lacks. What a person has set in it is left alone.
+
+    Rows differ in length, and with them every tensor of a step: segments that can grow leave no
+    gaps between them that the next step can't use. Compiled kernels are kept where we keep other
+    things, and not in a temporary folder: the next run, and the next rank, finds them.
+    """
+    found = {}
+    if not any(name in environment for name in ALLOCATOR):
+        found[ALLOCATOR[0]] = "expandable_segments:True"
+    if COMPILED not in environment:
+        found[COMPILED] = str(cache_dir() / "compiled")
+    return found
