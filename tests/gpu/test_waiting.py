@@ -142,13 +142,14 @@ def test_what_was_sent_ahead_is_what_is_computed() -> None:
     def losses(stage: Callable[[NativeEngine, list[list[MicroBatch]]], Sequence[Any]]) -> Any:
         engine = ready("all", "eager")
         given = stage(engine, steps(12))
-        return [result.read() for result in [engine.step(each) for each in given]]
+        return [result.loss for result in [engine.step(each) for each in given]]
 
     def ahead(engine: NativeEngine, given: list[list[MicroBatch]]) -> Sequence[Any]:
         with ThreadPoolExecutor(1) as thread:
             return list(thread.map(engine.stage, given))
 
-    assert losses(ahead) == losses(lambda engine, given: given)
+    # Attention's gradient may be summed in any order; another batch's loss is some 1e-3 away.
+    assert losses(ahead) == pytest.approx(losses(lambda engine, given: given), rel=1e-4)
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
