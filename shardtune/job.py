@@ -224,6 +224,9 @@ class TrainSection(Section):
     every product (small operations between them are repeated where layers are compiled), `mlp`
     drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but each layer's
     input: least memory, about a third more time."""
+    keep_layers: NotNegative = 0
+    """So many of the layers, the last ones, keep what `gradient_checkpointing: mlp` or `most` would
+    compute again: memory that is left buys time."""
     offload_activations: bool = False
     """What the forward pass saves waits for the backward pass in pinned main memory, copied beside
     the computation: the GPU keeps about two layers of it. With `gradient_checkpointing: full` it is

@@ -7,7 +7,8 @@ doesn't join products with small operations this way; here it is a kernel for ea
 other machines the same is done step by step.
 
 Rows are tokens. `y` holds gate and up side by side, without what LoRA adds: that is
-`narrow @ up.T`, where `up` holds both matrices, each with columns of its own.
+`narrow @ up.T`, where `up` holds both matrices, each with columns of its own. In the same way the
+incoming gradient is without what goes back through the next layer's adapter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+SPLITS = 8
+"""Programs that share a row. What each of them has summed up is added afterwards."""
 
 try:
     import triton
@@ -32,11 +36,12 @@ def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, 
         gate, other = (y + narrow @ up.t()).chunk(2, dim=1)
         result = functional.silu(gate) * other
         return result, result @ down.t()
-    rows, width = y.shape
-    result = y.new_empty(rows, width // 2)
-    after = y.new_empty(rows, len(down))
-    _launch(_forward, rows, (y, narrow, up, down, result, after), width, narrow, down)
-    return result, after
+    rows, half = len(y), y.shape[1] // 2
+    result = y.new_empty(rows, half)
+    sums = y.new_empty(SPLITS, rows, len(down), dtype=torch.float32)
+    given = (y, narrow, up, down, result, sums)
+    _launch(_forward, given, rows, half, narrow.shape[1] // 2, len(down))
+    return result, sums.sum(0).to(y.dtype)
 
 
 @gated.register_fake
@@ -46,26 +51,29 @@ def _(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tens
 
 @torch.library.custom_op("shardtune::gated_back", mutates_args=())
 def gated_back(
-    gradient: Tensor, y: Tensor, narrow: Tensor, up: Tensor
+    gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `y` and `narrow`, and the activation once more."""
+    """The gradients of `y` and `narrow`, and the activation once more. What comes in is `gradient`
+    and `last @ down`."""
     if not _on_gpu(y):
+        incoming = gradient + last @ down
         gate, other = (y + narrow @ up.t()).chunk(2, dim=1)
         steep = torch.sigmoid(gate.float())
         smooth = gate.float() * steep
-        to_gate = gradient * other * (steep + smooth * (1 - steep))
-        to_y = torch.cat([to_gate, gradient * smooth], dim=1).to(y.dtype)
+        to_gate = incoming * other * (steep + smooth * (1 - steep))
+        to_y = torch.cat([to_gate, incoming * smooth], dim=1).to(y.dtype)
         return to_y, (smooth * other).to(y.dtype), to_y @ up
-    rows, width = y.shape
-    to_y, result, to_narrow = torch.empty_like(y), torch.empty_like(gradient), torch.empty_like(narrow)
-    given = (y, narrow, up, gradient, to_y, result, to_narrow)
-    _launch(_backward, rows, given, width, narrow)
-    return to_y, result, to_narrow
+    rows, half = gradient.shape
+    to_y, result = torch.empty_like(y), torch.empty_like(gradient)
+    sums = y.new_empty(SPLITS, rows, narrow.shape[1], dtype=torch.float32)
+    given = (y, narrow, up, gradient, last, down, to_y, result, sums)
+    _launch(_backward, given, rows, half, narrow.shape[1] // 2, len(down))
+    return to_y, result, sums.sum(0).to(y.dtype)
 
 
 @gated_back.register_fake
 def _(
-    gradient: Tensor, y: Tensor, narrow: Tensor, up: Tensor
+    gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(y), torch.empty_like(gradient), torch.empty_like(narrow)
 
@@ -75,97 +83,138 @@ def _on_gpu(y: Tensor) -> bool:
     return y.is_cuda and triton is not None and y.dtype != torch.float32
 
 
-def _launch(kernel: Any, rows: int, tensors: tuple[Tensor, ...], width: int, *small: Tensor) -> None:
-    """One program for some rows: what is summed up over columns then stays in registers."""
-    ranks = (small[0].shape[1] // 2, *(len(each) for each in small[1:]))
+def _launch(kernel: Any, given: tuple[Tensor, ...], rows: int, half: int, *ranks: int) -> None:
     padded = [max(16, triton.next_power_of_2(rank)) for rank in ranks]  # the least it multiplies
-    kernel[lambda chosen: (triton.cdiv(rows, chosen["BM"]),)](
-        *tensors, rows, width // 2, *ranks, *padded
+    kernel[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
+        *given, rows, half, *ranks, *padded, SPLITS
     )
 
 
+# Addresses are a 64-bit number for the program and small ones for its tile: a 64-bit address for
+# each number would take half of the registers.
+
+
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, down, result, after, rows, half, rank, next_rank,
-    R: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    y, narrow, up, down, result, sums, rows, half, rank, next_rank,
+    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    r, n, c = tl.arange(0, R), tl.arange(0, N), tl.arange(0, BN)
-    here = row < rows
-    some = narrow + row[:, None] * (2 * rank) + r[None, :]
+    begin_row = tl.program_id(0).to(tl.int64) * BM
+    m, r, n, c = tl.arange(0, BM), tl.arange(0, R), tl.arange(0, N), tl.arange(0, BN)
+    here = m < rows - begin_row
+    some = narrow + begin_row * (2 * rank) + (m[:, None] * (2 * rank) + r[None, :])
     ranked = here[:, None] & (r[None, :] < rank)
     for_gate = tl.load(some, mask=ranked, other=0.0)
     for_other = tl.load(some + rank, mask=ranked, other=0.0)
     total = tl.zeros((BM, N), dtype=tl.float32)
-    for begin in range(0, half, BN):
+    share = tl.cdiv(tl.cdiv(half, S), BN) * BN
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, half)
+    gates = y + begin_row * (2 * half)
+    others = gates + half
+    results = result + begin_row * half
+    inside = here[:, None] & (first + c[None, :] < end)
+    tile = m[:, None] * (2 * half) + (first + c)[None, :]
+    next_gate = tl.load(gates + tile, mask=inside, other=0.0)
+    next_other = tl.load(others + tile, mask=inside, other=0.0)
+    for begin in range(first, end, BN):
         column = begin + c
-        inside = here[:, None] & (column[None, :] < half)
-        place = y + row[:, None] * (2 * half) + column[None, :]
+        gate, other = next_gate.to(tl.float32), next_other.to(tl.float32)
+        # What the next round needs is asked for before this one computes.
+        ahead = here[:, None] & (column[None, :] + BN < end)
+        tile += BN
+        next_gate = tl.load(gates + tile, mask=ahead, other=0.0)
+        next_other = tl.load(others + tile, mask=ahead, other=0.0)
         # Both matrices of `up`: rows of gate with the first columns, the others with the last.
-        matrix = up + column[None, :] * (2 * rank) + r[:, None]
-        wanted = (column[None, :] < half) & (r[:, None] < rank)
-        to_gate = tl.load(matrix, mask=wanted, other=0.0)
-        to_other = tl.load(matrix + half * (2 * rank) + rank, mask=wanted, other=0.0)
-        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32) + tl.dot(for_gate, to_gate)
-        other = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+        matrix = column[None, :] * (2 * rank) + r[:, None]
+        wanted = (column[None, :] < end) & (r[:, None] < rank)
+        to_gate = tl.load(up + matrix, mask=wanted, other=0.0)
+        to_other = tl.load(up + half * (2 * rank) + rank + matrix, mask=wanted, other=0.0)
+        gate += tl.dot(for_gate, to_gate)
         other += tl.dot(for_other, to_other)
         value = (gate * tl.sigmoid(gate) * other).to(result.dtype.element_ty)
-        tl.store(result + row[:, None] * half + column[None, :], value, mask=inside)
-        last = down + n[None, :] * half + column[:, None]
-        kept = (n[None, :] < next_rank) & (column[:, None] < half)
-        total += tl.dot(value, tl.load(last, mask=kept, other=0.0))
-    end = after + row[:, None] * next_rank + n[None, :]
-    tl.store(end, total.to(after.dtype.element_ty), mask=here[:, None] & (n[None, :] < next_rank))
+        inside = here[:, None] & (column[None, :] < end)
+        tl.store(results + (m[:, None] * half + column[None, :]), value, mask=inside)
+        kept = (n[None, :] < next_rank) & (column[:, None] < end)
+        last = tl.load(down + (n[None, :] * half + column[:, None]), mask=kept, other=0.0)
+        total += tl.dot(value, last)
+    place = sums + (tl.program_id(1) * rows + begin_row) * next_rank
+    kept = here[:, None] & (n[None, :] < next_rank)
+    tl.store(place + (m[:, None] * next_rank + n[None, :]), total, mask=kept)
 
 
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, gradient, to_y, result, to_narrow, rows, half, rank,
-    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    y, narrow, up, gradient, last, down, to_y, result, sums, rows, half, rank, next_rank,
+    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    r, c = tl.arange(0, R), tl.arange(0, BN)
-    here = row < rows
-    some = row[:, None] * (2 * rank) + r[None, :]
+    begin_row = tl.program_id(0).to(tl.int64) * BM
+    m, r, n, c = tl.arange(0, BM), tl.arange(0, R), tl.arange(0, N), tl.arange(0, BN)
+    here = m < rows - begin_row
+    some = narrow + begin_row * (2 * rank) + (m[:, None] * (2 * rank) + r[None, :])
     ranked = here[:, None] & (r[None, :] < rank)
-    for_gate = tl.load(narrow + some, mask=ranked, other=0.0)
-    for_other = tl.load(narrow + some + rank, mask=ranked, other=0.0)
+    for_gate = tl.load(some, mask=ranked, other=0.0)
+    for_other = tl.load(some + rank, mask=ranked, other=0.0)
+    ended = here[:, None] & (n[None, :] < next_rank)
+    lasts = last + begin_row * next_rank + (m[:, None] * next_rank + n[None, :])
+    from_last = tl.load(lasts, mask=ended, other=0.0)
     back_gate = tl.zeros((BM, R), dtype=tl.float32)
     back_other = tl.zeros((BM, R), dtype=tl.float32)
-    for begin in range(0, half, BN):
+    share = tl.cdiv(tl.cdiv(half, S), BN) * BN
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, half)
+    gates, incomings = y + begin_row * (2 * half), gradient + begin_row * half
+    others = gates + half
+    to_gates, results = to_y + begin_row * (2 * half), result + begin_row * half
+    to_others = to_gates + half
+    kind = to_y.dtype.element_ty
+    inside = here[:, None] & (first + c[None, :] < end)
+    tile = m[:, None] * (2 * half) + (first + c)[None, :]
+    short = m[:, None] * half + (first + c)[None, :]
+    next_gate = tl.load(gates + tile, mask=inside, other=0.0)
+    next_other = tl.load(others + tile, mask=inside, other=0.0)
+    next_incoming = tl.load(incomings + short, mask=inside, other=0.0)
+    for begin in range(first, end, BN):
         column = begin + c
-        inside = here[:, None] & (column[None, :] < half)
-        place = row[:, None] * (2 * half) + column[None, :]
-        matrix = up + column[:, None] * (2 * rank) + r[None, :]
-        wanted = (column[:, None] < half) & (r[None, :] < rank)
-        to_gate = tl.load(matrix, mask=wanted, other=0.0)
-        to_other = tl.load(matrix + half * (2 * rank) + rank, mask=wanted, other=0.0)
-        gate = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+        inside = here[:, None] & (column[None, :] < end)
+        gate, other = next_gate.to(tl.float32), next_other.to(tl.float32)
+        incoming = next_incoming.to(tl.float32)
+        ahead = here[:, None] & (column[None, :] + BN < end)
+        next_gate = tl.load(gates + tile + BN, mask=ahead, other=0.0)
+        next_other = tl.load(others + tile + BN, mask=ahead, other=0.0)
+        next_incoming = tl.load(incomings + short + BN, mask=ahead, other=0.0)
+        matrix = column[:, None] * (2 * rank) + r[None, :]
+        wanted = (column[:, None] < end) & (r[None, :] < rank)
+        to_gate = tl.load(up + matrix, mask=wanted, other=0.0)
+        to_other = tl.load(up + half * (2 * rank) + rank + matrix, mask=wanted, other=0.0)
+        kept = (n[:, None] < next_rank) & (column[None, :] < end)
+        back = tl.load(down + (n[:, None] * half + column[None, :]), mask=kept, other=0.0)
         gate += tl.dot(for_gate, tl.trans(to_gate))
-        other = tl.load(y + place + half, mask=inside, other=0.0).to(tl.float32)
         other += tl.dot(for_other, tl.trans(to_other))
-        narrower = row[:, None] * half + column[None, :]
-        incoming = tl.load(gradient + narrower, mask=inside, other=0.0).to(tl.float32)
+        incoming += tl.dot(from_last, back)
         steep = tl.sigmoid(gate)
         smooth = gate * steep
-        kind = to_y.dtype.element_ty
-        tl.store(result + narrower, (smooth * other).to(kind), mask=inside)
+        tl.store(results + short, (smooth * other).to(kind), mask=inside)
         along_gate = (incoming * other * (steep + smooth * (1 - steep))).to(kind)
         along_other = (incoming * smooth).to(kind)
-        tl.store(to_y + place, along_gate, mask=inside)
-        tl.store(to_y + place + half, along_other, mask=inside)
+        tl.store(to_gates + tile, along_gate, mask=inside)
+        tl.store(to_others + tile, along_other, mask=inside)
         back_gate += tl.dot(along_gate, to_gate)
         back_other += tl.dot(along_other, to_other)
-    tl.store(to_narrow + some, back_gate.to(to_narrow.dtype.element_ty), mask=ranked)
-    tl.store(to_narrow + some + rank, back_other.to(to_narrow.dtype.element_ty), mask=ranked)
+        tile += BN
+        short += BN
+    place = sums + (tl.program_id(1) * rows + begin_row) * (2 * rank)
+    tile = m[:, None] * (2 * rank) + r[None, :]
+    tl.store(place + tile, back_gate, mask=ranked)
+    tl.store(place + rank + tile, back_other, mask=ranked)
 
 
 def _tuned(kernel: Any) -> Any:
     """Compiled for the sizes of tiles that are fastest on this GPU, found when first used."""
     if triton is None:
         return None
-    tiles = ((32, 128, 4, 2), (32, 128, 8, 3), (16, 256, 4, 3), (64, 64, 4, 3))
+    tiles = ((32, 32, 4), (64, 32, 4), (64, 32, 8), (16, 64, 4), (16, 32, 2), (32, 64, 4))
     configs = [
-        triton.Config({"BM": rows, "BN": columns}, num_warps=warps, num_stages=stages)
-        for rows, columns, warps, stages in tiles
+        triton.Config({"BM": rows, "BN": columns}, num_warps=warps, num_stages=1)
+        for rows, columns, warps in tiles
     ]
     return triton.autotune(configs, key=["half", "R"])(triton.jit(kernel))
 

@@ -97,8 +97,10 @@ class Closing(torch.autograd.Function):
         y, narrow, up, last_narrow, last_down, last_up = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         to_last_narrow = gradient @ last_up
-        to_active = _backwards(gradient, ctx.layers, to_last_narrow, last_down)
-        to_y, active, to_narrow = gated_back(to_active, y, narrow, up)
+        to_active = _backwards(gradient, ctx.layers, None, None)
+        to_y, active, to_narrow = gated_back(
+            to_active, to_last_narrow, last_down, y, narrow, up
+        )
         return (
             to_y,
             to_narrow,
@@ -118,7 +120,9 @@ def _forwards(x: Tensor, layers: Layers, narrow: Tensor | None, up: Tensor | Non
     return across(narrow, up, x, [restored(layer) for layer in layers])
 
 
-def _backwards(gradient: Tensor, layers: Layers, narrow: Tensor, down: Tensor) -> Tensor:
+def _backwards(
+    gradient: Tensor, layers: Layers, narrow: Tensor | None, down: Tensor | None
+) -> Tensor:
     """`narrow @ down + gradient @ weights`."""
     first = layers[0]
     if isinstance(first, FP8Linear):
@@ -151,17 +155,25 @@ def _(
 
 @torch.library.custom_op("shardtune::back_across", mutates_args=())
 def back_across(
-    narrow: Tensor, down: Tensor, gradient: Tensor, weights: Sequence[Tensor]
+    narrow: Tensor | None, down: Tensor | None, gradient: Tensor, weights: Sequence[Tensor]
 ) -> Tensor:
-    to_x = narrow @ down
+    """`narrow @ down` (if there is any) plus the products with the weights, on top of each other."""
+    if narrow is None or down is None:
+        to_x = gradient.new_empty(len(gradient), weights[0].shape[1])
+    else:
+        to_x = narrow @ down
+    begun = narrow is not None
     for columns, weight in _beside(gradient, weights):
-        to_x.addmm_(columns, weight)
+        torch.addmm(to_x, columns, weight, beta=int(begun), out=to_x)
+        begun = True
     return to_x
 
 
 @back_across.register_fake
-def _(narrow: Tensor, down: Tensor, gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return gradient.new_empty(len(gradient), down.shape[1])
+def _(
+    narrow: Tensor | None, down: Tensor | None, gradient: Tensor, weights: Sequence[Tensor]
+) -> Tensor:
+    return gradient.new_empty(len(gradient), weights[0].shape[1])
 
 
 @torch.library.custom_op("shardtune::in_fp32", mutates_args=())

@@ -19,10 +19,12 @@ class Speed:
 
     compiled: bool = False
     recompute: Recompute = "none"
+    kept: int = 0
+    """Layers, the last ones, that keep more."""
 
     @classmethod
     def of(cls, train: TrainSection) -> Speed:
-        return cls(train.kernels == "compiled", train.gradient_checkpointing)
+        return cls(train.kernels == "compiled", train.gradient_checkpointing, train.keep_layers)
 
 
 def hasten(
@@ -40,9 +42,10 @@ def hasten(
 
         for layer in layers:
             quicken(layer, causal.config.get_text_config().model_type)
-    for layer in layers:
+    for number, layer in enumerate(layers):
         if speed.compiled or what in ("mlp", "most"):
             # A layer that is run again as a whole keeps for a moment what it would otherwise.
-            recompute(layer, "none" if what == "full" else what)
+            keeps = what == "full" or number >= len(layers) - speed.kept
+            recompute(layer, "none" if keeps else what)
         if speed.compiled:
             layer.compile()
