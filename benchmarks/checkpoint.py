@@ -37,20 +37,34 @@ LIMIT = 0.01
 MIB = 1 << 20
 
 
-def make_engine(layers: int, device: str) -> NativeEngine:
-    """SmolLM2-135M's shape (30 layers), with weights drawn at random."""
+SHAPES: dict[str, dict[str, int]] = {
+    "135M": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    "1B": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+"""Of SmolLM2-135M and Llama-3.2-1B."""
+
+
+def make_engine(shape: str, layers: int | None, device: str) -> NativeEngine:
+    """A model of that shape, with weights drawn at random."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).to(device)
+    wanted = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(**wanted, tie_word_embeddings=True, use_cache=False)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
     schedule = Schedule("constant", 1e-4, 0, 10**6)
     precision = "fp32" if device == "cpu" else "bf16"
     setup = EngineSetup(precision, OptimizerSetup(), schedule, 1.0, 0)
@@ -74,14 +88,14 @@ def stall(
     spent: dict[bool, list[float]] = {True: [], False: []}
     worked: dict[bool, list[float]] = {True: [], False: []}
     calls: list[float] = []
-    engine.step([make_batch(0, *shape)])
+    engine.step([make_batch(0, *shape)]).read()
     saver.save(Identity("run", 0, "ddp", ""), *engine.pieces(), {})  # its memory is made here
     saver.wait()
     for pair in range(pairs):
         for saves in (True, False) if pair % 2 else (False, True):
             begun, work = time.perf_counter(), time.thread_time()
             for step in range(every):
-                engine.step([make_batch(step, *shape)])
+                engine.step([make_batch(step, *shape)]).read()
                 saver.poll()
                 if saves and step == 0:
                     before = time.perf_counter()
@@ -165,7 +179,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--every", type=int, default=20, help="steps between two saves (20)")
     parser.add_argument("--pairs", type=int, default=3, help="windows with and without a save (3)")
-    parser.add_argument("--layers", type=int, default=30, help="30 is SmolLM2-135M")
+    parser.add_argument("--shape", choices=SHAPES, default="135M")
+    parser.add_argument("--layers", type=int, help="as many as the shape has")
+    parser.add_argument("--stall-only", action="store_true", help="no peers, no time to load")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--device", default="cpu")
@@ -173,24 +189,26 @@ def main() -> int:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the other core is for writing, as it is in a run of its own
-    engine = make_engine(given.layers, given.device)
+    engine = make_engine(given.shape, given.layers, given.device)
     shape = (given.rows, given.length)
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
         folder = Path(place)
         step, extra, own, call = stall(engine, folder / "stall", given.every, given.pairs, shape)
         shutil.rmtree(folder / "stall")
-        rows = {"shardtune (every byte verified)": ours(engine, folder / "ours")}
-        rows["torch.distributed.checkpoint"] = torchs(engine, folder / "torch")
-        shutil.rmtree(folder / "torch")
-        if (peer := deepspeeds(engine, folder / "deepspeed")) is not None:
-            rows["DeepSpeed, stage 1"] = peer
+        rows = {}
+        if not given.stall_only:
+            rows["shardtune (every byte verified)"] = ours(engine, folder / "ours")
+            rows["torch.distributed.checkpoint"] = torchs(engine, folder / "torch")
+            shutil.rmtree(folder / "torch")
+            if (peer := deepspeeds(engine, folder / "deepspeed")) is not None:
+                rows["DeepSpeed, stage 1"] = peer
     if dist.is_initialized():
         dist.destroy_process_group()
     weights: list[Tensor] = list(engine.model.parameters())
     count = sum(weight.numel() for weight in weights) / 1e6
     share = extra / (given.every * step)
     write_table(
-        "checkpoint",
+        "checkpoint" if given.shape == "135M" else f"checkpoint_{given.shape}",
         "What a checkpoint costs",
         ["", "write, s", "load, s", "MiB on disk"],
         [[n, f"{w:.2f}", f"{r:.2f}", f"{size / MIB:,.0f}"] for n, (w, r, size) in rows.items()],

@@ -40,21 +40,30 @@ SHOWN = 15  # lines of a failed method's trace
 
 def run_all(options: argparse.Namespace) -> Iterator[Record]:
     """Each method in turn; the card's own rate comes first."""
-    where = {"run": uuid.uuid4().hex[:8]} | child(["gpu_card"], options)
+    where = {"run": uuid.uuid4().hex[:8]} | Child(["gpu_card"], options).result()
     if "error" in where:
         raise SystemExit(f"this machine's own speed can't be measured: {where['error']}")
     rate = where["matmul_flops"] / 1e12
     print(f"{where['gpu']}: {rate:.1f} TFLOP/s in bf16, run {where['run']}", flush=True)
+    waiting: list[tuple[str, str, Child]] = []
     for case, method in chosen(options.rows, options.methods):
         missing = left_out(method, tiny=options.tiny)
         if missing:
             print(f"{case.name} | {method}: left out: {missing}", flush=True)
             continue
         words = ["gpu_run", case.name, method, "--steps", str(options.steps)]
-        found = child(words, options)
-        record = where | {"case": case.name, "method": method} | found
-        print(line(record), flush=True)
-        yield record
+        # The next one imports what it needs while this one runs; the card is this one's alone.
+        waiting.append((case.name, method, Child(words, options)))
+        if len(waiting) > 1:
+            yield shown(where, *waiting.pop(0))
+    for each in waiting:
+        yield shown(where, *each)
+
+
+def shown(where: Record, case: str, method: str, child: Child) -> Record:
+    record = where | {"case": case, "method": method} | child.result()
+    print(line(record), flush=True)
+    return record
 
 
 def left_out(method: str, *, tiny: bool) -> str:
@@ -68,31 +77,42 @@ def left_out(method: str, *, tiny: bool) -> str:
     return f"{' and '.join(missing)} can't be imported" if missing else ""
 
 
-def child(words: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What a module prints in a process of its own, or the line that says what went wrong.
+class Child:
+    """A module in a process of its own, which waits for a line before it touches the card.
 
     Its output goes to files: a compiler's processes may outlive it and keep a pipe open.
     """
-    module, *rest = words
-    command = [sys.executable, "-m", f"benchmarks.{module}", *rest]
-    command += ["--tiny"] if options.tiny else []
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=err, env=ENVIRONMENT | dict(os.environ)
+
+    def __init__(self, words: list[str], options: argparse.Namespace) -> None:
+        module, *rest = words
+        command = [sys.executable, "-m", f"benchmarks.{module}", *rest]
+        command += ["--tiny"] if options.tiny else []
+        self._timeout: float = options.timeout
+        self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=self._out,
+            stderr=self._err,
+            env=ENVIRONMENT | dict(os.environ),
         )
+
+    def result(self) -> dict[str, Any]:
+        """What it prints last, or the line that says what went wrong."""
         try:
-            code = process.wait(options.timeout)
+            self._process.communicate(b"go\n", self._timeout)
         except subprocess.TimeoutExpired:
-            return {"error": f"not done in {options.timeout:.0f} s"}
+            return {"error": f"not done in {self._timeout:.0f} s"}
         finally:
-            process.kill()
-            process.wait()
-        out.seek(0)
-        err.seek(0)
-        if code == 0:
-            found: dict[str, Any] = json.loads(out.read().strip().splitlines()[-1])
-            return found
-        return {"error": what_failed(err.read(), code)}
+            self._process.kill()
+            self._process.wait()
+        with self._out as out, self._err as err:
+            out.seek(0)
+            err.seek(0)
+            if self._process.returncode == 0:
+                found: dict[str, Any] = json.loads(out.read().strip().splitlines()[-1])
+                return found
+            return {"error": what_failed(err.read(), self._process.returncode)}
 
 
 def what_failed(text: str, code: int) -> str:

@@ -108,6 +108,10 @@ def main(given: list[str] | None = None) -> int:
         return 0
     if options.method in PEERS and PEERS[options.method].tool == "unsloth":
         import unsloth  # noqa: F401 - it wants to change the others before they are used
+    import peft  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    sys.stdin.readline()  # whoever started us says when the card is ours
     found = measure(
         CASES[options.case],
         options.method,

@@ -1,0 +1,117 @@
+"""The fast path computes what the plain one does: losses of as many steps from the same start.
+
+    python -m benchmarks.equality
+
+Noise of bf16 is what it is compared with, and that is measured too: the plain path once more, with
+other kernels (SDPA's flash attention in the place of cuDNN's), on the same weights and tokens. Two
+runs that differ only by rounding drift apart as training goes on; so the difference of each step is
+set beside the difference of the same step between the two plain runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_cases import Case
+from benchmarks.gpu_data import batches, config_of
+from benchmarks.gpu_run import DrawnWeights
+from benchmarks.table import write_table
+from shardtune.core.world import World
+from shardtune.job import Job
+from shardtune.models.blueprint import EmptyBlueprint
+from shardtune.models.weights import NoFiles
+from shardtune.plan import make_plan
+
+PLAIN = {"kernels": "eager", "loss": "plain"}
+FAST = {"kernels": "compiled", "loss": "fused"}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "plain, other kernels": PLAIN,
+    "fast": FAST,
+    "fast, MLP recomputed": FAST | {"gradient_checkpointing": "mlp"},
+    "fast, fp8-base": FAST | {"precision": "fp8-base"},
+}
+LORA = {"adapter": {"type": "lora", "rank": 16}}
+
+
+def losses(case: Case, way: str, steps: int, device: str, *, tiny: bool) -> list[float]:
+    """Of each step of a run of its own, from the same weights, on the same tokens."""
+    train = {"micro_batch": case.rows, "global_batch": case.rows, "steps": steps, **WAYS[way]}
+    if tiny:
+        train["kernels"] = "eager"
+    document = {
+        "launch": {"processes": 1},
+        **(LORA if case.lora else {}),
+        "model": {"name": case.model},
+        "data": {"train": [{"path": "-", "format": "chat"}], "sequence_length": case.length},
+        "train": train,
+    }
+    job = Job.model_validate_json(json.dumps(document))
+    plan = make_plan(job, 1, steps)
+    config = config_of(case, tiny=tiny)
+    # Only the fast path is told of documents: the plain one is what transformers makes of it.
+    told = device if way.startswith("fast") else "cpu"
+    empty = EmptyBlueprint.of(config, job.model, job.adapter, job.train, told)
+    assert isinstance(empty.frame.names.files, NoFiles)
+    drawn = DrawnWeights(empty.frame.names.files.shapes, device)
+    frame = replace(empty.frame, names=replace(empty.frame.names, files=drawn))
+    data = batches(case, config.vocab_size, tiny=tiny)
+    world = World(device="cuda:0" if device == "cuda" else device)
+    torch.backends.cuda.enable_cudnn_sdp(way != "plain, other kernels")
+    with plan.strategy.build(replace(empty, frame=frame), plan.setup, world) as engine:
+        found = [engine.step([data[n % len(data)].ours]).loss for n in range(steps)]
+    del engine, frame, empty
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    return found
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="meta-llama/Llama-3.2-1B")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--all-weights", action="store_true", help="no adapter")
+    parser.add_argument("--tiny", action="store_true", help="a toy on the CPU; writes nothing")
+    options = parser.parse_args(given)
+    case = Case("equality", options.model, options.rows, options.length, ())
+    case = replace(case, lora=not options.all_weights)
+    device = "cpu" if options.tiny else "cuda"
+    ways = [way for way in WAYS if case.lora or "fp8" not in way]
+    runs = {way: losses(case, way, options.steps, device, tiny=options.tiny) for way in ways}
+    plain = runs["plain"]
+    rows, noise = [], 0.0
+    for way in ways[1:]:
+        apart = [abs(a - b) for a, b in zip(plain, runs[way], strict=True)]
+        noise = noise or max(apart)
+        ends = f"{plain[-1]:.4f} / {runs[way][-1]:.4f}"
+        rows.append([way, f"{mean(apart):.1e}", f"{max(apart):.1e}", ends])
+    if not options.tiny:
+        write_table(
+            "equality" if case.lora else "equality_all_weights",
+            "Fast and plain steps",
+            ["", "mean difference of loss", "largest", "last loss: plain / this"],
+            rows,
+            f"{options.steps} steps of {options.rows} x {options.length} random tokens from the "
+            f"same weights, {options.model}'s shape, "
+            f"{'LoRA of rank 16' if case.lora else 'all weights'}, bf16; to the plain path with "
+            "cuDNN's attention. The first row is noise: the same path with flash attention.",
+        )
+    print(json.dumps(runs))
+    exact = [max(abs(a - b) for a, b in zip(plain, runs[w], strict=True)) for w in ways[2:4]]
+    return int(any(each > 2 * noise for each in exact) and not options.tiny)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
