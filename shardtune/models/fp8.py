@@ -29,6 +29,10 @@ class FP8Linear(QuantisedLinear):
     `weight` is what the forward pass multiplies with, `back` its transpose with scales of its own.
     """
 
+    scale: nn.Parameter
+    back: nn.Parameter
+    back_scale: nn.Parameter
+
     def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
         super().__init__(linear, compute)
         for name in ("scale", "back", "back_scale"):
@@ -102,7 +106,8 @@ class Product8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FP8Linear) -> Tensor:
         ctx.layer = layer
-        return scaled(None, None, *by_row(x), *layer.forwards(), x.dtype)
+        y: Tensor = scaled(None, None, *by_row(x), *layer.forwards(), x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -57,16 +57,14 @@ def gated_back(
         to_y = torch.cat([to_gate, gradient * smooth], dim=1).to(y.dtype)
         return to_y, (smooth * other).to(y.dtype), to_y @ up
     rows, width = y.shape
-    to_y, result, to_narrow = torch.empty_like(y), torch.empty_like(gradient), torch.empty_like(narrow)
+    to_y, result, to_narrow = (torch.empty_like(each) for each in (y, gradient, narrow))
     given = (y, narrow, up, gradient, to_y, result, to_narrow)
     _launch(_backward, rows, given, width, narrow)
     return to_y, result, to_narrow
 
 
 @gated_back.register_fake
-def _(
-    gradient: Tensor, y: Tensor, narrow: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, y: Tensor, narrow: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(y), torch.empty_like(gradient), torch.empty_like(narrow)
 
 
@@ -75,7 +73,9 @@ def _on_gpu(y: Tensor) -> bool:
     return y.is_cuda and triton is not None and y.dtype != torch.float32
 
 
-def _launch(kernel: Any, rows: int, tensors: tuple[Tensor, ...], width: int, *small: Tensor) -> None:
+def _launch(
+    kernel: Any, rows: int, tensors: tuple[Tensor, ...], width: int, *small: Tensor
+) -> None:
     """One program for some rows: what is summed up over columns then stays in registers."""
     ranks = (small[0].shape[1] // 2, *(len(each) for each in small[1:]))
     padded = [max(16, triton.next_power_of_2(rank)) for rank in ranks]  # the least it multiplies
