@@ -171,7 +171,7 @@ def _(
     scale: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty(len(x), len(weight), dtype=dtype)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
 def _multiply(

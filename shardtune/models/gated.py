@@ -41,7 +41,8 @@ def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, 
 
 @gated.register_fake
 def _(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(len(y), y.shape[1] // 2), y.new_empty(len(y), len(down))
+    rows, width = y.shape
+    return y.new_empty(rows, width // 2), y.new_empty(rows, down.shape[0])
 
 
 @torch.library.custom_op("shardtune::gated_back", mutates_args=())

@@ -115,7 +115,7 @@ class Joining:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = tuple(getattr(self, name) for name in self.joint)
-        if all(layer.adapting for layer in layers):
+        if _all_adapting(layers):
             hidden_states = product(hidden_states, layers)
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
@@ -129,7 +129,7 @@ class GatedMLP:
 
     def forward(self, hidden_states: Tensor) -> Any:
         first, last = (self.gate_proj, self.up_proj), self.down_proj
-        if not all(layer.adapting for layer in (*first, last)):
+        if not _all_adapting((*first, last)):
             return super().forward(hidden_states)  # type: ignore[misc]
         flat = _flat(hidden_states)
         down, up = _matrices(first)
@@ -138,6 +138,11 @@ class GatedMLP:
             *opened, up, *_matrices((last,)), _frozen((last,))
         )
         return closed.view(*hidden_states.shape[:-1], closed.shape[-1])
+
+
+def _all_adapting(layers: tuple[nn.Module, ...]) -> bool:
+    """False too where peft has taken an adapter out: its layer is an ordinary one again."""
+    return all(isinstance(layer, AdaptedLinear) and layer.adapting for layer in layers)
 
 
 @cache

@@ -155,7 +155,8 @@ def across(
 
 @across.register_fake
 def _(narrow: Tensor | None, up: Tensor | None, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return x.new_empty(len(x), sum(len(weight) for weight in weights))
+    # Not `len(x)`: that would be a number, and what is compiled good for so many rows only.
+    return x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
 
 
 @torch.library.custom_op("shardtune::back_across", mutates_args=())
@@ -170,7 +171,7 @@ def back_across(
 
 @back_across.register_fake
 def _(narrow: Tensor, down: Tensor, gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return gradient.new_empty(len(gradient), down.shape[1])
+    return gradient.new_empty(gradient.shape[0], down.shape[1])
 
 
 @torch.library.custom_op("shardtune::in_fp32", mutates_args=())
