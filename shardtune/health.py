@@ -96,7 +96,7 @@ def _cheapest_change(train: TrainSection) -> str:
     if rows > 1:
         by_itself = "train.on_oom: reduce_micro_batch does so by itself"
         return f"set train.micro_batch: {rows // 2}; the result stays the same ({by_itself})"
-    if train.gradient_checkpointing == "none":
+    if train.gradient_checkpointing != "full":
         return "set train.gradient_checkpointing: full; the result stays the same"
     return "divide more over the ranks (strategy), or shorten data.sequence_length"
 

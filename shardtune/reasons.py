@@ -32,7 +32,7 @@ _WORDS = {
 
 def _too_large(found: Forecast) -> str:
     at = f"micro-batch {found.work.micro_batch}"
-    at += ", with recomputation" if found.work.checkpointing == "full" else ""
+    at += ", with recomputation" if found.work.checkpointing != "none" else ""
     if found.over > 0:
         largest = max(found.memory.gpu, key=lambda name: found.memory.gpu[name])
         share = found.memory.gpu[largest] / GIB

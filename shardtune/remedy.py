@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from shardtune.core.cluster import Cluster, find_gpu, parse_cluster
+from shardtune.core.setup import Recompute
 from shardtune.core.shape import ModelShape
 from shardtune.forecast import Forecast
 from shardtune.job import Job, LoRA, NoAdapter
@@ -56,9 +57,9 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
     fused = {**smaller, "loss": "fused"} if job.train.loss != "fused" else smaller
     if fused != smaller:
         yield train(fused)
-    lean = fused
-    if job.train.gradient_checkpointing != "full":
-        lean = {**fused, "gradient_checkpointing": "full"}
+    lean, levels = fused, get_args(Recompute)
+    for more in levels[levels.index(job.train.gradient_checkpointing) + 1 :]:
+        lean = {**fused, "gradient_checkpointing": more}
         yield train(lean)
     names, leaner = train(lean)
     for strategy in _sharded(cluster):

@@ -76,6 +76,11 @@ def _chunks(job: Job) -> int | None:
     return strategy.chunks if strategy.chunks != usual else None
 
 
+def _stored(job: Job) -> str:
+    """How frozen weights are held, where it isn't as the computation is."""
+    return "fp8" if job.train.precision == "fp8-base" else job.model.quantization
+
+
 def _variant(job: Job) -> str:
     return job.adapter.variant if isinstance(job.adapter, LoRA) else ""
 
@@ -187,12 +192,42 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "pissa-needs-all-digits",
         ("adapter", "variant"),
-        lambda job: job.model.quantization != "none" and _variant(job) == "pissa",
+        lambda job: _stored(job) != "none" and _variant(job) == "pissa",
         lambda job: (
             "pissa moves the strongest part of each weight into the adapter; what remains would be "
-            f"quantised ({job.model.quantization}) otherwise than by whoever loads the adapter"
+            f"quantised ({_stored(job)}) otherwise than by whoever loads the adapter"
         ),
-        "use variant: plain, dora or rslora, or set model.quantization: none",
+        "use variant: plain, dora or rslora, or set model.quantization: none (and no fp8-base)",
+    ),
+    Rule(
+        "fp8-base-needs-adapter",
+        ("train", "precision"),
+        lambda job: job.train.precision == "fp8-base" and isinstance(job.adapter, NoAdapter),
+        lambda job: (
+            "fp8-base holds frozen weights in 8 bits, and all of them are to be trained: none is "
+            "frozen"
+        ),
+        "train an adapter (`adapter: {type: lora}`), or set train.precision: bf16",
+    ),
+    Rule(
+        "fp8-base-is-the-only-quantisation",
+        ("model", "quantization"),
+        lambda job: job.train.precision == "fp8-base" and job.model.quantization != "none",
+        lambda job: (
+            f"the frozen weights are to be held in {job.model.quantization}, and by "
+            "train.precision: fp8-base in 8 bits"
+        ),
+        "set model.quantization: none, or train.precision: bf16",
+    ),
+    Rule(
+        "fp8-base-under-ddp",
+        ("train", "precision"),
+        lambda job: job.train.precision == "fp8-base" and job.strategy.type != "ddp",
+        lambda job: (
+            "fp8-base multiplies with whole weights, each with a scale for its rows; "
+            f"{job.strategy.type} divides them"
+        ),
+        "use strategy: {type: ddp}, or set train.precision: bf16",
     ),
     Rule(
         "new-tokens-are-trained",
@@ -310,6 +345,19 @@ RULES: tuple[Rule, ...] = (
             "closed"
         ),
         "set train.kernels: eager",
+    ),
+    Rule(
+        "recomputed-layers-are-whole",
+        ("train", "gradient_checkpointing"),
+        lambda job: (
+            job.train.gradient_checkpointing in ("mlp", "most")
+            and (job.strategy.type not in ("ddp", "fsdp") or _cuts_the_model(job))
+        ),
+        lambda job: (
+            f"{job.train.gradient_checkpointing} chooses among the products of a whole layer; "
+            f"{job.strategy.type} sends messages between them"
+        ),
+        "set gradient_checkpointing: full or none, or use strategy: {type: ddp} or {type: fsdp}",
     ),
     Rule(
         "activations-wait-under-ddp",

@@ -26,6 +26,7 @@ from shardtune.measure.meter import Meter
 from shardtune.models import load
 from shardtune.models.attention import how_kept_apart
 from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.fp8 import how_multiplied
 from shardtune.models.isolation import require_isolation
 from shardtune.plan import make_plan
 from shardtune.rehearsal import rehearse
@@ -54,6 +55,8 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
         with engine, RunView(steps, shown=world.is_main) as view:
             if job.data.packing and world.device.startswith("cuda"):
                 view.say(how_kept_apart(engine.module()))
+            if job.train.precision == "fp8-base":
+                view.say(how_multiplied(world.device))
             judge = Judge(
                 engine,
                 inputs.data.eval,

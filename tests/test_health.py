@@ -127,6 +127,7 @@ def test_want_of_memory_names_rank_step_and_batch(error: Exception) -> None:
     ("settings", "fix"),
     [
         ({"micro_batch": 1}, "gradient_checkpointing: full"),
+        ({"micro_batch": 1, "gradient_checkpointing": "most"}, "gradient_checkpointing: full"),
         ({"micro_batch": 1, "gradient_checkpointing": "full"}, "divide more over the ranks"),
     ],
 )

@@ -91,7 +91,41 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "adapter.variant",
             "pissa moves the strongest part of each weight into the adapter; what remains would be "
             "quantised (nf4) otherwise than by whoever loads the adapter",
-            "use variant: plain, dora or rslora, or set model.quantization: none",
+            "use variant: plain, dora or rslora, or set model.quantization: none (and no fp8-base)",
+        ),
+    ),
+    "fp8-base-needs-adapter": (
+        {"train": {"precision": "fp8-base"}, "adapter": {"type": "none"}},
+        Problem(
+            "train.precision",
+            "fp8-base holds frozen weights in 8 bits, and all of them are to be trained: none is "
+            "frozen",
+            "train an adapter (`adapter: {type: lora}`), or set train.precision: bf16",
+        ),
+    ),
+    "fp8-base-is-the-only-quantisation": (
+        {
+            "model": {"name": "m", "quantization": "int8"},
+            "adapter": {"type": "lora"},
+            "train": {"precision": "fp8-base"},
+        },
+        Problem(
+            "model.quantization",
+            "the frozen weights are to be held in int8, and by train.precision: fp8-base in 8 bits",
+            "set model.quantization: none, or train.precision: bf16",
+        ),
+    ),
+    "fp8-base-under-ddp": (
+        {
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp"},
+            "train": {"precision": "fp8-base"},
+        },
+        Problem(
+            "train.precision",
+            "fp8-base multiplies with whole weights, each with a scale for its rows; fsdp divides "
+            "them",
+            "use strategy: {type: ddp}, or set train.precision: bf16",
         ),
     ),
     "new-tokens-are-trained": (
@@ -230,6 +264,19 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.kernels: eager",
         ),
     ),
+    "recomputed-layers-are-whole": (
+        {
+            "strategy": {"type": "fsdp", "tensor": 2},
+            "launch": {"processes": 4},
+            "train": {"gradient_checkpointing": "mlp"},
+        },
+        Problem(
+            "train.gradient_checkpointing",
+            "mlp chooses among the products of a whole layer; fsdp sends messages between them",
+            "set gradient_checkpointing: full or none, or use strategy: {type: ddp} or "
+            "{type: fsdp}",
+        ),
+    ),
     "activations-wait-under-ddp": (
         {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},
         Problem(
@@ -326,6 +373,15 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"name": "m", "add_tokens": ["<|a|>"]},
         "adapter": {"type": "lora", "modules_to_save": ["embed_tokens"]},
     },
+    "8-bit weights below LoRA": {
+        "adapter": {"type": "lora"},
+        "train": {"precision": "fp8-base", "gradient_checkpointing": "most"},
+    },
+    "8-bit weights below IA3": {"adapter": {"type": "ia3"}, "train": {"precision": "fp8-base"}},
+    "some recomputation of divided weights": {
+        "strategy": {"type": "fsdp"},
+        "train": {"gradient_checkpointing": "mlp"},
+    },
     "one name on both sides": {
         "data": {"train": [source("a.jsonl", name="x")], "eval": [source("b.jsonl", name="x")]}
     },
@@ -336,6 +392,20 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
 }
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeed_recomputes_all_or_nothing(stage: int) -> None:
+    job = resolved(strategy=zero(stage=stage), train={"gradient_checkpointing": "most"})
+    assert [problem.place for problem in problems(job)] == ["train.gradient_checkpointing"]
+
+
+def test_what_pissa_leaves_is_not_held_in_8_bits() -> None:
+    adapter = {"type": "lora", "variant": "pissa"}
+    job = resolved(train={"precision": "fp8-base"}, adapter=adapter)
+    (problem,) = problems(job)
+    assert problem.place == "adapter.variant"
+    assert "quantised (fp8)" in problem.fact
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -16,7 +16,7 @@ BLOCK = 256
 Loss = Literal["plain", "fused"]
 Recompute = Literal["none", "mlp", "most", "full"]
 """What a layer computes twice: small operations only, also the wide products of its MLP, all but
-attention, or all."""
+attention, or all. Each takes less memory and more time than the one before."""
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,7 @@ class EmptyBlueprint:
         use_boundaries(model, device, compute)
         names = Names.nothing(model)
         speed = Speed.of(train)
-        return cls(
-            Frame.of(model, names, section, adapter, precision=train.precision, speed=speed)
-        )
+        return cls(Frame.of(model, names, section, adapter, precision=train.precision, speed=speed))
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`."""

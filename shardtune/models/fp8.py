@@ -20,6 +20,8 @@ from shardtune.models.quantise import QuantisedLinear
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
+NEEDED = (8, 9)
+"""The first compute capability whose matrix unit multiplies 8-bit numbers: Ada, then Hopper."""
 
 
 class FP8Linear(QuantisedLinear):
@@ -28,6 +30,10 @@ class FP8Linear(QuantisedLinear):
 
     `weight` is what the forward pass multiplies with, `back` its transpose with scales of its own.
     """
+
+    scale: nn.Parameter
+    back: nn.Parameter
+    back_scale: nn.Parameter
 
     def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
         super().__init__(linear, compute)
@@ -102,13 +108,34 @@ class Product8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FP8Linear) -> Tensor:
         ctx.layer = layer
-        return scaled(None, None, *by_row(x), *layer.forwards(), x.dtype)
+        y: Tensor = scaled(None, None, *by_row(x), *layer.forwards(), x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         weights = ctx.layer.backwards()
         return scaled(None, None, *by_row(gradient), *weights, gradient.dtype), None
+
+
+def multiplied_as_such(device: str | torch.device) -> bool:
+    """Whether the device's matrix unit takes 8-bit numbers."""
+    if torch.device(device).type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= NEEDED
+
+
+def how_multiplied(device: str) -> str:
+    """In words, for whoever wonders why 8 bits are no faster."""
+    if multiplied_as_such(device):
+        return "frozen weights: held in 8 bits and multiplied as such"
+    why = "there is no GPU"
+    if torch.device(device).type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        why = f"the GPU has compute capability {major}.{minor}, of {NEEDED[0]}.{NEEDED[1]}"
+    return (
+        f"frozen weights: held in 8 bits, multiplied as wider numbers, which saves no time ({why})"
+    )
 
 
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,14 +171,14 @@ def _(
     scale: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty(len(x), len(weight), dtype=dtype)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
 def _multiply(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """`x @ weight.T`, both with a scale for each row."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9):
+    if multiplied_as_such(x.device) and not any(size % 16 for size in weight.shape):
         return torch._scaled_mm(
             x,
             weight.t(),

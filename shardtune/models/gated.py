@@ -46,7 +46,8 @@ def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, 
 
 @gated.register_fake
 def _(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(len(y), y.shape[1] // 2), y.new_empty(len(y), len(down))
+    rows, width = y.shape
+    return y.new_empty(rows, width // 2), y.new_empty(rows, down.shape[0])
 
 
 @torch.library.custom_op("shardtune::gated_back", mutates_args=())
@@ -86,7 +87,7 @@ def _on_gpu(y: Tensor) -> bool:
 def _launch(kernel: Any, given: tuple[Tensor, ...], rows: int, half: int, *ranks: int) -> None:
     padded = [max(16, triton.next_power_of_2(rank)) for rank in ranks]  # the least it multiplies
     kernel[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
-        *given, rows, half, *ranks, *padded, SPLITS
+        *given, rows, half, *ranks, rows.bit_length(), *padded, SPLITS
     )
 
 
@@ -95,7 +96,7 @@ def _launch(kernel: Any, given: tuple[Tensor, ...], rows: int, half: int, *ranks
 
 
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, down, result, sums, rows, half, rank, next_rank,
+    y, narrow, up, down, result, sums, rows, half, rank, next_rank, many,
     R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     begin_row = tl.program_id(0).to(tl.int64) * BM
@@ -143,7 +144,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, gradient, last, down, to_y, result, sums, rows, half, rank, next_rank,
+    y, narrow, up, gradient, last, down, to_y, result, sums, rows, half, rank, next_rank, many,
     R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     begin_row = tl.program_id(0).to(tl.int64) * BM
@@ -208,7 +209,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tuned(kernel: Any) -> Any:
-    """Compiled for the sizes of tiles that are fastest on this GPU, found when first used."""
+    """Compiled for the sizes of tiles that are fastest on this GPU, found when first used; anew for
+    twice as many rows, because a short run before training would decide for all of it."""
     if triton is None:
         return None
     tiles = ((32, 32, 4), (64, 32, 4), (64, 32, 8), (16, 64, 4), (16, 32, 2), (32, 64, 4))
@@ -216,7 +218,7 @@ def _tuned(kernel: Any) -> Any:
         triton.Config({"BM": rows, "BN": columns}, num_warps=warps, num_stages=1)
         for rows, columns, warps in tiles
     ]
-    return triton.autotune(configs, key=["half", "R"])(triton.jit(kernel))
+    return triton.autotune(configs, key=["half", "R", "many"])(triton.jit(kernel))
 
 
 _forward, _backward = _tuned(_forward_kernel), _tuned(_backward_kernel)

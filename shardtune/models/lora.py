@@ -55,7 +55,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _join(module: Any, names: tuple[str, ...]) -> None:
-    layers = [getattr(module, name, None) for name in names]
+    layers: list[Any] = [getattr(module, name, None) for name in names]
     if not all(isinstance(layer, AdaptedLinear) for layer in layers):
         return
     begin, width = 0, sum(layer.out_features for layer in layers)
@@ -66,7 +66,8 @@ def _join(module: Any, names: tuple[str, ...]) -> None:
         layer.joint = width
         begin += layer.out_features
     closes = names == GATED and _is_gated(module)
-    module.__class__ = _with(GatedMLP if closes else Joining, type(module))
+    kind: Any = type(module)
+    module.__class__ = _with(GatedMLP if closes else Joining, kind)
     module.joint = names
     bases = [layer.base_layer for layer in layers]
     if all(isinstance(base, FP8Linear) for base in bases):
@@ -75,7 +76,7 @@ def _join(module: Any, names: tuple[str, ...]) -> None:
 
 def _is_gated(module: Any) -> bool:
     """Whether an MLP is `down_proj(silu(gate_proj(x)) * up_proj(x))`, without biases."""
-    last = getattr(module, "down_proj", None)
+    last: Any = getattr(module, "down_proj", None)
     layers = (module.gate_proj, module.up_proj, last)
     return (
         isinstance(last, AdaptedLinear)
@@ -114,7 +115,7 @@ class Joining:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = tuple(getattr(self, name) for name in self.joint)
-        if all(layer.adapting for layer in layers):
+        if _all_adapting(layers):
             hidden_states = product(hidden_states, layers)
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
@@ -128,7 +129,7 @@ class GatedMLP:
 
     def forward(self, hidden_states: Tensor) -> Any:
         first, last = (self.gate_proj, self.up_proj), self.down_proj
-        if not all(layer.adapting for layer in (*first, last)):
+        if not _all_adapting((*first, last)):
             return super().forward(hidden_states)  # type: ignore[misc]
         flat = _flat(hidden_states)
         down, up = _matrices(first)
@@ -137,6 +138,11 @@ class GatedMLP:
             *opened, up, *_matrices((last,)), _frozen((last,))
         )
         return closed.view(*hidden_states.shape[:-1], closed.shape[-1])
+
+
+def _all_adapting(layers: tuple[nn.Module, ...]) -> bool:
+    """False too where peft has taken an adapter out: its layer is an ordinary one again."""
+    return all(isinstance(layer, AdaptedLinear) and layer.adapting for layer in layers)
 
 
 @cache
@@ -167,7 +173,7 @@ def _matrices(layers: tuple[AdaptedLinear, ...]) -> tuple[Tensor, Tensor]:
     ups = [layer.lora_B[NAME].weight * layer.scaling[NAME] for layer in layers]
     if len(layers) == 1:
         return downs[0], ups[0]
-    return torch.cat(downs), torch.block_diag(*ups)
+    return torch.cat(downs), torch.block_diag(*ups)  # type: ignore[no-untyped-call]
 
 
 def _frozen(layers: tuple[AdaptedLinear, ...]) -> tuple[nn.Linear, ...]:

@@ -113,23 +113,34 @@ class Closing(torch.autograd.Function):
 
 def _forwards(x: Tensor, layers: Layers, narrow: Tensor | None, up: Tensor | None) -> Tensor:
     """`narrow @ up.T + x @ weights.T`."""
-    first = layers[0]
-    if isinstance(first, FP8Linear):
-        weights = (first.home[0] if len(layers) > 1 else first).forwards()
-        return scaled(narrow, None if up is None else up.t(), *by_row(x), *weights, x.dtype)
-    return across(narrow, up, x, [restored(layer) for layer in layers])
+    y: Tensor
+    if (whole := _in_8_bits(layers)) is not None:
+        wide = None if up is None else up.t()
+        y = scaled(narrow, wide, *by_row(x), *whole.forwards(), x.dtype)
+    else:
+        y = across(narrow, up, x, [restored(layer) for layer in layers])
+    return y
 
 
 def _backwards(
     gradient: Tensor, layers: Layers, narrow: Tensor | None, down: Tensor | None
 ) -> Tensor:
     """`narrow @ down + gradient @ weights`."""
+    to_x: Tensor
+    if (whole := _in_8_bits(layers)) is not None:
+        to_x = scaled(narrow, down, *by_row(gradient), *whole.backwards(), gradient.dtype)
+    else:
+        weights = [restored_after(layer, gradient) for layer in layers]
+        to_x = back_across(narrow, down, gradient, weights)
+    return to_x
+
+
+def _in_8_bits(layers: Layers) -> FP8Linear | None:
+    """The one layer that stands for all of them, where they are in 8 bits."""
     first = layers[0]
-    if isinstance(first, FP8Linear):
-        weights = (first.home[0] if len(layers) > 1 else first).backwards()
-        return scaled(narrow, down, *by_row(gradient), *weights, gradient.dtype)
-    weights = [restored_after(layer, gradient) for layer in layers]
-    return back_across(narrow, down, gradient, weights)
+    if not isinstance(first, FP8Linear):
+        return None
+    return first.home[0] if len(layers) > 1 else first
 
 
 @torch.library.custom_op("shardtune::across", mutates_args=())
@@ -147,10 +158,9 @@ def across(
 
 
 @across.register_fake
-def _(
-    narrow: Tensor | None, up: Tensor | None, x: Tensor, weights: Sequence[Tensor]
-) -> Tensor:
-    return x.new_empty(len(x), sum(len(weight) for weight in weights))
+def _(narrow: Tensor | None, up: Tensor | None, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    # Not `len(x)`: that would be a number, and what is compiled good for so many rows only.
+    return x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
 
 
 @torch.library.custom_op("shardtune::back_across", mutates_args=())
@@ -173,7 +183,7 @@ def back_across(
 def _(
     narrow: Tensor | None, down: Tensor | None, gradient: Tensor, weights: Sequence[Tensor]
 ) -> Tensor:
-    return gradient.new_empty(len(gradient), weights[0].shape[1])
+    return gradient.new_empty(gradient.shape[0], weights[0].shape[1])
 
 
 @torch.library.custom_op("shardtune::in_fp32", mutates_args=())

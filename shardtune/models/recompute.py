@@ -31,7 +31,8 @@ Rule = Callable[..., CheckpointPolicy]
 
 def recompute(layer: nn.Module, what: Recompute) -> None:
     """Lets `layer` keep what the setting says. It stays what it was, by its class's name too."""
-    layer.__class__ = _recomputing(type(layer))
+    kind: Any = type(layer)
+    layer.__class__ = _recomputing(kind)
     layer.rule = RULES[what]  # type: ignore[assignment]
 
 

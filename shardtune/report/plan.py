@@ -133,6 +133,10 @@ def _traffic(found: Forecast) -> Table:
     return table
 
 
+_RECOMPUTED = {"none": "no", "full": "yes"}
+"""What lies between is called by its name."""
+
+
 def print_ranking(ranking: Ranking, console: Console) -> None:
     """The best first; of every other, why it isn't."""
     table = Table(box=box.SIMPLE)
@@ -152,7 +156,7 @@ def print_ranking(ranking: Ranking, console: Console) -> None:
             f"{speed.tokens_per_second:,.0f}" if each.fits else "",
             f"{found.memory.required / GIB:.1f} / {found.capacity / GIB:.0f}",
             str(found.work.micro_batch),
-            "yes" if found.work.checkpointing == "full" else "no",
+            _RECOMPUTED.get(found.work.checkpointing, found.work.checkpointing),
             *([f"{cost:,.2f}" if each.fits else ""] if cost is not None else []),
             style="" if each.fits else "dim",
         )

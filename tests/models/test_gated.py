@@ -1,0 +1,52 @@
+"""The activation between an MLP's products, step by step as on a CPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardtune.models.gated import gated, gated_back
+from tests.models import exact
+from tests.models.exact import distance, some
+
+NEAR = {torch.float32: 1e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
+
+
+def given(
+    rows: int, half: int, rank: int, next_rank: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`y`, `narrow`, `up`, `down`, and a gradient of the result."""
+    ups = [some((half, rank), seed) / rank**0.5 for seed in (1, 2)]
+    numbers = (
+        some((rows, 2 * half), 3),
+        some((rows, 2 * rank), 4),
+        torch.block_diag(*ups),
+        some((next_rank, half), 5) / half**0.5,
+        some((rows, half), 6),
+    )
+    y, narrow, up, down, outer = (each.to(dtype) for each in numbers)
+    return y, narrow, up, down, outer
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("shape", [(1, 7, 3, 5), (33, 40, 8, 16), (16, 32, 4, 4)], ids=str)
+def test_as_float64(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    y, narrow, up, down, outer = given(*shape, dtype)
+    exact_y, exact_narrow = (each.double().requires_grad_() for each in (y, narrow))
+    right = exact.gated(exact_y, exact_narrow, up.double())
+    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), outer.double())
+    result, after = gated(y, narrow, up, down)
+    found = (result, after, *gated_back(outer, y, narrow, up))
+    expected = (right, right @ down.double().t(), to_y, right, to_narrow)
+    for ours, each in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        assert distance(ours, each.detach()) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_compiler_is_told_is_what_comes(dtype: torch.dtype) -> None:
+    y, narrow, up, down, outer = given(9, 8, 4, 6, dtype)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(gated, (y, narrow, up, down), test_utils=tests)
+    torch.library.opcheck(gated_back, (outer, y, narrow, up), test_utils=tests)

@@ -1,0 +1,235 @@
+"""peft's LoRA layers with a shorter way to compute: the same numbers, names and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from shardtune.job import LoRA, ModelSection, TrainSection
+from shardtune.models.adapters import add_adapter
+from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.lora import FAMILIES, AdaptedLinear, GatedMLP, Joining, quicken
+from shardtune.models.parts import decoder_layers
+from tests.models.families import write
+
+SHAPE = {
+    "vocab_size": 67,
+    "max_position_embeddings": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+OTHERS = {
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "phi3": {"original_max_position_embeddings": 64},
+}
+# Of each family: modules of a layer that join (or close) their products.
+JOINED = {
+    "llama": (Joining, GatedMLP),
+    "mistral": (Joining, GatedMLP),
+    "qwen2": (Joining, GatedMLP),  # with biases
+    "qwen3": (Joining, GatedMLP),
+    "smollm3": (Joining, GatedMLP),
+    "granite": (Joining, GatedMLP),
+    "olmo2": (Joining, GatedMLP),
+    "gemma": (Joining, Joining),  # GELU
+    "phi3": (),  # one layer for queries, keys and values, one for gate and up
+    "olmo": (),  # of no known family: each layer by itself
+}
+IDS = torch.tensor([[3, 9, 27, 14, 42, 59, 43, 62, 52], [5, 25, 58, 22, 43, 14, 3, 15, 8]])
+
+
+def model_of(family: str, adapter: LoRA | None = None, **changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        shape = SHAPE | OTHERS.get(family, {}) | changes
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        adapted = add_adapter(model, adapter or LoRA(rank=4, alpha=8), seed=0)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zeros, which would hide the adapters
+                nn.init.normal_(parameter, std=0.2)
+    return adapted
+
+
+def quickened(adapted: Any) -> Any:
+    causal = adapted.get_base_model()
+    for layer in decoder_layers(causal):
+        quicken(layer, causal.config.model_type)
+    return adapted
+
+
+def loss_and_gradients(model: Any) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(0)  # of dropout
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_alike(model: Any, expected: tuple[float, dict[str, Tensor]]) -> None:
+    loss, gradients = loss_and_gradients(model)
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert gradients.keys() == expected[1].keys()
+    for name, right in expected[1].items():
+        assert (gradients[name] - right).norm() <= 1e-5 * right.norm(), name
+
+
+def kinds(model: Any, *wanted: type) -> list[type]:
+    """Which of `wanted` the modules are, in their order."""
+    return [kind for module in model.modules() for kind in wanted if isinstance(module, kind)]
+
+
+def test_every_family_is_here() -> None:
+    assert set(JOINED) >= FAMILIES
+
+
+@pytest.mark.parametrize("family", JOINED)
+def test_loss_and_gradients_are_those_of_peft(family: str) -> None:
+    model = model_of(family)
+    before = loss_and_gradients(model)
+    names = [type(module).__name__ for module in decoder_layers(model.get_base_model())]
+    quickened(model)
+    assert_alike(model, before)
+    assert tuple(kinds(model, Joining, GatedMLP)) == JOINED[family] * 2
+    assert len(kinds(model, AdaptedLinear)) == (8 if family == "phi3" else 14)
+    after = [type(module).__name__ for module in decoder_layers(model.get_base_model())]
+    assert after == names  # transformers looks for layers by their class's name
+
+
+@pytest.mark.parametrize(
+    ("targets", "joined"),
+    [
+        (("q_proj", "v_proj"), ()),
+        (("q_proj", "k_proj", "v_proj"), (Joining,)),
+        (("gate_proj", "up_proj"), (Joining,)),
+        (("up_proj", "down_proj"), ()),
+        (("gate_proj", "up_proj", "down_proj"), (GatedMLP,)),
+    ],
+    ids=str,
+)
+def test_some_layers_only(targets: tuple[str, ...], joined: tuple[type, ...]) -> None:
+    model = model_of("qwen2", LoRA(rank=4, targets=targets))
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert tuple(kinds(model, Joining, GatedMLP)) == joined * 2
+    assert len(kinds(model, AdaptedLinear)) == 2 * len(targets)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "plain"),
+    [
+        (LoRA(rank=4, variant="rslora"), True),
+        (LoRA(rank=4, variant="pissa"), True),
+        (LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head")), True),
+        (LoRA(rank=4, variant="dora"), False),
+        (LoRA(rank=4, dropout=0.5), False),
+    ],
+    ids=["rslora", "pissa", "modules_to_save", "dora", "dropout"],
+)
+def test_what_is_not_plain_stays_as_it_is(adapter: LoRA, plain: bool) -> None:
+    model = model_of("llama", adapter).train()
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert len(kinds(model, AdaptedLinear)) == (14 if plain else 0)
+
+
+def test_a_joint_result_as_wide_as_the_input_is_not_made() -> None:
+    """32 wide: 16 queries, 8 keys and 8 values. A layer couldn't tell one from the other."""
+    model = model_of("llama", head_dim=4)
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert kinds(model, Joining, GatedMLP) == [GatedMLP] * 2
+
+
+def test_biases_of_an_mlp_keep_it_open() -> None:
+    model = model_of("llama", mlp_bias=True, attention_bias=True)
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert kinds(model, Joining, GatedMLP) == [Joining] * 4
+
+
+@torch.no_grad()
+def test_disabled_merged_and_unmerged() -> None:
+    plain, model = model_of("qwen2").eval(), quickened(model_of("qwen2")).eval()
+
+    def logits(of: Any) -> Tensor:
+        return of(input_ids=IDS, use_cache=False).logits
+
+    adapted = logits(plain)
+    with plain.disable_adapter(), model.disable_adapter():
+        assert torch.equal(logits(model), logits(plain))
+        assert (logits(model) - adapted).norm() > 0.1 * adapted.norm()
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
+    merged = model.merge_and_unload()
+    assert not kinds(merged, AdaptedLinear)
+    torch.testing.assert_close(logits(merged), adapted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_answers_are_those_of_peft() -> None:
+    """Word by word, with a cache: rows of one token."""
+    plain, model = model_of("llama").eval(), quickened(model_of("llama")).eval()
+    told = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "do_sample": False}
+    expected = plain.generate(input_ids=IDS, **told)
+    assert torch.equal(model.generate(input_ids=IDS, **told), expected)
+
+
+def test_under_autocast_products_are_in_its_precision() -> None:
+    model = quickened(model_of("llama").bfloat16())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    layer = next(module for module in model.modules() if isinstance(module, AdaptedLinear))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(2, 3, 32)).dtype == torch.bfloat16
+        _, gradients = loss_and_gradients(model)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+
+
+def test_saved_files_are_those_of_peft(tmp_path: Path) -> None:
+    plain, model = model_of("llama"), quickened(model_of("llama"))
+    plain.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "quick")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert sorted(path.name for path in (tmp_path / "quick").iterdir()) == names
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        ours, theirs = ((tmp_path / kind / name).read_bytes() for kind in ("quick", "plain"))
+        assert ours == theirs
+    with safe_open(tmp_path / "quick" / "adapter_model.safetensors", "pt") as file:
+        assert len(list(file.keys())) == 2 * 14
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, when its compiler is imported
+def test_only_a_job_with_compiled_layers_has_them(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    section = ModelSection(name=str(tmp_path))
+    for kernels, count in (("compiled", 21), ("eager", 0)):
+        train = TrainSection(precision="fp32", kernels=kernels)
+        for build in ("whole", "in_parts"):
+            blueprint = ModelBlueprint(section, LoRA(rank=4), train)
+            further = () if build == "whole" else (lambda part: None,)
+            model = getattr(blueprint, build)("cpu", *further)
+            assert len(kinds(model, AdaptedLinear)) == count
