@@ -7,6 +7,7 @@ large as any other, so those are never kept; what differs is which products are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -31,9 +32,16 @@ Rule = Callable[..., CheckpointPolicy]
 
 def recompute(layer: nn.Module, what: Recompute) -> None:
     """Lets `layer` keep what the setting says. It stays what it was, by its class's name too."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     kind: Any = type(layer)
     layer.__class__ = _recomputing(kind)
     layer.rule = RULES[what]  # type: ignore[assignment]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """torch warns of rules under its compiler, once, because operations that write into their input
+    would go wrong in there. Layers have none."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 class Recomputing:

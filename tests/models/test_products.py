@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardtune.models.fp8 import by_row, scaled
+from shardtune.models.gated import gated, gated_back
 from shardtune.models.products import Adapted, Closing, Opening, across, back_across, in_fp32
 from shardtune.models.quantise import Int8Linear, QuantisedLinear
 from tests.models import exact
@@ -129,3 +132,26 @@ def test_what_a_compiler_is_told_is_what_comes(dtype: torch.dtype) -> None:
         (in_fp32, (x.t(), narrow)),
     ):
         torch.library.opcheck(op, given, test_utils=tests)
+
+
+def test_the_number_of_rows_stays_open() -> None:
+    """A compiler that is told a number would compile once more for every other one."""
+    weights, up, down = [some((8, WIDE), 0)], some((8, 4), 1), some((4, WIDE), 2)
+
+    def every(x: Tensor, narrow: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (
+            across(narrow, up, x, weights),
+            back_across(narrow, down, y, weights),
+            in_fp32(x.t(), narrow),
+            *gated(y, narrow, up, some((3, 4), 3)),
+            *gated_back(y[:, :4], y, narrow, up),
+            scaled(None, None, *by_row(x), *by_row(weights[0]), torch.float32),
+        )
+
+    given = (some((ROWS, WIDE), 4), some((ROWS, 4), 5), some((ROWS, 8), 6))
+    traced = make_fx(every, tracing_mode="symbolic")(*given)
+    (results,) = next(node for node in traced.graph.nodes if node.op == "output").args
+    rows = [each.meta["val"].shape[0] for each in results]
+    assert [isinstance(size, torch.SymInt) for size in rows] == [True, True, False, *[True] * 6]
+    for found, expected in zip(traced(*given), every(*given), strict=True):
+        assert torch.equal(found, expected)
