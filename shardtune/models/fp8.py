@@ -83,6 +83,7 @@ class JointFP8(FP8Linear):
     """Layers that have one input, as one."""
 
     def __init__(self, members: Sequence[FP8Linear]) -> None:
+        assert all(member.weight.is_meta for member in members)  # they are filled here
         first = members[0]
         width = sum(member.out_features for member in members)
         together = nn.Linear(first.in_features, width, bias=False, device="meta")
