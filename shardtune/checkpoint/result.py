@@ -27,7 +27,7 @@ SAME_LOGITS = {
 """How far the reloaded model's logits may be off, as a share of the largest: rounding only.
 
 Slices add up in another order than a whole model does. In bf16 SmolLM2's logits came out 7 % of the
-largest apart, which is as far as both are from those of fp32; in fp32 0.0003 %. 8 bits round coarsely:
+largest apart, which is as far as both are from those of fp32; in fp32 0.0003 %. 8 bits are coarse:
 noise of one bf16 rounding in the embedding of a random Llama of 16 layers moved its logits by 13 %.
 """
 

@@ -181,7 +181,7 @@ def _multiply(
     """`x @ weight.T`, both with a scale for each row."""
     if multiplied_as_such(x.device) and not any(size % 16 for size in weight.shape):
         return torch._scaled_mm(
-            x,
+            x.contiguous(),
             weight.t(),
             scale_a=x_scale,
             scale_b=scale.t(),
