@@ -50,7 +50,7 @@ COMPILED = [pytest.mark.slow, pytest.mark.long]
     ],
 )
 def test_on_two_ranks_as_on_one(tmp_path: Path, adapter: Adapter, kernels: str, level: str) -> None:
-    write(tmp_path, "llama")
+    write(tmp_path, "llama", intermediate_size=96)  # wide enough for `mlp` to drop it
     train = {"kernels": kernels, "gradient_checkpointing": level}
     (expected,) = on_ranks(1, steps, str(tmp_path), adapter, {})
     for found in on_ranks(2, steps, str(tmp_path), adapter, train):

@@ -33,7 +33,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRA(rank=4)], ids=["all", "lora"])
 def test_gradients_are_the_same_to_the_bit(tmp_path: Path, adapter: Adapter) -> None:
-    write(tmp_path, "llama")
+    write(tmp_path, "llama", intermediate_size=96)  # wide enough for `mlp` to drop it
     section, found = ModelSection(name=str(tmp_path)), {}
     levels: tuple[Recompute, ...] = ("none", "mlp", "most", "full")
     for level in levels:
@@ -103,15 +103,30 @@ def kept_by(layer: nn.Module, model: nn.Module, run: Callable[[], object]) -> in
     return sum(tensor.numel() for tensor in saved.values()) // TOKENS
 
 
-POSITIONS = 2 * (HIDDEN // HEADS) // 2  # sines and cosines, of one row: all layers have them
-ATTENTION = HIDDEN + HEADS  # the result, and the logarithm of each row's sum
-NARROW = (3 + 1 + 2 + 1) * RANK  # what adapters make of qkv, o, gate and up, down
-KEPT = {
-    "none": (HIDDEN + 2 * KEYS) + HIDDEN + 2 * INNER + NARROW,  # qkv, o, gate and up
-    "mlp": (HIDDEN + 2 * KEYS) + HIDDEN + NARROW,
-    "most": 0,
-}
-"""Of the products. The layer's input, positions and attention are kept in any case."""
+def expected(level: Recompute, hidden: int, keys: int, inner: int, heads: int, rank: int) -> int:
+    """Numbers a token that a layer with LoRA on all its linear layers keeps, counted by hand."""
+    if level == "full":
+        return hidden
+    attention = hidden + heads  # the result, and the logarithm of each row's sum
+    narrow = (3 + 1 + 2 + 1) * rank  # what adapters make of qkv, o, gate and up, down
+    products = {
+        "none": (hidden + 2 * keys) + hidden + 2 * inner + narrow,  # qkv, o, gate and up
+        "mlp": (hidden + 2 * keys) + hidden + narrow,
+        "most": 0,
+    }
+    return hidden + attention + products[level]
+
+
+POSITIONS = 2 * (HIDDEN // HEADS) // len(IDS)  # sines and cosines of a row, which all layers share
+
+
+def test_the_table_in_the_docs() -> None:
+    """For the sizes of an 8 B Llama."""
+    page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    found = {row[0].strip("| `"): int(row[2].replace(",", "")) for row in rows}
+    levels: tuple[Recompute, ...] = ("none", "mlp", "most", "full")
+    assert found == {level: expected(level, 4096, 1024, 14336, 32, 16) for level in levels}
 
 
 @pytest.mark.slow
@@ -125,7 +140,7 @@ def test_what_layers_keep(caplog: pytest.LogCaptureFixture) -> None:
             model.get_base_model().enable_input_require_grads()
         last = decoder_layers(model.get_base_model())[-1]
         kept = kept_by(last, model, lambda model=model: gradients(model))
-        assert kept == HIDDEN + POSITIONS + ATTENTION + KEPT[level]
+        assert kept == POSITIONS + expected(level, HIDDEN, KEYS, INNER, HEADS, RANK)
         # The first layer's input needs no gradient; all others are alike.
         assert counters["stats"]["unique_graphs"] == graphs
         assert not counters["graph_break"]
