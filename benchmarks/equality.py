@@ -39,7 +39,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "plain, other kernels": PLAIN,
     "fast": FAST,
-    "fast, MLP recomputed": FAST | {"gradient_checkpointing": "mlp"},
     "fast, fp8-base": FAST | {"precision": "fp8-base"},
 }
 LORA = {"adapter": {"type": "lora", "rank": 16}}

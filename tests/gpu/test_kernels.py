@@ -42,11 +42,12 @@ def _poisoned() -> Iterator[None]:
 @pytest.mark.parametrize("size", TILED, ids=str)
 def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     numbers = given(*size, rank, 16 if rank == 24 else rank, dtype)
-    y, narrow, up, down, outer = (each.cuda() for each in numbers)
+    y, narrow, up, down, outer, last = (each.cuda() for each in numbers)
     exact_y, exact_narrow = (each.double().requires_grad_() for each in (y, narrow))
     right = exact.gated(exact_y, exact_narrow, up.double())
-    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), outer.double())
-    found = (*gated(y, narrow, up, down), *gated_back(outer, y, narrow, up))
+    incoming = outer.double() + last.double() @ down.double()
+    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), incoming)
+    found = (*gated(y, narrow, up, down), *gated_back(outer, last, down, y, narrow, up))
     expected = (right, right @ down.double().t(), to_y, right, to_narrow)
     for ours, each in zip(found, expected, strict=True):
         assert ours.dtype == dtype

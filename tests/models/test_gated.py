@@ -15,8 +15,8 @@ NEAR = {torch.float32: 1e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 def given(
     rows: int, half: int, rank: int, next_rank: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`y`, `narrow`, `up`, `down`, and a gradient of the result."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`y`, `narrow`, `up`, `down`, a gradient of the result, and one that comes by `down`."""
     ups = [some((half, rank), seed) / rank**0.5 for seed in (1, 2)]
     numbers = (
         some((rows, 2 * half), 3),
@@ -24,20 +24,22 @@ def given(
         torch.block_diag(*ups),
         some((next_rank, half), 5) / half**0.5,
         some((rows, half), 6),
+        some((rows, next_rank), 7),
     )
-    y, narrow, up, down, outer = (each.to(dtype) for each in numbers)
-    return y, narrow, up, down, outer
+    y, narrow, up, down, outer, last = (each.to(dtype) for each in numbers)
+    return y, narrow, up, down, outer, last
 
 
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("shape", [(1, 7, 3, 5), (33, 40, 8, 16), (16, 32, 4, 4)], ids=str)
 def test_as_float64(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    y, narrow, up, down, outer = given(*shape, dtype)
+    y, narrow, up, down, outer, last = given(*shape, dtype)
     exact_y, exact_narrow = (each.double().requires_grad_() for each in (y, narrow))
     right = exact.gated(exact_y, exact_narrow, up.double())
-    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), outer.double())
+    incoming = outer.double() + last.double() @ down.double()
+    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), incoming)
     result, after = gated(y, narrow, up, down)
-    found = (result, after, *gated_back(outer, y, narrow, up))
+    found = (result, after, *gated_back(outer, last, down, y, narrow, up))
     expected = (right, right @ down.double().t(), to_y, right, to_narrow)
     for ours, each in zip(found, expected, strict=True):
         assert ours.dtype == dtype
@@ -46,7 +48,7 @@ def test_as_float64(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_compiler_is_told_is_what_comes(dtype: torch.dtype) -> None:
-    y, narrow, up, down, outer = given(9, 8, 4, 6, dtype)
+    y, narrow, up, down, outer, last = given(9, 8, 4, 6, dtype)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(gated, (y, narrow, up, down), test_utils=tests)
-    torch.library.opcheck(gated_back, (outer, y, narrow, up), test_utils=tests)
+    torch.library.opcheck(gated_back, (outer, last, down, y, narrow, up), test_utils=tests)

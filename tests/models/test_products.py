@@ -143,7 +143,7 @@ def test_the_number_of_rows_stays_open() -> None:
             across(narrow, up, x, [weight]),
             back_across(narrow, down, y, [weight]),
             *gated(y, narrow, up, last),
-            *gated_back(y[:, :4].contiguous(), y, narrow, up),
+            *gated_back(y[:, :4].contiguous(), x[:, :3].contiguous(), last, y, narrow, up),
             scaled(None, None, *by_row(x), *by_row(weight), torch.float32),
         )
 
