@@ -4,9 +4,9 @@
 
 Noise of bf16 is what it is compared with, and that is measured in two ways, on the same weights and
 tokens: by the plain path once more with other kernels (SDPA's flash attention in the place of
-cuDNN's), and by the plain path in fp32, from which each path in bf16 is some way off. The fast path
+cuDNN's), and by the plain path in fp32, from which each path in bf16 is some way off. The fast one
 rounds less often than the plain one (what LoRA adds is added before the sum is rounded, so little
-of it is lost), so it may differ from the plain path by more than two plain ones from each other, but
+of it is lost): it may differ from the plain path by more than two plain ones from each other, but
 not from fp32 by more than they do.
 """
 

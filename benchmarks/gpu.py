@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_cases import PEERS, chosen
+from benchmarks.gpu_cases import CASES, PEERS, chosen
 from benchmarks.gpu_report import Record, line, write
 from benchmarks.table import DOCS
 
@@ -46,7 +46,9 @@ def run_all(options: argparse.Namespace) -> Iterator[Record]:
     rate = where["matmul_flops"] / 1e12
     print(f"{where['gpu']}: {rate:.1f} TFLOP/s in bf16, run {where['run']}", flush=True)
     waiting: list[tuple[str, str, Child]] = []
-    for case, method in chosen(options.rows, options.methods):
+    picked = (pair.split(": ", 1) for pair in options.only)
+    wanted = [(CASES[row], method) for row, method in picked]
+    for case, method in wanted or chosen(options.rows, options.methods):
         missing = left_out(method, tiny=options.tiny)
         if missing:
             print(f"{case.name} | {method}: left out: {missing}", flush=True)
@@ -88,7 +90,8 @@ class Child:
         command = [sys.executable, "-m", f"benchmarks.{module}", *rest]
         command += ["--tiny"] if options.tiny else []
         self._timeout: float = options.timeout
-        self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `result`
+        self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -134,6 +137,7 @@ def main(given: list[str] | None = None) -> int:
     )
     parser.add_argument("--rows", nargs="+", default=[], help="words of the rows to run (all)")
     parser.add_argument("--methods", nargs="+", default=[], help="words of the methods (all)")
+    parser.add_argument("--only", nargs="+", default=[], help="`row: method`, just these, in order")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each (10)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds of each (400)")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")

@@ -167,7 +167,7 @@ def _(narrow: Tensor | None, up: Tensor | None, x: Tensor, weights: Sequence[Ten
 def back_across(
     narrow: Tensor | None, down: Tensor | None, gradient: Tensor, weights: Sequence[Tensor]
 ) -> Tensor:
-    """`narrow @ down` (if there is any) plus the products with the weights, on top of each other."""
+    """`narrow @ down` (if there is any) plus the products with the weights, added up."""
     if narrow is None or down is None:
         to_x = gradient.new_empty(len(gradient), weights[0].shape[1])
     else:
