@@ -14,6 +14,8 @@ from shardtune.job import Job, LoRA, NoAdapter
 from shardtune.search import Candidate, rank, tried
 from shardtune.strategies import FSDP, Strategy
 
+OTHER_RESULT = ("adapter", "model", "data", "train.precision")
+"""Keys whose values decide what is learnt."""
 MOST_NODES = 1024
 HOST_GIB = 256  # of main memory for each GPU, in a node that nobody has described
 LARGE_GPUS = ("A100-80GB", "H200-141GB")  # which people rent when a layer is too large for theirs
@@ -37,7 +39,7 @@ def smallest_change(job: Job, shape: ModelShape, cluster: Cluster) -> Change | N
     for values, changed in _changes(job, cluster):
         found = tried(changed, shape, cluster)
         if isinstance(found, Forecast) and found.fits:
-            same = not any(key.startswith(("adapter", "model", "data")) for key in values)
+            same = not any(key.startswith(OTHER_RESULT) for key in values)
             return Change(values, found, same)
     return None
 
@@ -61,6 +63,8 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
     for more in levels[levels.index(job.train.gradient_checkpointing) + 1 :]:
         lean = {**fused, "gradient_checkpointing": more}
         yield train(lean)
+    if job.train.precision == "fp8-base":  # what follows divides weights, or packs them
+        lean = {**lean, "precision": "bf16"}
     names, leaner = train(lean)
     for strategy in _sharded(cluster):
         yield (

@@ -182,3 +182,17 @@ def test_the_smallest_change_leaves_the_result_alone_where_it_can() -> None:
     assert change is not None
     assert change.same_result
     assert list(change.values) == ["train.micro_batch"]
+
+
+def test_8_bit_weights_that_do_not_fit_are_given_up_for_others() -> None:
+    """Only whole weights are held so; what divides or packs them needs another precision."""
+    what = job(
+        "llama-2-13b",
+        adapter=LORA,
+        train={"precision": "fp8-base", "micro_batch": 1, "gradient_checkpointing": "full"},
+    )
+    change = smallest_change(what, known_model("llama-2-13b"), parse_cluster("2xRTX4090"))
+    assert change is not None
+    assert change.values["train.precision"] == "bf16"
+    assert change.values["strategy.type"] == "fsdp"
+    assert not change.same_result

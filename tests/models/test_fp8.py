@@ -191,16 +191,23 @@ def test_a_saved_adapter_is_loaded_on_the_same_numbers(
     model = build(folder, "fp8-base", kernels="compiled").eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
+            parameter.data = some(parameter.shape, seed=5) / 5
     model.save_pretrained(tmp_path / "result")
     model.generation_config.save_pretrained(tmp_path / "result")
     section = ModelSection(name=str(folder))
     loaded = load_result(str(tmp_path / "result"), section, "fp8-base").eval()
-    assert any(isinstance(module, FP8Linear) for module in loaded.modules())
     assert not any(isinstance(module, AdaptedLinear) for module in loaded.modules())
+    ours, theirs = (
+        [layer.forwards() for layer in each.modules() if type(layer) is FP8Linear]
+        for each in (model, loaded)
+    )
+    assert len(ours) == len(theirs) == 3 * 7
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine[0].float(), other[0].float())
+        assert torch.equal(mine[1], other[1])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (m(input_ids=IDS).logits.double() for m in (model, loaded))
-    assert distance(ours, theirs) < 0.03
+        found, expected = (each(input_ids=IDS).logits.double() for each in (model, loaded))
+    assert distance(found, expected) < 0.1  # peft adds in another order, and 8 bits are coarse
 
 
 # What is said ------------------------------------------------------------------------------------

@@ -129,7 +129,6 @@ def test_the_table_in_the_docs() -> None:
     assert found == {level: expected(level, 4096, 1024, 14336, 32, 16) for level in levels}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
 def test_what_layers_keep(caplog: pytest.LogCaptureFixture) -> None:
     for level, layers, graphs in (("none", 12, 2), ("mlp", 1, 1), ("most", 1, 1)):
