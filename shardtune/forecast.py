@@ -198,7 +198,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
 
 def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     """The job as the estimator sees it."""
-    train = job.train
+    train, level = job.train, job.train.gradient_checkpointing
     shares = mesh.data_ranks
     micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
     native = not isinstance(job.strategy, DeepSpeed)
@@ -215,7 +215,9 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         widths=widths(job),
         adapter=adapter(job, shape),
         packed_bits=quantised,
-        checkpointing="full" if train.gradient_checkpointing == "full" else "none",
+        fp8=train.precision == "fp8-base",
+        checkpointing="none" if level == "auto" else level,
+        kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,
         attention="eager" if job.model.attention == "eager" else "sdpa",
         loss="pieces" if train.loss == "fused" and whole else "plain",

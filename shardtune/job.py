@@ -219,11 +219,15 @@ class TrainSection(Section):
     """Of the computation. Weights that are trained are kept in fp32 in any case. `fp8-base` is bf16
     with an adapter whose frozen base is held and multiplied in 8 bits: for GPUs that do so twice as
     fast (Hopper and later)."""
-    gradient_checkpointing: Recompute = "none"
+    gradient_checkpointing: Auto | Recompute = "none"
     """What the backward pass computes once more instead of keeping it: `none` keeps the result of
     every product (small operations between them are repeated where layers are compiled), `mlp`
     drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but each layer's
-    input: least memory, about a third more time."""
+    input: least memory, about a third more time. `auto` computes again as little as fits into the
+    memory, by the forecast, and sets `keep_layers` too."""
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """What a rank may take of its GPU, in GiB: forecasts and everything that is chosen by them go by
+    it. Null: all that the GPU has."""
     keep_layers: NotNegative = 0
     """So many of the layers, the last ones, keep what `gradient_checkpointing: mlp` or `most` would
     compute again: memory that is left buys time."""
