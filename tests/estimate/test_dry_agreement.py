@@ -118,7 +118,11 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
         microbatches=closed.work.microbatches,
         vocabulary=closed.shape.vocab,
     )
-    assert closed.memory.allocated == pytest.approx(seen.peak, rel=0.03)
+    # On a GPU logits become their own gradient; a dry run, which has none, counts them twice.
+    twice = closed.work.loss == "pieces" and seen.moment == "forward"
+    rows = min(closed.work.tokens, activations.piece_rows(closed.shape))
+    counted = seen.peak - (rows * closed.shape.vocab * 2 if twice else 0)
+    assert closed.memory.allocated == pytest.approx(counted, rel=0.03)
 
 
 def test_the_closed_form_has_the_pieces_of_the_loss() -> None:
