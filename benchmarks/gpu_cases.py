@@ -20,7 +20,7 @@ OURS: dict[str, dict[str, Sections]] = {
     "bf16 8x2048": {"shardtune": {}},
     "bf16 2x8192": {"shardtune": {}},
     "lean 8x2048": {"shardtune": {"train": LEAST}},
-    "middle 2x8192": {"shardtune": {"train": WIDE}},
+    "middle 2x8192": {"shardtune": {"train": WIDE | {"keep_layers": 8}}},
     "fp8 8x2048": FP8,
     "fp8 2x8192": FP8,
     "nf4 8x2048": {"shardtune": {}},

@@ -21,6 +21,7 @@ SHORTEST, LONGEST = 50, 2000  # tokens of a document
 DOCUMENTS = 1000  # of the set that is packed
 PADDED_ROWS = 8  # documents of a micro-batch where each has a row of its own
 BASE = torch.bfloat16
+LAYERS: int | None = None  # in the place of the model's own number
 
 
 def config_of(case: Case, *, tiny: bool) -> Any:
@@ -38,6 +39,8 @@ def config_of(case: Case, *, tiny: bool) -> Any:
             "head_dim": 16,
             "vocab_size": 512,
         }
+    if LAYERS:
+        known["num_hidden_layers"] = LAYERS
     return AutoConfig.for_model(**known)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_data
 from benchmarks.gpu_card import clocked, loss_of
 from benchmarks.gpu_cases import CASES, OURS, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
@@ -100,9 +101,12 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("method", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--layers", type=int, help="fewer: fills torch's cache, measures nothing")
     parser.add_argument("--write", type=Path, help="only write the row's weights to this folder")
     options = parser.parse_args(given)
     device = "cpu" if options.tiny else "cuda"
+    if options.layers:
+        gpu_data.LAYERS = options.layers
     if options.write:
         write_checkpoint(CASES[options.case], options.write, device, tiny=options.tiny)
         return 0

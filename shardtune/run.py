@@ -30,6 +30,7 @@ from shardtune.job import AdamW, Job, NoAdapter
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
 from shardtune.measure.meter import GIB, peak_memory
+from shardtune.models.fp8 import E4M3
 from shardtune.models.load import DTYPES, held_precision, own_dtype
 from shardtune.models.result import load_result
 from shardtune.report.terminal import RunView
@@ -267,5 +268,6 @@ class Run:
             dtype=own_dtype(job.model),
         )
         reloaded = load_result(str(target), job.model, held_precision(job.adapter, job.train))
-        computed = DTYPES[job.train.precision]
+        in_8_bits = job.train.precision == "fp8-base"
+        computed = E4M3 if in_8_bits else DTYPES[job.train.precision]
         return check_result(reloaded, trained, logits, probe, written=written, computed=computed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -277,6 +278,31 @@ def test_train_in_this_process(tmp_path: Path, held_out: bool) -> None:
         assert report["samples"][0]["reference"] == "It is 50."
         before, after = report["evaluation"]["e"]["before"], report["evaluation"]["e"]["after"]
         assert after["loss"] < before["loss"]
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_8_bit_frozen_weights_from_the_start_to_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = {"format": "instruction", "path": data_file(tmp_path / "d.jsonl", 20), "name": "d"}
+    job = make_job(
+        str(tmp_path / "run"),
+        data={"train": [source], "sequence_length": 64},
+        train={"steps": 4, "global_batch": 2, "precision": "fp8-base", "learning_rate": 1e-3},
+        adapter={"type": "lora", "rank": 2},
+        save={"directory": str(tmp_path / "run"), "every": 2, "keep": 3},
+    )
+    report = train_here(job)
+    assert "multiplied as wider numbers" in capsys.readouterr().out.replace("\n", " ")
+    assert report["finished"]
+    assert report["result"]["kind"] == "lora"
+    result = tmp_path / "run" / "result" / "adapter_model.safetensors"
+    losses, weights = computed(tmp_path / "run"), result.read_bytes()
+    # As if it had been killed in its third step.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / checkpoints(tmp_path / "run")[-1])
+    assert train(job, resume=True)["finished"]
+    assert computed(tmp_path / "run") == losses
+    assert result.read_bytes() == weights
 
 
 @pytest.mark.usefixtures("no_cache")

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardtune.core.pieces import Piece
 
@@ -64,7 +65,7 @@ class Snapshot:
             torch.cuda.current_stream().wait_event(copied)
             handle.remove()
 
-        handle = torch.optim.optimizer.register_optimizer_step_pre_hook(wait)
+        handle = register_optimizer_step_pre_hook(wait)
 
 
 def _key(piece: Piece) -> tuple[object, ...]:

@@ -83,6 +83,7 @@ class JointFP8(FP8Linear):
     """Layers that have one input, as one."""
 
     def __init__(self, members: Sequence[FP8Linear]) -> None:
+        assert all(member.weight.is_meta for member in members)  # they are filled here
         first = members[0]
         width = sum(member.out_features for member in members)
         together = nn.Linear(first.in_features, width, bias=False, device="meta")
@@ -180,7 +181,7 @@ def _multiply(
     """`x @ weight.T`, both with a scale for each row."""
     if multiplied_as_such(x.device) and not any(size % 16 for size in weight.shape):
         return torch._scaled_mm(
-            x,
+            x.contiguous(),
             weight.t(),
             scale_a=x_scale,
             scale_b=scale.t(),

@@ -7,6 +7,7 @@ large as any other, so those are never kept; what differs is which products are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -23,17 +24,24 @@ from shardtune.core.setup import Recompute
 
 WIDE = 2
 """A product whose result is this many times wider than what goes in takes more memory than it is
-worth: in a decoder that is what comes before an MLP's activation, two thirds of all that is kept
-for a third of the work."""
+worth: in a decoder that is what comes before an MLP's activation. In an 8 B Llama it is 61 % of all
+that is kept, for half of a forward pass."""
 KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 Rule = Callable[..., CheckpointPolicy]
 
 
 def recompute(layer: nn.Module, what: Recompute) -> None:
     """Lets `layer` keep what the setting says. It stays what it was, by its class's name too."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     kind: Any = type(layer)
     layer.__class__ = _recomputing(kind)
     layer.rule = RULES[what]  # type: ignore[assignment]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """torch warns of rules under its compiler, once, because operations that write into their input
+    would go wrong in there. Layers have none."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 class Recomputing:

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch._dynamo
 from torch import nn
 
 from shardtune.core.setup import Recompute
 from shardtune.job import Adapter, LoRA, TrainSection
 from shardtune.models.recompute import recompute
+
+
+GRAPHS = 64
+"""How often the code of a layer may be compiled: with and without gradients, in training and
+evaluation, for rows of few lengths. Beyond it torch would go on uncompiled, with a mere warning."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,5 @@ def hasten(
             recompute(layer, "none" if keeps else what)
         if speed.compiled:
             layer.compile()
+    if speed.compiled:
+        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)

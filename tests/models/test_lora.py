@@ -78,7 +78,9 @@ def loss_and_gradients(model: Any) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)  # of dropout
     loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
     loss.backward()
-    return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    return float(loss.detach()), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def assert_alike(model: Any, expected: tuple[float, dict[str, Tensor]]) -> None:

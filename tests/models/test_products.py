@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardtune.models.fp8 import by_row, scaled
+from shardtune.models.gated import gated, gated_back
 from shardtune.models.products import Adapted, Closing, Opening, across, back_across, in_fp32
 from shardtune.models.quantise import Int8Linear, QuantisedLinear
 from tests.models import exact
@@ -129,3 +132,23 @@ def test_what_a_compiler_is_told_is_what_comes(dtype: torch.dtype) -> None:
         (in_fp32, (x.t(), narrow)),
     ):
         torch.library.opcheck(op, given, test_utils=tests)
+
+
+def test_the_number_of_rows_stays_open() -> None:
+    """A compiler that is told a number would compile once more for every other one."""
+
+    def every(x: Tensor, narrow: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        weight, up, down, last = weights
+        return (
+            across(narrow, up, x, [weight]),
+            back_across(narrow, down, y, [weight]),
+            *gated(y, narrow, up, last),
+            *gated_back(y[:, :4].contiguous(), y, narrow, up),
+            scaled(None, None, *by_row(x), *by_row(weight), torch.float32),
+        )
+
+    of_rows = (some((ROWS, WIDE), 0), some((ROWS, 4), 1), some((ROWS, 8), 2))
+    weights = (some((8, WIDE), 3), some((8, 4), 4), some((4, WIDE), 5), some((3, 4), 6))
+    traced = make_fx(every, tracing_mode="symbolic")(*of_rows, *weights)
+    (results,) = next(node for node in traced.graph.nodes if node.op == "output").args
+    assert all(isinstance(each.meta["val"].shape[0], torch.SymInt) for each in results)

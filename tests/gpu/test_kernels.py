@@ -1,0 +1,150 @@
+"""Our own kernels, and torch's 8-bit product, against float64. Memory that is handed out is full of
+NaN meanwhile, so a number that nobody writes shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from shardtune.engines.score import score_in_place
+from shardtune.models.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
+from shardtune.models.gated import gated, gated_back
+from shardtune.models.products import Adapted, Closing, Opening, in_fp32
+from tests.engines.test_score import SHAPES, assert_right
+from tests.engines.test_score import given as rows_of
+from tests.models import exact
+from tests.models.exact import distance, some, with_gradients
+from tests.models.test_gated import given
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # torch tells what isn't deterministic
+]
+NEAR = {torch.bfloat16: 0.01, torch.float16: 0.002}
+TILED = [(1, 128), (64, 256), (129, 130), (33, 1000), (1024, 14336)]
+"""Rows, and half of the columns: less than a tile, exactly some, some and a bit, a real MLP."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("rank", [8, 16, 24, 64])
+@pytest.mark.parametrize("size", TILED, ids=str)
+def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
+    numbers = given(*size, rank, 16 if rank == 24 else rank, dtype)
+    y, narrow, up, down, outer = (each.cuda() for each in numbers)
+    exact_y, exact_narrow = (each.double().requires_grad_() for each in (y, narrow))
+    right = exact.gated(exact_y, exact_narrow, up.double())
+    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), outer.double())
+    found = (*gated(y, narrow, up, down), *gated_back(outer, y, narrow, up))
+    expected = (right, right @ down.double().t(), to_y, right, to_narrow)
+    for ours, each in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        assert ours.isfinite().all()
+        assert distance(ours, each.detach()) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("rank", [8, 24])
+def test_an_mlp_as_float64(rank: int) -> None:
+    wide, inner, rows, dtype = 96, 200, 77, torch.bfloat16
+
+    def linear(outputs: int, inputs: int, seed: int) -> nn.Linear:
+        layer = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        layer.weight.data = (some((outputs, inputs), seed) / inputs**0.5).to(dtype).cuda()
+        return layer
+
+    first, last = (linear(inner, wide, 0), linear(inner, wide, 1)), linear(wide, inner, 2)
+    ups = [some((inner, rank), n) / rank**0.5 for n in (3, 4)]
+    parts = [
+        some((rows, wide), 5).to(dtype),
+        some((2 * rank, wide), 6) / wide**0.5,
+        torch.block_diag(*ups),
+        some((rank, inner), 7) / inner**0.5,
+        some((wide, rank), 8) / rank**0.5,
+    ]
+    own = [each.cuda() for each in parts]
+    found = with_gradients(
+        lambda x, down, *more: Closing.apply(*Opening.apply(x, down, first), *more, (last,)), own
+    )
+    weights = ([layer.weight.double() for layer in first], last.weight.double())
+    expected = with_gradients(
+        lambda *each: exact.gated_mlp(*each, *weights), [each.double() for each in own]
+    )
+    blocks = torch.block_diag(*(torch.ones_like(up) for up in ups)).cuda()
+    found[3], expected[3] = found[3] * blocks, expected[3] * blocks
+    for ours, right in zip(found, expected, strict=True):
+        assert distance(ours, right) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NEAR])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_loss_as_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    logits, targets = rows_of(*shape, dtype)
+    assert_right(score_in_place, logits.cuda(), targets.cuda())
+
+
+def test_the_loss_of_rows_that_lie_apart() -> None:
+    """A piece of a larger buffer: what is beside it stays."""
+    logits, targets = rows_of(7, 50, torch.bfloat16)
+    buffer = torch.full((7, 64), 3.0, dtype=torch.bfloat16, device="cuda")
+    buffer[:, :50] = logits.cuda()
+    _, gradient = score_in_place(buffer[:, :50], targets.cuda())
+    assert gradient.data_ptr() == buffer.data_ptr()
+    assert (buffer[:, 50:] == 3.0).all()
+
+
+def test_sums_are_not_rounded_to_16_bits() -> None:
+    left, right = (some((64, 4096), n).bfloat16().cuda() for n in (0, 1))
+    found = in_fp32(left, right.t())
+    assert found.dtype == torch.float32
+    assert distance(found, left.double() @ right.double().t()) < 1e-5
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(77, 96, 160), (256, 512, 256)])
+def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None:
+    assert how_multiplied("cuda") == "frozen weights: held in 8 bits and multiplied as such"
+    layer = FP8Linear(nn.Linear(inputs, outputs, bias=False), torch.bfloat16)
+    layer.quantise((some((outputs, inputs), 0) / inputs**0.5).bfloat16().cuda())
+    x = some((rows, inputs), 1).bfloat16().cuda()
+    given = [x, (some((16, inputs), 2) / 10).cuda(), (some((outputs, 16), 3) / 10).cuda()]
+    outer = some((rows, outputs), 4).bfloat16().cuda()
+    found = with_gradients(lambda *own: Adapted.apply(*own, (layer,)), given, outer)
+
+    def restored(small: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return small.double() * scale.double()
+
+    _, down, up = (each.bfloat16().double() for each in given)
+    y = restored(*by_row(x)) @ restored(layer.weight, layer.scale).t()
+    y += x.double() @ down.t() @ up.t()
+    to_x = restored(*by_row(outer)) @ restored(layer.back, layer.back_scale).t()
+    to_x += outer.double() @ up @ down
+    for ours, right in zip(found[:2], (y, to_x), strict=True):
+        assert distance(ours, right) < 0.01
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+)
+def test_sizes_that_the_matrix_unit_does_not_take_are_multiplied_as_wider_numbers() -> None:
+    layer = FP8Linear(nn.Linear(24, 17, bias=False), torch.bfloat16)
+    weight = some((17, 24), 0).bfloat16().cuda()
+    layer.quantise(weight)
+    x = some((5, 24), 1).bfloat16().cuda().requires_grad_()
+    y = layer(x)
+    y.sum().backward()  # a gradient that is one number, expanded
+    assert distance(y.detach(), x.detach().double() @ weight.double().t()) < 0.06
+    assert x.grad is not None
+    assert x.grad.isfinite().all()

@@ -1,0 +1,222 @@
+"""Frozen weights in 8-bit floating point: how near they are, what they take, how they are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardtune.core.schedule import Schedule
+from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.core.world import World
+from shardtune.engines.native import NativeEngine
+from shardtune.job import IA3, Adapter, LoRA, ModelSection, TrainSection
+from shardtune.models import fp8
+from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.fp8 import E4M3, LARGEST, FP8Linear, JointFP8, by_row, how_multiplied
+from shardtune.models.lora import AdaptedLinear, GatedMLP, Joining
+from shardtune.models.products import Adapted
+from shardtune.models.result import load_result
+from tests.models import exact
+from tests.models.exact import distance, some, with_gradients
+from tests.models.families import write
+
+IDS = torch.arange(24).view(2, 12) * 2
+HALF_STEP = 2**-4
+"""Three bits behind the point: a number is off by half of the last at most."""
+
+
+def filled(outputs: int, inputs: int, seed: int = 0, compute: torch.dtype = torch.float32) -> Any:
+    layer = FP8Linear(nn.Linear(inputs, outputs, bias=False), compute)
+    layer.quantise(some((outputs, inputs), seed) / inputs**0.5)
+    return layer
+
+
+def build(folder: Path, precision: str, adapter: Adapter | None = None, **train: Any) -> Any:
+    section = TrainSection(precision=precision, **train)
+    adapter = adapter or LoRA(rank=4)
+    return ModelBlueprint(ModelSection(name=str(folder)), adapter, section).whole("cpu")
+
+
+def loss_of(model: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(input_ids=IDS, labels=IDS, use_cache=False).loss  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, "qwen2")
+    return tmp_path
+
+
+# The numbers -------------------------------------------------------------------------------------
+
+
+def test_each_row_uses_the_whole_range() -> None:
+    x = some((5, 33), 0) * torch.tensor([1e-6, 1.0, 1e3, 0.0, 1e-3])[:, None]
+    small, scale = by_row(x)
+    assert small.dtype == E4M3
+    assert scale.shape == (5, 1)
+    assert small.float().abs().amax(1).tolist() == [LARGEST, LARGEST, LARGEST, 0.0, LARGEST]
+    back = small.float() * scale
+    normal = small.float().abs() >= 2**-6  # below are numbers with fewer bits
+    assert ((back - x).abs() <= HALF_STEP * x.abs() * 1.0001)[normal].all()
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    x = torch.ones(3, 4)
+    x[1, 2], x[2, 0] = torch.inf, torch.nan
+    y = filled(8, 4)(x)
+    assert y.isfinite().all(1).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(13, 24, 17), (1, 7, 5), (16, 32, 16)])
+def test_product_of_the_8_bit_numbers_as_float64(rows: int, inputs: int, outputs: int) -> None:
+    """What is rounded is input and weights; the product itself is exact but for fp32."""
+    layer, x = filled(outputs, inputs), some((rows, inputs), 1)
+    restored = [part.double() for part in by_row(x)]
+    expected = restored[0] * restored[1] @ (layer.weight.double() * layer.scale.double()).t()
+    assert distance(layer(x), expected) < 1e-6
+    gradient = some((rows, outputs), 2)
+    (found,) = torch.autograd.grad(layer(x.requires_grad_()), x, gradient)
+    restored = [part.double() for part in by_row(gradient)]
+    # The backward pass has rows, and so scales, of its own.
+    expected = restored[0] * restored[1] @ (layer.back.double() * layer.back_scale.double()).t()
+    assert distance(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_near_to_float64_with_the_weights_as_they_were(compute: torch.dtype) -> None:
+    """Two operands, each off by up to 6 % in either direction: 4 % on the whole."""
+    layer, weight = filled(40, 96, 0, compute), some((40, 96), 0).double() / 96**0.5
+    given = [some((64, 96), 1).to(compute), some((8, 96), 2) / 10, some((40, 8), 3) / 10]
+    found = with_gradients(lambda *own: Adapted.apply(*own, (layer,)), given)
+    expected = with_gradients(
+        lambda *own: exact.adapted(*own, [weight]), [each.double() for each in given]
+    )
+    near = 1e-6 if compute == torch.float32 else 0.01
+    for ours, right, bound in zip(found, expected, (0.05, 0.05, near, near), strict=True):
+        assert distance(ours, right) < bound  # adapters' gradients don't see 8 bits at all
+
+
+def test_a_member_of_a_joint_layer_has_its_rows() -> None:
+    members = [FP8Linear(nn.Linear(24, size, bias=False), torch.float32) for size in (16, 8, 8)]
+    joint = JointFP8(members)
+    weights = [some((len_, 24), len_ + n) for n, len_ in enumerate((16, 8, 8))]
+    for n in (1, 0, 2):  # in whatever order the files have them
+        assert joint.weight.is_meta
+        members[n].quantise(weights[n])
+    x = some((5, 24), 9).requires_grad_()
+    whole = joint(x)
+    parts = [member(x) for member in members]
+    assert torch.equal(whole, torch.cat(parts, 1))
+    for member, weight in zip(members, weights, strict=True):
+        assert not list(member.parameters())  # held once, by the joint layer
+        assert distance(member.dequantize(), weight.double()) < 0.04
+        alone = FP8Linear(nn.Linear(24, len(weight), bias=False), torch.float32)
+        alone.quantise(weight)
+        outer = some((5, len(weight)), 7)
+        found, expected = (torch.autograd.grad(m(x), x, outer)[0] for m in (member, alone))
+        assert distance(found, expected.double()) < 0.06
+
+
+def test_a_scale_does_not_lose_a_gradient_that_is_not_contiguous() -> None:
+    layer, x = filled(8, 4), some((3, 4), 1).requires_grad_()
+    layer(x).sum().backward()  # one number, expanded
+    (right,) = torch.autograd.grad(layer(x), x, torch.ones(3, 8))
+    assert torch.equal(x.grad, right)
+
+
+# In a model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore")  # of torch's own, when its compiler is imported
+def test_the_loss_is_near_to_that_in_bf16(
+    folder: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda layer: None)  # its way, without the compiler
+    plain, model = build(folder, "bf16"), build(folder, "fp8-base", kernels=kernels)
+    kinds = [k for m in model.modules() for k in (Joining, GatedMLP) if isinstance(m, k)]
+    assert kinds == ([Joining, GatedMLP] * 3 if kernels == "compiled" else [])
+    expected, found = loss_of(plain), loss_of(model)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=0.03)
+    expected.backward()
+    found.backward()
+    ours, theirs = (
+        torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None])
+        for each in (model, plain)
+    )
+    assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) > 0.95
+
+
+@pytest.mark.parametrize(
+    "adapter", [IA3(), LoRA(rank=4, variant="dora"), LoRA(rank=4, dropout=0.1)], ids=str
+)
+def test_other_adapters_are_above_8_bits_too(folder: Path, adapter: Adapter) -> None:
+    model = build(folder, "fp8-base", adapter)
+    loss_of(model).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in trained)
+    plain = build(folder, "bf16", adapter)
+    near = float(loss_of(plain.eval()).detach())
+    assert float(loss_of(model.eval()).detach()) == pytest.approx(near, rel=0.03)
+
+
+def test_joint_weights_are_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda layer: None)
+    setup = EngineSetup("fp8-base", OptimizerSetup(), Schedule("constant", 1e-3, 0, 9), 1.0, seed=0)
+    held = {}
+    for kernels in ("eager", "compiled"):
+        model = build(folder, "fp8-base", kernels=kernels)
+        with NativeEngine(model, setup, World()) as engine:
+            held[kernels] = engine.held().bytes["params", "gpu"]
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        frozen = sum(m.in_features * m.out_features for m in linears if type(m) is FP8Linear)
+        found = {p for m in linears if isinstance(m, FP8Linear) for p in m.parameters()}
+        small = sum(p.numel() for p in found if p.dtype == E4M3)
+        assert small == 2 * frozen  # each weight once for each direction, a byte each
+        assert not any(p.is_meta for p in model.parameters())
+    # Joint layers have one row of scales for what goes back, not one each: 3 layers, 3 + 1 x 32.
+    assert held["eager"] - held["compiled"] == 3 * (2 + 1) * 32 * 4
+
+
+def test_a_saved_adapter_is_loaded_on_the_same_numbers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda layer: None)
+    model = build(folder, "fp8-base", kernels="compiled").eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "result")
+    model.generation_config.save_pretrained(tmp_path / "result")
+    section = ModelSection(name=str(folder))
+    loaded = load_result(str(tmp_path / "result"), section, "fp8-base").eval()
+    assert any(isinstance(module, FP8Linear) for module in loaded.modules())
+    assert not any(isinstance(module, AdaptedLinear) for module in loaded.modules())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (m(input_ids=IDS).logits.double() for m in (model, loaded))
+    assert distance(ours, theirs) < 0.03
+
+
+# What is said ------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    told = "frozen weights: held in 8 bits, multiplied as wider numbers, which saves no time"
+    assert how_multiplied("cpu") == f"{told} (there is no GPU)"
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [((8, 0), "compute capability 8.0, of 8.9"), ((8, 9), "as such"), ((9, 0), "as such")],
+)
+def test_an_older_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], words: str
+) -> None:
+    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: capability)
+    assert words in how_multiplied("cuda:0")
