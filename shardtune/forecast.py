@@ -49,8 +49,9 @@ class Forecast:
 
     @property
     def capacity(self) -> float:
-        """Bytes of one GPU."""
-        return self.cluster.gpu.memory_gib * GIB
+        """Bytes of one GPU, or as many of them as the job may take."""
+        whole, told = self.cluster.gpu.memory_gib, self.job.train.memory_gib
+        return (whole if told is None else min(whole, told)) * GIB
 
     @property
     def over(self) -> float:
@@ -101,6 +102,8 @@ class Forecast:
             "fits": self.fits,
             "strategy": self.job.strategy.type,
             "mesh": dict(self.mesh.axes),
+            "gradient_checkpointing": self.work.checkpointing,
+            "keep_layers": self.work.kept_layers,
             "gpu_gib": {
                 **gpu,
                 "peak": memory.peak / GIB,

@@ -226,8 +226,8 @@ class TrainSection(Section):
     input: least memory, about a third more time. `auto` computes again as little as fits into the
     memory, by the forecast, and sets `keep_layers` too."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """What a rank may take of its GPU, in GiB: forecasts and everything that is chosen by them go by
-    it. Null: all that the GPU has."""
+    """What a rank may take of its GPU, in GiB: the forecast, and what is chosen by it, keep to it.
+    Null: all that the GPU has."""
     keep_layers: NotNegative = 0
     """So many of the layers, the last ones, keep what `gradient_checkpointing: mlp` or `most` would
     compute again: memory that is left buys time."""
@@ -262,6 +262,12 @@ class TrainSection(Section):
     on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
     """What to do when memory runs out: stop and say what to change, or go on from the last
     checkpoint with half the micro-batch, which changes nothing else."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is computed again, once `auto` is replaced."""
+        assert self.gradient_checkpointing != "auto"
+        return self.gradient_checkpointing
 
 
 class EvaluateSection(Section):

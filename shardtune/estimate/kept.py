@@ -76,9 +76,9 @@ def kept_bytes(shape: ModelShape, work: Workload, cut: Cut, level: Checkpointing
     compiled = work.kernels == "compiled"
     inside = shape.heads * (shape.value_dim * work.widths.compute + STATISTICS)
     for weight, times in products(shape):
-        if level == "most" or is_repeated(weight, level):
-            continue
-        if not (compiled and is_last(weight)):
+        if level == "most":
+            break
+        if not (is_repeated(weight, level) or (compiled and is_last(weight))):
             inside += times * weight.features[0] * work.widths.compute * (2 if _in_two(work) else 1)
         if work.adapter is not None:
             inside += times * work.adapter.rank * work.widths.compute

@@ -14,7 +14,6 @@ from shardtune.core.setup import Recompute
 from shardtune.job import Adapter, LoRA, TrainSection
 from shardtune.models.recompute import recompute
 
-
 GRAPHS = 64
 """How often the code of a layer may be compiled: with and without gradients, in training and
 evaluation, for rows of few lengths. Beyond it torch would go on uncompiled, with a mere warning."""
@@ -31,7 +30,7 @@ class Speed:
 
     @classmethod
     def of(cls, train: TrainSection) -> Speed:
-        return cls(train.kernels == "compiled", train.gradient_checkpointing, train.keep_layers)
+        return cls(train.kernels == "compiled", train.recompute, train.keep_layers)
 
 
 def hasten(

@@ -61,12 +61,18 @@ def _verdict(found: Forecast) -> Text:
     return Text.assemble(
         words,
         f": {needed:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
-        (f"\n{found.job.strategy.type}, {_mesh(found)}", "dim"),
+        (f"\n{found.job.strategy.type}, {_mesh(found)}, recompute: {_level(found)}", "dim"),
     )
 
 
 def _mesh(found: Forecast) -> str:
     return " x ".join(f"{name}({size})" for name, size in found.mesh.axes)
+
+
+def _level(found: Forecast) -> str:
+    """What is computed again, but in so many layers."""
+    kept = found.work.kept_layers
+    return found.work.checkpointing + (f" ({kept} layers not)" if kept else "")
 
 
 def _memory(found: Forecast) -> Table:
@@ -133,10 +139,6 @@ def _traffic(found: Forecast) -> Table:
     return table
 
 
-_RECOMPUTED = {"none": "no", "full": "yes"}
-"""What lies between is called by its name."""
-
-
 def print_ranking(ranking: Ranking, console: Console) -> None:
     """The best first; of every other, why it isn't."""
     table = Table(box=box.SIMPLE)
@@ -156,7 +158,7 @@ def print_ranking(ranking: Ranking, console: Console) -> None:
             f"{speed.tokens_per_second:,.0f}" if each.fits else "",
             f"{found.memory.required / GIB:.1f} / {found.capacity / GIB:.0f}",
             str(found.work.micro_batch),
-            _RECOMPUTED.get(found.work.checkpointing, found.work.checkpointing),
+            _level(found),
             *([f"{cost:,.2f}" if each.fits else ""] if cost is not None else []),
             style="" if each.fits else "dim",
         )
