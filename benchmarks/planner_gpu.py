@@ -228,10 +228,7 @@ def main() -> int:
         "Memory in GiB. *Allocated* is what torch's allocator handed out at the peak of a step; "
         "*in use* is all that the card had given away after the run: what the allocator reserved, "
         "and CUDA's own. Random weights of the true shape, every token trained, bf16; median of "
-        f"{STEPS} steps, from mark to mark on the card. LoRA of rank 16 on all linear layers. The model of memory and time was "
-        "corrected once after an earlier run of these jobs, whose errors were up to 19 % and 61 %; "
-        "the predictions here were made before this run, and its last four jobs had never been "
-        "run before.",
+        f"{STEPS} steps, from mark to mark on the card. LoRA of rank 16 on all linear layers.",
     )
     return 0
 

@@ -1,7 +1,8 @@
 """The least recomputation that fits: what `gradient_checkpointing: auto` stands for.
 
 Every level that the engine has is forecast, those between `none` and `full` with as many layers as
-fit that keep all. Of what fits the fastest is taken.
+fit that keep all. Of what fits the fastest is taken. A little is left free: forecasts of our own
+jobs were off by 3 % of what was in use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from shardtune.resolve import ResolvedJob, leaves_layers_alone
 
 LEVELS: tuple[Recompute, ...] = ("none", "mlp", "most", "full")
 """The fastest first."""
+SPARE = 0.03
+"""Share of the memory that is left free where there is a choice."""
 BETWEEN: tuple[Recompute, ...] = ("mlp", "most")
 KEY: KeyPath = ("train", "gradient_checkpointing")
 
@@ -34,16 +37,21 @@ def at_level(job: Job, level: Recompute, kept: int = 0) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=update)})
 
 
+def has_room(found: Forecast) -> bool:
+    """Whether it fits, and would if it took somewhat more."""
+    return found.fits and -found.over >= SPARE * found.capacity
+
+
 def filled(found: Forecast) -> Forecast:
     """The same with as many layers as fit that keep all, where it fits and its level allows it."""
     level = found.job.train.gradient_checkpointing
-    if not found.fits or level not in BETWEEN:
+    if not has_room(found) or level not in BETWEEN:
         return found
     best, fits, too_many = found, 0, found.shape.layers
     while too_many - fits > 1:
         kept = (fits + too_many) // 2
         tried = forecast(at_level(found.job, level, kept), found.shape, found.cluster)
-        if tried.fits:
+        if has_room(tried):
             best, fits = tried, kept
         else:
             too_many = kept
@@ -51,14 +59,14 @@ def filled(found: Forecast) -> Forecast:
 
 
 def least(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
-    """The fastest level that fits, or the leanest where none does."""
+    """The fastest level that has room, or the leanest where none has."""
     found = [
         filled(forecast(at_level(job, level), shape, cluster))
         for level in levels_of(job, cluster.gpus)
     ]
-    fitting = [each for each in found if each.fits]
-    if fitting:
-        return min(fitting, key=lambda each: each.speed.step.total)
+    roomy = [each for each in found if has_room(each)]
+    if roomy:
+        return min(roomy, key=lambda each: each.speed.step.total)
     return min(found, key=lambda each: max(each.over, each.host_over))
 
 

@@ -75,6 +75,12 @@ class Forecast:
         return self.over <= 0 and self.host_over <= 0
 
     @property
+    def recomputes(self) -> str:
+        """The level of recomputation, and how many layers are excepted."""
+        kept = self.work.kept_layers
+        return self.work.checkpointing + (f", not {kept} layers" if kept else "")
+
+    @property
     def held(self) -> Held:
         """What the first rank holds between two steps, by state: as an engine's own answer."""
         cut = Cut.of(self.mesh, self.work.pipelining)

@@ -61,18 +61,12 @@ def _verdict(found: Forecast) -> Text:
     return Text.assemble(
         words,
         f": {needed:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
-        (f"\n{found.job.strategy.type}, {_mesh(found)}, recompute: {_level(found)}", "dim"),
+        (f"\n{found.job.strategy.type}, {_mesh(found)}, recompute: {found.recomputes}", "dim"),
     )
 
 
 def _mesh(found: Forecast) -> str:
     return " x ".join(f"{name}({size})" for name, size in found.mesh.axes)
-
-
-def _level(found: Forecast) -> str:
-    """What is computed again, but in so many layers."""
-    kept = found.work.kept_layers
-    return found.work.checkpointing + (f" ({kept} layers not)" if kept else "")
 
 
 def _memory(found: Forecast) -> Table:
@@ -158,7 +152,7 @@ def print_ranking(ranking: Ranking, console: Console) -> None:
             f"{speed.tokens_per_second:,.0f}" if each.fits else "",
             f"{found.memory.required / GIB:.1f} / {found.capacity / GIB:.0f}",
             str(found.work.micro_batch),
-            _level(found),
+            found.recomputes,
             *([f"{cost:,.2f}" if each.fits else ""] if cost is not None else []),
             style="" if each.fits else "dim",
         )
