@@ -15,15 +15,16 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_card import clocked
 from benchmarks.table import write_table
 from shardtune.core.cluster import Cluster, parse_cluster
 from shardtune.core.known_models import catalogue, known_model
@@ -56,6 +57,10 @@ SMALL, MIDDLE, LARGE, HUGE = (
 )
 FULL = {"gradient_checkpointing": "full"}
 PLAIN = {"loss": "plain", "kernels": "eager"}
+MLP, MOST = ({"gradient_checkpointing": level} for level in ("mlp", "most"))
+KEPT = MLP | {"keep_layers": 12}
+AWAY = {"offload_activations": True}
+FP8 = {"precision": "fp8-base"}
 JOBS: dict[str, dict[str, Any]] = {
     "1 B, all weights, 8 x 2048": job(SMALL, 8, 2048),
     "1 B, all weights, plain, 4 x 2048": job(SMALL, 4, 2048, train=PLAIN),
@@ -74,6 +79,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "3 B, QLoRA, 2 x 8192": job(MIDDLE, 2, 8192, adapter=LORA, model=NF4),
     "8 B, LoRA, 1 x 4096": job(LARGE, 1, 4096, adapter=LORA),
     "70 B, QLoRA, recomputed, 4 x 2048": job(HUGE, 4, 2048, adapter=LORA, model=NF4, train=FULL),
+    "8 B, LoRA, mlp, 2 x 8192": job(LARGE, 2, 8192, adapter=LORA, train=MLP),
+    "8 B, LoRA, mlp but in 12 layers, 8 x 2048": job(LARGE, 8, 2048, adapter=LORA, train=KEPT),
+    "8 B, LoRA, mlp, 1 x 16384": job(LARGE, 1, 16384, adapter=LORA, train=MLP),
+    "8 B, LoRA, most, offloaded, 8 x 2048": job(LARGE, 8, 2048, adapter=LORA, train=MOST | AWAY),
+    "8 B, LoRA, recomputed, offloaded, 8 x 2048": job(
+        LARGE, 8, 2048, adapter=LORA, train=FULL | AWAY
+    ),
+    "8 B, LoRA, fp8 base, 8 x 2048": job(LARGE, 8, 2048, adapter=LORA, train=FP8),
+    "8 B, LoRA, fp8 base, mlp, 2 x 8192": job(LARGE, 2, 8192, adapter=LORA, train=FP8 | MLP),
 }
 
 
@@ -116,19 +130,14 @@ def measure(what: Job) -> dict[str, float]:
         for _ in range(WARM):
             engine.step([batch])
         torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(STEPS):
-            begun = time.perf_counter()
-            result = engine.step([batch])
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begun)
+        times, losses = clocked(lambda _: engine.step([batch]), range(STEPS), "cuda")
         free, total = torch.cuda.mem_get_info()
     return {
-        "seconds": sorted(times)[STEPS // 2],
+        "seconds": median(times),
         "allocated": torch.cuda.max_memory_allocated() / GIB,
         "reserved": torch.cuda.max_memory_reserved() / GIB,
         "used": (total - free) / GIB,
-        "loss": result.loss,
+        "loss": losses[-1],
     }
 
 
@@ -219,10 +228,7 @@ def main() -> int:
         "Memory in GiB. *Allocated* is what torch's allocator handed out at the peak of a step; "
         "*in use* is all that the card had given away after the run: what the allocator reserved, "
         "and CUDA's own. Random weights of the true shape, every token trained, bf16; median of "
-        f"{STEPS} steps. LoRA of rank 16 on all linear layers. The model of memory and time was "
-        "corrected once after an earlier run of these jobs, whose errors were up to 19 % and 61 %; "
-        "the predictions here were made before this run, and its last four jobs had never been "
-        "run before.",
+        f"{STEPS} steps, from mark to mark on the card. LoRA of rank 16 on all linear layers.",
     )
     return 0
 

@@ -139,6 +139,7 @@ def _summary(ranking: Any, fix: str) -> dict[str, Any]:
                 "cost": each.found.cost if each.found else None,
                 "micro_batch": each.found.work.micro_batch if each.found else None,
                 "gradient_checkpointing": each.found.work.checkpointing if each.found else None,
+                "keep_layers": each.found.work.kept_layers if each.found else None,
             }
             for each in ranking.candidates
         ],
@@ -169,12 +170,15 @@ def _given(arguments: argparse.Namespace) -> tuple[Job, ModelShape, Cluster]:
 
 
 def _spread(job: Job, shape: ModelShape, cluster: Cluster) -> Job:
-    """The job with the strategy that it asks for; `auto` is the best, or DDP where nothing fits."""
+    """The job with the strategy that it asks for; `auto` is the best, or DDP where nothing fits.
+    Likewise with what it computes again."""
+    from shardtune.budget import least
     from shardtune.search import rank
     from shardtune.strategies import DDP, AutoStrategy
 
     if not isinstance(job.strategy, AutoStrategy):
-        return job
+        auto = job.train.gradient_checkpointing == "auto"
+        return least(job, shape, cluster).job if auto else job
     best = rank(job, shape, cluster).best
     if best is not None and best.found is not None:
         return best.found.job

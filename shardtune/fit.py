@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardtune.budget import leanest, within_memory
 from shardtune.core.cache import cache_dir
 from shardtune.core.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.core.document import KeyPath
@@ -79,9 +80,10 @@ def shortage(found: Forecast) -> str:
         return f"a node needs {found.host / GIB:.1f} GiB of main memory and has {room:.1f}"
     largest = sorted(found.memory.gpu.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    gpu = found.cluster.gpu
+    gpu, room = found.cluster.gpu, found.capacity / GIB
     needed = f"needs {found.memory.required / GIB:.1f} GiB on each {gpu.name}"
-    return f"{needed} and there are {gpu.memory_gib:.1f}: {parts}"
+    told = " (train.memory_gib)" if room < gpu.memory_gib else ""
+    return f"{needed} and there are {room:.1f}{told}: {parts}"
 
 
 def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
@@ -100,10 +102,27 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
 
 
 def planned(resolved: ResolvedJob, machine: Machine, nodes: int = 1) -> ResolvedJob:
-    """The job with the best strategy in place of `auto`, and why it is the best."""
+    """The job with the best strategy in place of `auto`, and the least recomputation that fits, and
+    why."""
+    if not isinstance(resolved.job.strategy, AutoStrategy):
+        return _recomputing(resolved, machine, nodes)
+    return _with_strategy(resolved, machine, nodes)
+
+
+def _recomputing(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
     job = resolved.job
-    if not isinstance(job.strategy, AutoStrategy):
+    if job.train.gradient_checkpointing != "auto":
         return resolved
+    try:
+        shape = shape_of(job.model)
+        cluster = cluster_here(machine, int(job.launch.processes), nodes)
+        return within_memory(resolved, shape, cluster)
+    except (JobError, ModelError) as error:
+        return leanest(resolved, f"there is no forecast ({error.problems[0].fact})")
+
+
+def _with_strategy(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
+    job = resolved.job
     shape = shape_of(job.model)
     cluster = cluster_here(machine, int(job.launch.processes), nodes)
     ranking = rank(job, shape, cluster, deepspeed=find_spec("deepspeed") is not None)
@@ -118,7 +137,7 @@ def planned(resolved: ResolvedJob, machine: Machine, nodes: int = 1) -> Resolved
     if runner_up is not None:
         reason += f"; {runner_up.name}: {runner_up.why}"
     reasons: dict[KeyPath, str] = {**resolved.reasons, ("strategy", "type"): reason}
-    for key in ("micro_batch", "gradient_checkpointing"):
+    for key in ("micro_batch", "gradient_checkpointing", "keep_layers"):
         if getattr(best.found.job.train, key) != getattr(job.train, key):
             reasons["train", key] = f"planned with {best.name}"
     return ResolvedJob(best.found.job, reasons)

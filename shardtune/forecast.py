@@ -49,8 +49,9 @@ class Forecast:
 
     @property
     def capacity(self) -> float:
-        """Bytes of one GPU."""
-        return self.cluster.gpu.memory_gib * GIB
+        """Bytes of one GPU, or as many of them as the job may take."""
+        whole, told = self.cluster.gpu.memory_gib, self.job.train.memory_gib
+        return (whole if told is None else min(whole, told)) * GIB
 
     @property
     def over(self) -> float:
@@ -72,6 +73,12 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return self.over <= 0 and self.host_over <= 0
+
+    @property
+    def recomputes(self) -> str:
+        """The level of recomputation, and how many layers are excepted."""
+        kept = self.work.kept_layers
+        return self.work.checkpointing + (f", not {kept} layers" if kept else "")
 
     @property
     def held(self) -> Held:
@@ -101,6 +108,8 @@ class Forecast:
             "fits": self.fits,
             "strategy": self.job.strategy.type,
             "mesh": dict(self.mesh.axes),
+            "gradient_checkpointing": self.work.checkpointing,
+            "keep_layers": self.work.kept_layers,
             "gpu_gib": {
                 **gpu,
                 "peak": memory.peak / GIB,
@@ -198,7 +207,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
 
 def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     """The job as the estimator sees it."""
-    train = job.train
+    train, level = job.train, job.train.gradient_checkpointing
     shares = mesh.data_ranks
     micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
     native = not isinstance(job.strategy, DeepSpeed)
@@ -215,7 +224,9 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         widths=widths(job),
         adapter=adapter(job, shape),
         packed_bits=quantised,
-        checkpointing="full" if train.gradient_checkpointing == "full" else "none",
+        fp8=train.precision == "fp8-base",
+        checkpointing="none" if level == "auto" else level,
+        kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,
         attention="eager" if job.model.attention == "eager" else "sdpa",
         loss="pieces" if train.loss == "fused" and whole else "plain",

@@ -96,7 +96,13 @@ def _cheapest_change(train: TrainSection) -> str:
     if rows > 1:
         by_itself = "train.on_oom: reduce_micro_batch does so by itself"
         return f"set train.micro_batch: {rows // 2}; the result stays the same ({by_itself})"
-    if train.gradient_checkpointing != "full":
+    level = train.gradient_checkpointing
+    if train.keep_layers and level in ("mlp", "most"):
+        return f"set train.keep_layers: {train.keep_layers // 2}; the result stays the same"
+    if level == "none" and train.kernels == "compiled":
+        more = "`full` where that doesn't suffice"
+        return f"set train.gradient_checkpointing: mlp; the result stays the same ({more})"
+    if level != "full":
         return "set train.gradient_checkpointing: full; the result stays the same"
     return "divide more over the ranks (strategy), or shorten data.sequence_length"
 

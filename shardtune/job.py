@@ -219,11 +219,16 @@ class TrainSection(Section):
     """Of the computation. Weights that are trained are kept in fp32 in any case. `fp8-base` is bf16
     with an adapter whose frozen base is held and multiplied in 8 bits: for GPUs that do so twice as
     fast (Hopper and later). Under `strategy: ddp`, with `model.quantization: none`."""
-    gradient_checkpointing: Recompute = "none"
+    gradient_checkpointing: Auto | Recompute = "none"
     """What the backward pass computes once more instead of keeping it: `none` keeps the result of
     every product (small operations between them are repeated where layers are compiled), `mlp`
     drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but each layer's
-    input: least memory, about a third more time. `mlp` and `most` are for `ddp` and `fsdp`."""
+    input: least memory, about a third more time. `mlp` and `most` are for `ddp` and `fsdp`.
+    `auto` computes again as little as fits into the memory, by the forecast, and sets
+    `keep_layers` too."""
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """What a rank may take of its GPU, in GiB: the forecast, and what is chosen by it, keep to it.
+    Null: all that the GPU has."""
     keep_layers: NotNegative = 0
     """So many of the layers, the last ones, keep what `gradient_checkpointing: mlp` or `most` would
     compute again: memory that is left buys time."""
@@ -258,6 +263,12 @@ class TrainSection(Section):
     on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
     """What to do when memory runs out: stop and say what to change, or go on from the last
     checkpoint with half the micro-batch, which changes nothing else."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is computed again, once `auto` is replaced."""
+        assert self.gradient_checkpointing != "auto"
+        return self.gradient_checkpointing
 
 
 class EvaluateSection(Section):

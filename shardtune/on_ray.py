@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardtune.budget import leanest
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.core.machine import Machine
 from shardtune.errors import LaunchError, Problem
@@ -70,6 +71,7 @@ def _resolved(loaded: LoadedJob, workers: Workers, *, here: bool) -> ResolvedJob
     if loaded.job.launch.processes == "auto":
         reason = f"one for each GPU of the Ray cluster, {workers.count} found"
         resolved.reasons["launch", "workers"] = reason
+    resolved = leanest(resolved, "which GPUs the workers have isn't known here")
     check(resolved.job, loaded.place, machine if here else None)
     return resolved
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
+from shardtune.budget import BETWEEN, LEVELS
 from shardtune.core.cluster import Cluster, find_gpu, parse_cluster
-from shardtune.core.setup import Recompute
 from shardtune.core.shape import ModelShape
 from shardtune.forecast import Forecast
 from shardtune.job import Job, LoRA, NoAdapter
@@ -59,9 +59,13 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
     fused = {**smaller, "loss": "fused"} if job.train.loss != "fused" else smaller
     if fused != smaller:
         yield train(fused)
-    lean, levels = fused, get_args(Recompute)
-    for more in levels[levels.index(job.train.gradient_checkpointing) + 1 :]:
-        lean = {**fused, "gradient_checkpointing": more}
+    level, excepted = job.train.gradient_checkpointing, {}
+    if job.train.keep_layers and level in BETWEEN:
+        excepted = {"keep_layers": 0}
+        yield train({**fused, **excepted})
+    lean = fused
+    for more in LEVELS if level == "auto" else LEVELS[LEVELS.index(level) + 1 :]:
+        lean = {**fused, **excepted, "gradient_checkpointing": more}
         yield train(lean)
     if job.train.precision == "fp8-base":  # what follows divides weights, or packs them
         lean = {**lean, "precision": "bf16"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from shardtune.budget import BETWEEN, at_level, filled, levels_of
 from shardtune.core.cluster import Cluster
 from shardtune.core.families import FAMILIES, degrees_of
 from shardtune.core.shape import ModelShape
@@ -162,7 +163,8 @@ def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Ai
     if not forecasts:
         refused = next(each for each in variants if isinstance(each, str))
         return Candidate(choice.name, None, refused)
-    return Candidate(choice.name, _leading(forecasts, aim))
+    best = _leading(forecasts, aim)
+    return Candidate(choice.name, best if aim == "memory" else filled(best))
 
 
 def _leading(forecasts: Sequence[Forecast], aim: Aim) -> Forecast:
@@ -187,10 +189,11 @@ def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
     rows = -(-job.train.global_batch // mesh.data_ranks)
     plain = {"kernels": "eager", "loss": "plain"} if leaves_layers_alone(strategy, mesh) else {}
     for micro in (1, *_powers(rows)):
-        for checkpointing in ("none", "full"):
-            update = {"micro_batch": micro, "gradient_checkpointing": checkpointing, **plain}
-            train = job.train.model_copy(update=update)
-            yield job.model_copy(update={"strategy": strategy, "train": train, "launch": launch})
+        train = job.train.model_copy(update={"micro_batch": micro, **plain})
+        each = job.model_copy(update={"strategy": strategy, "train": train, "launch": launch})
+        for level in levels_of(each, cluster.gpus):
+            if level not in BETWEEN or train.kernels == "compiled":
+                yield at_level(each, level)
 
 
 def _cost(found: Forecast, aim: Aim) -> tuple[float, float]:

@@ -128,6 +128,11 @@ def test_want_of_memory_names_rank_step_and_batch(error: Exception) -> None:
     [
         ({"micro_batch": 1}, "gradient_checkpointing: full"),
         ({"micro_batch": 1, "gradient_checkpointing": "most"}, "gradient_checkpointing: full"),
+        ({"micro_batch": 1, "kernels": "compiled"}, "gradient_checkpointing: mlp"),
+        (
+            {"micro_batch": 1, "gradient_checkpointing": "mlp", "keep_layers": 9},
+            "keep_layers: 4",
+        ),
         ({"micro_batch": 1, "gradient_checkpointing": "full"}, "divide more over the ranks"),
     ],
 )

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from shardtune.core.shape import LAYERS, ModelShape
 from shardtune.estimate.constants import MemoryConstants
+from shardtune.estimate.kept import (
+    ATTENTION_INPUTS,
+    ATTENTION_OUTPUTS,
+    MLP_INPUTS,
+    MLP_OUTPUTS,
+    kept_bytes,
+)
 from shardtune.estimate.parts import Cut
 from shardtune.estimate.workload import Workload
 
@@ -17,18 +24,13 @@ ON_DEVICE = 2
 and one at work (`engines/offload.py`)."""
 LEAST_ROWS = 256
 """Logits of a piece, and the fewest rows of one, in our own loss (`engines/fused_loss.py`)."""
-ATTENTION_INPUTS = frozenset(
-    {"q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "q", "k", "v", "W_pack"}
-)
-MLP_INPUTS = frozenset(
-    {"gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "wi_0", "wi_1", "wi"}
-)
-ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "dense", "o", "c_proj"})
-MLP_OUTPUTS = frozenset({"down_proj", "c_proj", "fc2", "dense_4h_to_h", "wo"})
 
 
 def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
-    """What one layer keeps of one micro-batch when nothing is recomputed."""
+    """What one layer keeps of one micro-batch when nothing is recomputed, but for the small
+    operations of layers that we compile."""
+    if work.counted and work.kernels == "compiled":
+        return kept_bytes(shape, work, cut, "none")
     tokens = work.tokens / cut.context
     width = work.widths.compute
     spread = cut.tensor if work.sequence_parallel else 1
@@ -49,12 +51,7 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
 def boundary_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """What flows from one layer to the next."""
     spread = cut.tensor if work.sequence_parallel else 1
-    return shape.hidden * _stream(work) * work.tokens / cut.context / spread
-
-
-def _stream(work: Workload) -> float:
-    """Bytes of a number that flows between the layers."""
-    return 4 if work.wide_stream else work.widths.compute
+    return shape.hidden * work.stream * work.tokens / cut.context / spread
 
 
 def selective_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
@@ -71,17 +68,21 @@ def selective_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
 def stack_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """What all layers of a rank keep at the end of the forward pass, without the layer at work."""
     layers = (shape.layers + shape.encoder_layers) / cut.pipeline
-    each = saved_bytes(shape, work, cut)
+    each, more = saved_bytes(shape, work, cut), _kept_layer(shape, work, cut)
     if work.offloaded:
-        return each * min(layers, ON_DEVICE)
-    return each * layers * in_flight(work, cut)
+        return max(each, more) * min(layers, ON_DEVICE)
+    kept = min(work.kept_layers, layers) if more else 0
+    return (each * (layers - kept) + more * kept) * in_flight(work, cut)
 
 
 def waiting_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     """What waits in main memory for the backward pass: all layers but the last."""
     if not work.offloaded:
         return 0.0
-    return saved_bytes(shape, work, cut) * (shape.layers + shape.encoder_layers - 1)
+    layers, more = shape.layers + shape.encoder_layers, _kept_layer(shape, work, cut)
+    kept = min(work.kept_layers, layers) if more else 0
+    each = saved_bytes(shape, work, cut)
+    return each * (layers - kept) + more * kept - max(each, more)
 
 
 def saved_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
@@ -90,7 +91,16 @@ def saved_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
         return 0.0 if work.offloaded_checkpoints else boundary_bytes(shape, work, cut)
     if work.checkpointing == "selective":
         return selective_bytes(shape, work, cut)
+    if work.checkpointing in ("mlp", "most"):
+        return kept_bytes(shape, work, cut, work.checkpointing)
     return layer_bytes(shape, work, cut)
+
+
+def _kept_layer(shape: ModelShape, work: Workload, cut: Cut) -> float:
+    """What a layer keeps that is to keep more than the others; 0 where there is none."""
+    if not work.kept_layers or work.checkpointing not in ("mlp", "most"):
+        return 0.0
+    return kept_bytes(shape, work, cut, "none")
 
 
 def in_flight(work: Workload, cut: Cut) -> float:
@@ -125,28 +135,26 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants)
 
 def piece_rows(shape: ModelShape) -> int:
     """Tokens whose logits our loss has at a time."""
-    return max(LEAST_ROWS, PIECE // shape.vocab)
+    return max(LEAST_ROWS, PIECE // shape.vocab // LEAST_ROWS * LEAST_ROWS)
 
 
 def _piece_bytes(shape: ModelShape, work: Workload, cut: Cut, tokens: float) -> float:
-    """A piece's logits and their gradient, and the next piece's logits; the head in 16 bits."""
+    """A piece's logits, which become their gradient, and the next piece's; the head in 16 bits."""
     rows = min(tokens, piece_rows(shape))
     piece = rows * shape.vocab * work.widths.compute / cut.tensor
     head = shape.vocab * shape.hidden * work.widths.compute / cut.tensor
-    total = (3 if tokens > rows else 2) * piece
-    if work.adapter is None:
-        total = max(total, 2 * piece + head)  # a piece's share of the head's gradient
+    total = (2 if tokens > rows else 1) * piece
     if work.wide_stream:
         total += head  # cast from fp32
     # What the head reads is there twice, whole and without what has no label; and its gradient.
-    return total + tokens * (_top(shape, work) + 3 * shape.hidden * _stream(work))
+    return total + tokens * (_top(shape, work) + 3 * shape.hidden * work.stream)
 
 
 def _top(shape: ModelShape, work: Workload) -> float:
     """Bytes a token that the last norm keeps, and the head of its input. It is never compiled."""
     kept = 4.0 if shape.norm == "rms" else work.widths.compute
     if work.adapter is None and shape.norm == "rms":
-        kept += _stream(work)  # for the gradient of the norm's own weight
+        kept += work.stream  # for the gradient of the norm's own weight
     if work.adapter is None and work.loss != "pieces":
         kept += work.widths.compute
     return kept * shape.hidden
@@ -197,13 +205,10 @@ def _eager_working(shape: ModelShape, work: Workload) -> float:
 
 
 def _compiled_working(shape: ModelShape, work: Workload) -> float:
-    """Numbers a token. Compiled code writes gradients where their operands were. Adapters have
-    factors of their own, so that a gradient is there once for the weight and once for the adapter.
-    The counts are those that an H200 showed (docs/benchmarks/planner_gpu.md)."""
-    if work.adapter is None:
-        return mlp_width(shape) + 2 * shape.hidden * _stream(work) / work.widths.compute
-    wide = 5 if work.packed_bits is None else 4
-    return wide * mlp_width(shape) + 1.5 * shape.hidden
+    """Numbers a token: the activation once more, its gradient, and those of what went into it;
+    and two of the stream."""
+    wide = (2 if shape.gated else 1) + 2
+    return wide * mlp_width(shape) + 2 * shape.hidden * work.stream / work.widths.compute
 
 
 def mlp_width(shape: ModelShape) -> float:

@@ -31,7 +31,7 @@ def casts_of(shape: ModelShape, work: Workload, cut: Cut) -> Casts:
         every = (shape.parameters - shape.embedding_parameters) * width / cut.pipeline
         head = 0.0 if work.loss == "pieces" else shape.vocab * shape.hidden * width
     one = every / layers * cut.pipeline
-    if work.checkpointing == "none":
+    if work.checkpointing == "none" and not work.keeps_products:
         return Casts(every + head, every, one)
     # Autocast remembers its casts until the forward pass is over, which our loss in pieces belongs
     # to; a plain loss is largest after it. What is compiled has casts of its own.

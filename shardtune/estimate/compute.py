@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardtune.core.cluster import Cluster
-from shardtune.core.shape import LAYERS, MULTIPLIED, ModelShape, Weight
+from shardtune.core.shape import ModelShape, Weight
 from shardtune.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
 from shardtune.estimate.constants import Chip, TimeConstants
+from shardtune.estimate.kept import (
+    MLP_INPUTS,
+    is_last,
+    is_repeated,
+    met,
+    products,
+    readers,
+)
 from shardtune.estimate.parts import Cut
 from shardtune.estimate.workload import Loss, Workload
 
 LOSS_PASSES: dict[Loss, int] = {
-    "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 16,
+    "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 6,
 }  # fmt: skip
 """Bytes that pass for a logit, forward and backward, beside the head's own products."""
 LOSS_LAUNCHES = 30
@@ -67,16 +76,19 @@ class Engine:
         sheet = copied / COPY if copied else self.cluster.gpu.memory_gbs
         return sheet * 1e9 * self.chip.memory
 
-    def product(self, m: float, n: float, k: float, *, fp8: bool = False) -> float:
-        """An m x k matrix times a k x n one: the arithmetic, then the way of its bytes.
+    def product(
+        self, m: float, n: float, k: float, *, faster: float = 1.0, operand: int = 2
+    ) -> float:
+        """An m x k matrix times a k x n one: the arithmetic, then the way of its bytes. `faster` is
+        against 16 bits, `operand` how many bytes a number has that goes in.
 
         They overlap, but tiles have edges, and kernels a start and an end: over all shapes the sum
         is nearer to what is measured than the longer of the two.
         """
-        speed = self.flops * (self.chip.fp8 if fp8 else 1.0)
+        speed = self.flops * faster
         if n % 8 or k % 8:
             speed *= self.time.unaligned
-        return 2 * m * n * k / speed + 2 * (m * n + n * k + m * k) / self.bytes
+        return 2 * m * n * k / speed + (2 * m * n + operand * (n * k + m * k)) / self.bytes
 
 
 def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
@@ -84,11 +96,10 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Bu
     tokens = work.tokens / cut.context
     layers = shape.layers + shape.encoder_layers
     total = Busy(0.0, 0.0)
-    for weight in shape.weights:
-        if weight.part in LAYERS and weight.kind in MULTIPLIED:
-            each = _linear(weight, shape, work, cut, tokens, on)
-            share = weight.times / layers
-            total += Busy(each.forward * share, each.backward * share)
+    for weight, _ in products(shape):
+        each = _linear(weight, shape, work, cut, tokens, on)
+        share = weight.times / layers
+        total += Busy(each.forward * share, each.backward * share)
     total += _attention(shape, work, cut, on)
     total += _small(shape, work, cut, tokens, on)
     if work.adapter is not None:
@@ -96,9 +107,40 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Bu
     if work.autocast:
         total += _casts(work.trained(shape) - _ends(shape, work), on, layers * cut.tensor)
     if work.packed_bits is not None:
-        unpack = shape.quantisable() / layers / cut.tensor * (work.packed_bits / 8 + 2) / on.bytes
+        unpack = shape.quantisable() / layers / cut.tensor * _unpacking(work, on)
         total += Busy(unpack, unpack)
     return _launched(total, shape, work, cut, on)
+
+
+def repeated_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> float:
+    """What the backward pass of a layer computes once more at the levels `mlp` and `most`, beyond
+    the small operations that compiled layers repeat at every level.
+
+    On their own, small operations and adapters are all run again; what the adapters' wide results
+    save by being kept is left out of the account.
+    """
+    tokens = work.tokens / cut.context
+    layers = shape.layers + shape.encoder_layers
+    again = [w for w, _ in products(shape) if is_repeated(w, work.checkpointing)]
+    total = sum(
+        _linear(weight, shape, work, cut, tokens, on).forward * weight.times / layers
+        for weight in again
+    )
+    compiled = work.kernels == "compiled"
+    if work.adapter is not None:
+        names = {w.name for w in again} if compiled else None
+        total += _adapters(shape, work, cut, tokens, on, names).forward
+    if not compiled:
+        total += _small(shape, work, cut, tokens, on).forward
+    if work.packed_bits is not None:
+        total += sum(w.total for w in again) / layers / cut.tensor * _unpacking(work, on)
+    return total
+
+
+def _unpacking(work: Workload, on: Engine) -> float:
+    """Seconds for a quantised weight to become a 16-bit one."""
+    assert work.packed_bits is not None
+    return (work.packed_bits / 8 + 2) / on.bytes
 
 
 def loss_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
@@ -112,8 +154,8 @@ def loss_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Bus
     if work.autocast and trained:
         small += _casts(head, on, 1).both
     if work.loss == "pieces" and trained:
-        # Each piece's share of the head's gradient in 16 bits, added to an fp32 sum.
-        small += -(-tokens // piece_rows(shape)) * head * (4 + 8) / on.bytes
+        # Each piece's share of the head's gradient is added to an fp32 sum.
+        small += -(-tokens // piece_rows(shape)) * head * 8 / on.bytes
     host = LOSS_LAUNCHES * on.time.launch
     return Busy(
         _slower(product + small / 2, host, on),
@@ -136,18 +178,20 @@ def _linear(
 ) -> Busy:
     *many, outputs, inputs = weight.shape
     copies = math.prod(many)
-    rows = tokens * _routed(weight, shape)
-    forward = copies * on.product(rows, outputs / cut.tensor, inputs, fp8=work.fp8)
+    rows = tokens * met(weight, shape)
+    by_row = work.fp8 and work.counted
+    faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 else 1.0
+    forward = copies * on.product(
+        rows, outputs / cut.tensor, inputs, faster=faster, operand=1 if by_row else 2
+    )
     trained = work.adapter is None
-    return Busy(forward, forward * (1 + trained))
-
-
-def _routed(weight: Weight, shape: ModelShape) -> float:
-    """Share of the tokens that one copy of a weight sees: all, or those sent to an expert."""
-    if not weight.routed:
-        return 1.0
-    assert shape.experts is not None
-    return shape.experts.per_token / shape.experts.count
+    busy = Busy(forward, forward * (1 + trained))
+    if by_row:
+        # What goes in is read in 16 bits and written in 8: once for all that read it, and in the
+        # backward pass the gradient of what came out.
+        scale = copies * rows * 3 / on.bytes / cut.tensor
+        busy += Busy(inputs * scale / readers(weight, shape), outputs * scale)
+    return busy
 
 
 def _attention(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
@@ -183,6 +227,11 @@ def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engin
     rotary = (12.0, 14.0) if eager else (2.0, 2.0)
     rotated = Busy(*rotary) if shape.positions == "rotary" else Busy(1, 1)
     mlp = (Busy(5, 9) if eager else Busy(3, 5)) if shape.gated else Busy(2, 3)
+    if work.counted and work.kernels == "compiled":
+        # None of their results was kept: norms, rotations and the activation are made again.
+        hidden += Busy(0, 2 * norms)
+        rotated += Busy(0, 2)
+        mlp += Busy(0, 1)
     times = {
         "eager": on.time.eager_passes,
         "fused": on.time.fused_passes,
@@ -200,9 +249,19 @@ def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engin
     )
 
 
-def _adapters(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine) -> Busy:
-    """Narrow products that read and write whole activations; rank hardly matters."""
+def _adapters(
+    shape: ModelShape,
+    work: Workload,
+    cut: Cut,
+    tokens: float,
+    on: Engine,
+    only: Collection[str] | None = None,
+) -> Busy:
+    """Narrow products that read and write whole activations; rank hardly matters. `only` names the
+    weights whose adapters count."""
     assert work.adapter is not None
+    if work.counted and work.kernels == "compiled" and not work.adapter.dropout:
+        return _own_adapters(shape, work, cut, tokens, on, only)
     layers = shape.layers + shape.encoder_layers
     forward = backward = 0.0
     dropped = 4 if work.adapter.dropout else 0
@@ -211,10 +270,37 @@ def _adapters(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: En
     cast = 2 if work.widths.trained > 2 and alone else 1
     for weight in shape.targeted(work.adapter.targets):
         *many, outputs, inputs = weight.shape
-        share = weight.times / layers * math.prod(many) * _routed(weight, shape)
+        share = weight.times / layers * math.prod(many) * met(weight, shape)
         forward += share * ((1 + dropped) * inputs + (5 if alone else 3) * outputs)
         backward += share * (((4 if alone else 3) + dropped) * inputs + 3 * outputs)
     scale = cast * tokens * work.widths.compute / on.bytes / cut.tensor
+    return Busy(forward * scale, backward * scale)
+
+
+def _own_adapters(
+    shape: ModelShape,
+    work: Workload,
+    cut: Cut,
+    tokens: float,
+    on: Engine,
+    only: Collection[str] | None,
+) -> Busy:
+    """The same by `models/products.py`: adapters with one input read it once, and what they give is
+    added where the large product is written. A gated MLP adds it while it computes the activation,
+    which it also hands to the last adapter."""
+    assert work.adapter is not None
+    targets = {weight.name for weight in shape.targeted(work.adapter.targets)}
+    forward = backward = 0.0
+    for weight, times in products(shape):
+        if weight.name not in targets or (only is not None and weight.name not in only):
+            continue
+        outputs, inputs = weight.features
+        joint = inputs / readers(weight, shape)
+        opens = shape.gated and weight.module.rpartition(".")[2] in MLP_INPUTS
+        closes = shape.gated and is_last(weight)
+        forward += times * ((0 if closes else joint) + (0 if opens else 2 * outputs))
+        backward += times * ((1 if closes else 3) * joint + (1 if opens else 2) * outputs)
+    scale = on.time.narrow * tokens * work.widths.compute / on.bytes / cut.tensor
     return Busy(forward * scale, backward * scale)
 
 

@@ -16,6 +16,7 @@ from shardtune.estimate.activations import (
     layer_bytes,
     logit_bytes,
     passing_bytes,
+    saved_bytes,
     stack_bytes,
     working_bytes,
 )
@@ -205,9 +206,11 @@ class _Step:
         if self.work.checkpointing == "none":
             return self.working
         again = self.layer
-        if self.work.counted and self.work.checkpointing == "full":
-            again -= boundary_bytes(self.shape, self.work, self.cut)  # it is in the stack
-        return self.working + again
+        if self.work.counted:
+            # What it has kept is in the stack; and layers that keep more come first, and are gone.
+            again -= saved_bytes(self.shape, self.work, self.cut)
+            again -= self.work.kept_layers * self.layer
+        return self.working + max(0.0, again)
 
     @property
     def ends(self) -> int:

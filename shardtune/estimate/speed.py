@@ -11,7 +11,13 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.shape import ModelShape
 from shardtune.estimate.activations import waiting_bytes
 from shardtune.estimate.comms import Group, Sent, group_of, joined, on_links, seconds
-from shardtune.estimate.compute import Busy, Engine, layer_seconds, loss_seconds
+from shardtune.estimate.compute import (
+    Busy,
+    Engine,
+    layer_seconds,
+    loss_seconds,
+    repeated_seconds,
+)
 from shardtune.estimate.constants import TIME, Chip, TimeConstants, chip_of
 from shardtune.estimate.parts import WEIGHTS, Cut, held_share, part_bytes
 from shardtune.estimate.workload import Workload, sent_bytes
@@ -138,7 +144,13 @@ class _Step:
     def _layer(self) -> Busy:
         """One layer of one micro-batch, with what is computed again."""
         layer = layer_seconds(self.shape, self.work, self.cut, self.on)
-        return Busy(layer.forward, layer.backward + AGAIN[self.work.checkpointing] * layer.forward)
+        if self.work.checkpointing in ("mlp", "most"):
+            layers = self.shape.layers + self.shape.encoder_layers
+            share = max(0.0, 1 - self.work.kept_layers / layers)
+            again = share * repeated_seconds(self.shape, self.work, self.cut, self.on)
+        else:
+            again = AGAIN[self.work.checkpointing] * layer.forward
+        return Busy(layer.forward, layer.backward + again)
 
     # Sending -----------------------------------------------------------------------------------
 

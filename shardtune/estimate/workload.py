@@ -14,9 +14,10 @@ from shardtune.core.footprint import ModelBytes
 from shardtune.core.pipelining import Pipelining
 from shardtune.core.shape import NF4_BITS, ModelShape
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "mlp", "most", "selective", "full"]
 """`selective` keeps the attention's result and every second matrix product, `full` only what flows
-between the layers."""
+between the layers. `mlp` and `most` are our own engines': `mlp` keeps attention's result and the
+products that aren't wide, `most` attention's result alone."""
 Attention = Literal["sdpa", "flash", "eager"]
 """`sdpa` is what torch picks (cuDNN on Hopper), `flash` FlashAttention 2; neither ever writes the
 scores down. `eager` does."""
@@ -99,8 +100,10 @@ class Workload:
     packed_bits: float | None = None
     """Bits of a quantised weight; None where none are quantised."""
     fp8: bool = False
-    """Matrix products of the layers in 8 bits."""
+    """Matrix products of the layers in 8 bits; of our own engines, those with frozen weights."""
     checkpointing: Checkpointing = "none"
+    kept_layers: int = 0
+    """Layers, the last ones, that keep what `mlp` or `most` would compute again."""
     offloaded_checkpoints: bool = False
     """What flows between the layers waits in main memory for the backward pass."""
     offloaded: bool = False
@@ -152,6 +155,19 @@ class Workload:
     def wide_stream(self) -> bool:
         """Whether what flows between the layers is in fp32: it begins in the embedding."""
         return self.autocast and self.adapter is None
+
+    @property
+    def stream(self) -> float:
+        """Bytes of a number that flows between the layers."""
+        return 4 if self.wide_stream else self.widths.compute
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether a layer of our own keeps results of products and of attention, and nothing that
+        lies between them: compiled, or where some of the products are to be repeated."""
+        return self.counted and (
+            self.kernels == "compiled" or self.checkpointing in ("mlp", "most")
+        )
 
     def trained(self, shape: ModelShape) -> int:
         """Numbers that the optimizer changes."""

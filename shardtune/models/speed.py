@@ -30,7 +30,7 @@ class Speed:
 
     @classmethod
     def of(cls, train: TrainSection) -> Speed:
-        return cls(train.kernels == "compiled", train.gradient_checkpointing, train.keep_layers)
+        return cls(train.kernels == "compiled", train.recompute, train.keep_layers)
 
 
 def hasten(

@@ -61,7 +61,7 @@ def _verdict(found: Forecast) -> Text:
     return Text.assemble(
         words,
         f": {needed:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
-        (f"\n{found.job.strategy.type}, {_mesh(found)}", "dim"),
+        (f"\n{found.job.strategy.type}, {_mesh(found)}, recompute: {found.recomputes}", "dim"),
     )
 
 
@@ -133,10 +133,6 @@ def _traffic(found: Forecast) -> Table:
     return table
 
 
-_RECOMPUTED = {"none": "no", "full": "yes"}
-"""What lies between is called by its name."""
-
-
 def print_ranking(ranking: Ranking, console: Console) -> None:
     """The best first; of every other, why it isn't."""
     table = Table(box=box.SIMPLE)
@@ -156,7 +152,7 @@ def print_ranking(ranking: Ranking, console: Console) -> None:
             f"{speed.tokens_per_second:,.0f}" if each.fits else "",
             f"{found.memory.required / GIB:.1f} / {found.capacity / GIB:.0f}",
             str(found.work.micro_batch),
-            _RECOMPUTED.get(found.work.checkpointing, found.work.checkpointing),
+            found.recomputes,
             *([f"{cost:,.2f}" if each.fits else ""] if cost is not None else []),
             style="" if each.fits else "dim",
         )
