@@ -102,14 +102,14 @@ class Child:
 
     def result(self) -> dict[str, Any]:
         """What it prints last, or the line that says what went wrong."""
-        try:
-            self._process.communicate(b"go\n", self._timeout)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not done in {self._timeout:.0f} s"}
-        finally:
-            self._process.kill()
-            self._process.wait()
         with self._out as out, self._err as err:
+            try:
+                self._process.communicate(b"go\n", self._timeout)
+            except subprocess.TimeoutExpired:
+                return {"error": f"not done in {self._timeout:.0f} s"}
+            finally:
+                self._process.kill()
+                self._process.communicate()
             out.seek(0)
             err.seek(0)
             if self._process.returncode == 0:

@@ -133,7 +133,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         to_other = tl.load(up + half * (2 * rank) + rank + matrix, mask=wanted, other=0.0)
         gate += tl.dot(for_gate, to_gate)
         other += tl.dot(for_other, to_other)
-        value = (gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * other).to(result.dtype.element_ty)
+        value = (gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * other).to(
+            result.dtype.element_ty
+        )
         inside = here[:, None] & (column[None, :] < end)
         tl.store(results + (m[:, None] * half + column[None, :]), value, mask=inside)
         kept = (n[None, :] < next_rank) & (column[:, None] < end)

@@ -98,9 +98,7 @@ class Closing(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         to_last_narrow = gradient @ last_up
         to_active = _backwards(gradient, ctx.layers, None, None)
-        to_y, active, to_narrow = gated_back(
-            to_active, to_last_narrow, last_down, y, narrow, up
-        )
+        to_y, active, to_narrow = gated_back(to_active, to_last_narrow, last_down, y, narrow, up)
         return (
             to_y,
             to_narrow,

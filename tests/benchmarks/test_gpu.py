@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu import child, left_out, main, what_failed
+from benchmarks.gpu import Child, left_out, main, what_failed
 from benchmarks.gpu_cases import CASES, OURS, PEERS, chosen, our_job
 from benchmarks.gpu_data import batches, config_of, draw, flops
 from benchmarks.gpu_report import latest, ratio, rows
@@ -79,7 +79,17 @@ def test_a_failure_is_a_row_and_stops_nothing(
         {"error": "no memory"},
         record("lean 8x2048", "shardtune", 100.0),
     ]
-    monkeypatch.setattr(gpu, "child", lambda words, options: answers.pop(0))
+
+    class Said(Child):
+        """In the place of a GPU's answers."""
+
+        def __init__(self, words: list[str], options: argparse.Namespace) -> None:
+            self._answer = answers.pop(0)
+
+        def result(self) -> dict[str, object]:
+            return self._answer
+
+    monkeypatch.setattr(gpu, "Child", Said)
     words = ["--rows", "lean", "--methods", "HF, checkpointing, fp32", "shardtune", "--out"]
     assert main([*words, str(tmp_path)]) == 0
     bad, good = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
@@ -93,7 +103,7 @@ def test_a_failure_is_a_row_and_stops_nothing(
 
 def test_a_method_that_hangs_is_ended() -> None:
     options = argparse.Namespace(tiny=True, timeout=0.05)
-    assert child(["gpu_card"], options) == {"error": "not done in 0 s"}
+    assert Child(["gpu_card"], options).result() == {"error": "not done in 0 s"}
 
 
 def test_a_toy_stays_out_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
