@@ -178,11 +178,11 @@ def deepspeeds(engine: NativeEngine, folder: Path) -> tuple[float, float, int] |
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--every", type=int, default=20, help="steps between two saves (20)")
-    parser.add_argument("--pairs", type=int, default=3, help="windows with and without a save (3)")
+    parser.add_argument("--pairs", type=int, default=2, help="windows with and without a save (2)")
     parser.add_argument("--shape", choices=SHAPES, default="135M")
     parser.add_argument("--layers", type=int, help="as many as the shape has")
     parser.add_argument("--stall-only", action="store_true", help="no peers, no time to load")
-    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, default=None, help="a disk to write to")

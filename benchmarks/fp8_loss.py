@@ -3,8 +3,8 @@
     python -m benchmarks.fp8_loss job.yaml
     python -m benchmarks.fp8_loss --runs BF16 FP8
 
-Two ordinary runs of `shardtune train`, on the same data in the same order; `--runs` compares two run
-directories that are there already.
+Two ordinary runs of `shardtune train`, on the same data in the same order; `--runs` compares two
+run directories that are there already.
 """
 
 from __future__ import annotations

@@ -339,12 +339,27 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "compiled-layers-are-whole",
         ("train", "kernels"),
-        lambda job: job.train.kernels == "compiled" and _cuts_the_model(job),
+        lambda job: (
+            job.train.kernels == "compiled"
+            and (_cuts_the_model(job) or isinstance(job.strategy, DeepSpeed))
+        ),
         lambda job: (
             f"{job.strategy.type} reaches into layers while they run, where compiled ones are "
             "closed"
         ),
         "set train.kernels: eager",
+    ),
+    Rule(
+        "kept-layers-are-of-those-recomputed",
+        ("train", "keep_layers"),
+        lambda job: bool(
+            job.train.keep_layers and job.train.gradient_checkpointing in ("none", "full")
+        ),
+        lambda job: (
+            f"is {job.train.keep_layers}, but gradient_checkpointing: "
+            f"{job.train.gradient_checkpointing} treats all layers alike"
+        ),
+        "set train.gradient_checkpointing: mlp or most, or leave keep_layers out",
     ),
     Rule(
         "recomputed-layers-are-whole",

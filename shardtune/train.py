@@ -102,9 +102,9 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
         saving = due(step, job.save.every) or last
         if evaluating or saving or step == first or due(step, looks_every(job)):
             progress = unread.look(progress, wish)  # waits, logs, checks each step since the last
-        with meter.paused():
-            world.pulse.enter("save")
-            run.keep_saving()
+        world.pulse.enter("save")
+        run.keep_saving()
+        with meter.paused():  # both follow a look: nothing is computed meanwhile
             # Before the checkpoint: a run that goes on after it must not lack these lines.
             if evaluating:
                 run.evaluate(progress)

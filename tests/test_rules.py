@@ -264,6 +264,14 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.kernels: eager",
         ),
     ),
+    "kept-layers-are-of-those-recomputed": (
+        {"train": {"keep_layers": 4}},
+        Problem(
+            "train.keep_layers",
+            "is 4, but gradient_checkpointing: none treats all layers alike",
+            "set train.gradient_checkpointing: mlp or most, or leave keep_layers out",
+        ),
+    ),
     "recomputed-layers-are-whole": (
         {
             "strategy": {"type": "fsdp", "tensor": 2},

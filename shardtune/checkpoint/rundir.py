@@ -41,7 +41,7 @@ _FILES = (
 # What a resumed run may change: none of these alters what is computed.
 _FREE = {
     *(("train", key) for key in ("micro_batch", "gradient_checkpointing", "keep_layers")),
-    *(("train", key) for key in ("memory_gib", "log_every", "rehearse")),
+    *(("train", key) for key in ("memory_gib", "log_every", "rehearse", "offload_activations")),
     ("data", "workers"),
 }
 _FOLDERS = ("checkpoints", "result", "logs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,10 @@ class DDPEngine(NativeEngine):
 
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
         super().__init__(model, setup, world)
+        # Every rank has read the same weights; of those in 8 bits gloo can't send any.
+        small = [n for n, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn]
+        leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        leave_out(model, small)
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
             model, gradient_as_bucket_view=True
         )

@@ -40,6 +40,9 @@ def take_step(optimizer: Any, norm: Tensor, limit: float | None) -> Tensor:
     torch's fused optimizers read a divisor and a veto from tensors, where a loss scaler leaves
     them. So the GPU clips and decides, in its one pass over the gradients; nobody waits for it.
     """
+    where = next((each.device for each in _parameters(optimizer)), norm.device)
+    if norm.device != where:  # weights kept in main memory: torch would read before it is there
+        norm = norm.to(where)
     applied = norm.isfinite()
     if is_8bit(optimizer):
         _wait_and_step(optimizer, norm, limit)

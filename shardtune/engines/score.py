@@ -53,7 +53,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         largest = above
     norm = largest + tl.log(total)
     counted = target != ignored
-    aim = tl.load(here + tl.where(counted, target, 0)).to(tl.float32)
+    there = tl.where(counted, target, 0)
+    aim = tl.load(here + there, mask=there < vocabulary, other=float("nan")).to(tl.float32)
     tl.store(losses + row, tl.where(counted, norm - aim, 0.0))
     tl.debug_barrier()  # `aim` has been read: it may be overwritten
     for begin in range(0, vocabulary, block):

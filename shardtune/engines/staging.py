@@ -46,7 +46,10 @@ class Staging:
             return batch
         torch.cuda.set_device(self._stream.device)  # another thread than ours begins on the first
         with torch.cuda.stream(self._stream):
-            moved = self._moved(batch)
+            try:
+                moved = self._moved(batch)
+            except torch.OutOfMemoryError:  # it goes with its step, which says what is to be done
+                return batch
             return replace(moved, arrived=self._stream.record_event())
 
     def receive(self, batch: MicroBatch) -> Staged:

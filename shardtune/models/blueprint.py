@@ -42,10 +42,10 @@ class ModelBlueprint:
         model = load_base(self.section, held_precision(self.adapter, self.train))
         use_boundaries(model, device, DTYPES[self.train.precision])
         speed = Speed.of(self.train)
-        layers = decoder_layers(model) if speed != Speed() else []
+        layers = decoder_layers(model) if speed.changes_layers else []
         adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)
         answer_in(adapted, self.adapter, DTYPES[self.train.precision])
-        hasten(adapted, model, layers, self.adapter, speed)
+        hasten(model, layers, self.adapter, speed)
         return adapted
 
     def in_parts(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+LARGEST_RANK = 64
 SPLITS = 8
 """Programs that share a row. What each of them has summed up is added afterwards."""
 
@@ -32,7 +33,7 @@ except ImportError:  # on a machine without a GPU
 @torch.library.custom_op("shardtune::gated", mutates_args=())
 def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """The activation, and what the next layer's `down` makes of it."""
-    if not _on_gpu(y):
+    if not _on_gpu(y, narrow.shape[1] // 2, len(down)):
         gate, other = (y + narrow @ up.t()).chunk(2, dim=1)
         result = functional.silu(gate) * other
         return result, result @ down.t()
@@ -56,7 +57,7 @@ def gated_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `y` and `narrow`, and the activation once more. What comes in is `gradient`
     and `last @ down`."""
-    if not _on_gpu(y):
+    if not _on_gpu(y, narrow.shape[1] // 2, len(down)):
         incoming = gradient + last @ down
         gate, other = (y + narrow @ up.t()).chunk(2, dim=1)
         steep = torch.sigmoid(gate.float())
@@ -79,9 +80,11 @@ def _(
     return torch.empty_like(y), torch.empty_like(gradient), torch.empty_like(narrow)
 
 
-def _on_gpu(y: Tensor) -> bool:
-    """fp32 goes step by step: the matrix unit would round it."""
-    return y.is_cuda and triton is not None and y.dtype != torch.float32
+def _on_gpu(y: Tensor, *ranks: int) -> bool:
+    """fp32 goes step by step, because the matrix unit would round it; so do ranks of which a tile
+    would not fit into a processor's own memory."""
+    known = y.is_cuda and triton is not None and y.dtype != torch.float32
+    return known and max(ranks) <= LARGEST_RANK
 
 
 def _launch(kernel: Any, given: tuple[Tensor, ...], rows: int, half: int, *ranks: int) -> None:

@@ -45,10 +45,10 @@ def require_isolation(
     model.train(was_training)
     difference = (packed - alone).norm().item()  # of all: one logit may be off by rounding alone
     leak = (leaking - alone).norm().item()
-    if difference > LEAK * leak:
+    if not difference <= LEAK * leak:  # what isn't a number shows nothing
         fact = (
             f"this model ({config.model_type}) doesn't keep packed documents apart: a document "
-            f"changes the logits of the next by {difference / leak:.0%} of what seeing it would"
+            f"changes the logits of the next by {difference:.2g}; seeing it would, by {leak:.2g}"
         )
         raise ModelError(Problem("data.packing", fact, "set data.packing: false"))
 

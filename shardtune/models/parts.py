@@ -93,7 +93,7 @@ class Frame:
         if kind != "none":
             # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
             swap(adapted, linears, kind, compute)
-        hasten(adapted, model, layers, adapter, speed)
+        hasten(model, layers, adapter, speed)
         return cls(adapted, tuple(layers), names, adapter, compute)
 
     def fill(

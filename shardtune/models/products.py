@@ -189,7 +189,7 @@ def in_fp32(left: Tensor, right: Tensor) -> Tensor:
     """The product as the matrix unit sums it up, not rounded to 16 bits."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()
+    return left.float() @ right.float()
 
 
 @in_fp32.register_fake

@@ -101,11 +101,16 @@ _ATTENTION = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
     }
 )
 _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "aten::mm": lambda args: args[1].shape,
     "aten::addmm": lambda args: args[2].shape,
+    "aten::bmm": lambda args: args[1].shape[1:],
+    "aten::baddbmm": lambda args: args[2].shape[1:],
+    "aten::_grouped_mm": lambda args: args[1].shape[-2:],
     "shardtune::across": lambda args: (args[2].shape[1], len(args[3][0])),
     "shardtune::scaled": lambda args: (args[2].shape[1], len(args[4])),
     "shardtune::gated": lambda args: (args[0].shape[1], len(args[3])),

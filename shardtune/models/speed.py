@@ -28,14 +28,16 @@ class Speed:
     kept: int = 0
     """Layers, the last ones, that keep more."""
 
+    @property
+    def changes_layers(self) -> bool:
+        return self.compiled or self.recompute in ("mlp", "most")
+
     @classmethod
     def of(cls, train: TrainSection) -> Speed:
         return cls(train.kernels == "compiled", train.recompute, train.keep_layers)
 
 
-def hasten(
-    adapted: nn.Module, causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Speed
-) -> None:
+def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Speed) -> None:
     """Prepares `layers` of a model that has its adapters. They may be without weights still.
 
     Compiling itself happens when a layer first runs; layers that are alike share the result.
@@ -49,7 +51,7 @@ def hasten(
         for layer in layers:
             quicken(layer, causal.config.get_text_config().model_type)
     for number, layer in enumerate(layers):
-        if speed.compiled or what in ("mlp", "most"):
+        if speed.changes_layers:
             # A layer that is run again as a whole keeps for a moment what it would otherwise.
             keeps = what == "full" or number >= len(layers) - speed.kept
             recompute(layer, "none" if keeps else what)
