@@ -38,8 +38,9 @@ class Offload:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         # Frozen weights are saved for the backward pass too, but are there anyway.
-        own = chain(model.parameters(), model.buffers())
-        self._weights = frozenset(each.untyped_storage()._cdata for each in own)
+        own = (each.untyped_storage() for each in chain(model.parameters(), model.buffers()))
+        self._own = [StorageWeakRef(each) for each in own]  # type: ignore[no-untyped-call]
+        self._weights = frozenset(each.cdata for each in self._own)
         self._layers = _layers(model)
         self._pool = _Pool(pinned=device.type == "cuda")
         self._lanes = _Beside(device) if device.type == "cuda" else _Inline()
