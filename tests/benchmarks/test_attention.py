@@ -19,6 +19,7 @@ def test_every_way_keeps_documents_apart_but_the_one_that_says_so(way):
     assert (distance < NEAR) == way.isolates
 
 
+@pytest.mark.long
 def test_a_table_of_every_kind_and_every_way():
     rows = measure(TINY, CPU)
     ways = sum(way.on_cpu for way in WAYS)

@@ -58,7 +58,7 @@ def test_all_weights_start_alike() -> None:
     assert tiny_losses("1B all 8x2048", "HF")[0] == pytest.approx(ours[0], abs=BF16_NOISE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_writes_figures_table_and_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -341,5 +341,6 @@ def _on_rank(world: World, offload: bool) -> list[float]:
         return [made.step([batch(n + world.rank)]).loss for n in range(2)]
 
 
+@pytest.mark.long
 def test_copies_of_the_model_meet_as_ever() -> None:
     assert on_ranks(2, _on_rank, True) == on_ranks(2, _on_rank, False)
