@@ -165,6 +165,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 24
         time.sleep(0.1)
 
 
+@pytest.mark.long
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
