@@ -24,13 +24,9 @@ import torch
 
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_data import batches, config_of
-from benchmarks.gpu_run import DrawnWeights
+from benchmarks.gpu_run import engine_of
 from benchmarks.table import write_table
-from shardtune.core.world import World
 from shardtune.job import Job
-from shardtune.models.blueprint import EmptyBlueprint
-from shardtune.models.weights import NoFiles
-from shardtune.plan import make_plan
 
 PLAIN = {"kernels": "eager", "loss": "plain"}
 FAST = {"kernels": "compiled", "loss": "fused"}
@@ -57,20 +53,14 @@ def losses(case: Case, way: str, steps: int, device: str, *, tiny: bool) -> list
         "train": train,
     }
     job = Job.model_validate_json(json.dumps(document))
-    plan = make_plan(job, 1, steps)
     config = config_of(case, tiny=tiny)
+    data = batches(case, config.vocab_size, tiny=tiny)
     # Only the fast path is told of documents: the plain one is what transformers makes of it.
     told = device if way.startswith("fast") else "cpu"
-    empty = EmptyBlueprint.of(config, job.model, job.adapter, job.train, told)
-    assert isinstance(empty.frame.names.files, NoFiles)
-    drawn = DrawnWeights(empty.frame.names.files.shapes, device)
-    frame = replace(empty.frame, names=replace(empty.frame.names, files=drawn))
-    data = batches(case, config.vocab_size, tiny=tiny)
-    world = World(device="cuda:0" if device == "cuda" else device)
     torch.backends.cuda.enable_cudnn_sdp(way != "plain, other kernels")
-    with plan.strategy.build(replace(empty, frame=frame), plan.setup, world) as engine:
+    with engine_of(job, config, device, told=told, steps=steps) as engine:
         found = [engine.step([data[n % len(data)].ours]).loss for n in range(steps)]
-    del engine, frame, empty
+    del engine
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

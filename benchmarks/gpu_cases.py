@@ -53,6 +53,8 @@ class Case:
     base: Literal["bf16", "nf4"] = "bf16"
     packed: bool = False
     """Documents of 50 to 2000 tokens, of which only the trained tokens count."""
+    layers: int | None = None
+    """In the place of the model's own number."""
     against: str = ""
     """The row whose peers stand for this one's, so that they run once."""
     asked: float = 1.08

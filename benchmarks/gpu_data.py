@@ -21,7 +21,6 @@ SHORTEST, LONGEST = 50, 2000  # tokens of a document
 DOCUMENTS = 1000  # of the set that is packed
 PADDED_ROWS = 8  # documents of a micro-batch where each has a row of its own
 BASE = torch.bfloat16
-LAYERS: int | None = None  # in the place of the model's own number
 
 
 def config_of(case: Case, *, tiny: bool) -> Any:
@@ -39,8 +38,8 @@ def config_of(case: Case, *, tiny: bool) -> Any:
             "head_dim": 16,
             "vocab_size": 512,
         }
-    if LAYERS:
-        known["num_hidden_layers"] = LAYERS
+    if case.layers is not None:
+        known["num_hidden_layers"] = case.layers
     return AutoConfig.for_model(**known)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_data
 from benchmarks.gpu_card import clocked, loss_of
 from benchmarks.gpu_cases import CASES, OURS, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
 from benchmarks.gpu_peers import build, write_checkpoint
+from shardtune.core.engine import Engine
 from shardtune.core.world import World
 from shardtune.job import Job
 from shardtune.models.blueprint import EmptyBlueprint
@@ -46,15 +46,20 @@ def ours(
 ) -> Callable[[int], Any]:
     """Our engine as a job starts it, on drawn weights instead of files."""
     job = Job.model_validate_json(json.dumps(our_job(case, method, tiny=tiny)))
-    plan = make_plan(job, 1, 1000)
-    empty = EmptyBlueprint.of(config_of(case, tiny=tiny), job.model, job.adapter, job.train, device)
+    engine = engine_of(job, config_of(case, tiny=tiny), device, told=device).__enter__()
+    return lambda number: engine.step([data[number % len(data)].ours])
+
+
+def engine_of(job: Job, config: Any, device: str, *, told: str, steps: int = 1000) -> Engine:
+    """The engine of a job on drawn weights. Attention is chosen as for a machine with `told`."""
+    plan = make_plan(job, 1, steps)
+    empty = EmptyBlueprint.of(config, job.model, job.adapter, job.train, told)
     names = empty.frame.names
     assert isinstance(names.files, NoFiles)
     drawn = replace(names, files=DrawnWeights(names.files.shapes, device))
     blueprint = replace(empty, frame=replace(empty.frame, names=drawn))
     world = World(device="cuda:0" if device == "cuda" else device)
-    engine = plan.strategy.build(blueprint, plan.setup, world).__enter__()
-    return lambda number: engine.step([data[number % len(data)].ours])
+    return plan.strategy.build(blueprint, plan.setup, world)
 
 
 def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> dict[str, Any]:
@@ -105,10 +110,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="only write the row's weights to this folder")
     options = parser.parse_args(given)
     device = "cpu" if options.tiny else "cuda"
-    if options.layers:
-        gpu_data.LAYERS = options.layers
+    case = replace(CASES[options.case], layers=options.layers)
     if options.write:
-        write_checkpoint(CASES[options.case], options.write, device, tiny=options.tiny)
+        write_checkpoint(case, options.write, device, tiny=options.tiny)
         return 0
     if options.method in PEERS and PEERS[options.method].tool == "unsloth":
         import unsloth  # noqa: F401 - it wants to change the others before they are used
@@ -117,7 +121,7 @@ def main(given: list[str] | None = None) -> int:
 
     sys.stdin.readline()  # whoever started us says when the card is ours
     found = measure(
-        CASES[options.case],
+        case,
         options.method,
         steps=options.steps,
         device=device,
