@@ -1,8 +1,8 @@
 """What a checkpoint costs: `python -m benchmarks.checkpoint`.
 
-The stall is measured in pairs of windows of as many steps, one with a save and one without, taken
-in turns, so that noise of the machine hits both alike. Size and times of writing and loading stand
-beside PyTorch's distributed checkpoint and DeepSpeed's own, for the same weights and moments.
+The stall is the time of `save` itself, and what the steps during which it is written take longer
+than the others between two saves. Size and times of writing and loading stand beside PyTorch's
+distributed checkpoint and DeepSpeed's own, for the same weights and moments.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ from shardtune.engines.native import NativeEngine
 from shardtune.launch.join import JoinedWorld
 
 LIMIT = 0.01
+WARM = 3  # steps before the clock: the first ones get their memory from the system
 MIB = 1 << 20
 
 
@@ -79,37 +82,60 @@ def make_batch(step: int, rows: int, length: int) -> MicroBatch:
     return MicroBatch(ids, positions, targets, (), rows * length, rows * (length - 1))
 
 
+@dataclass(frozen=True)
+class Stall:
+    """Seconds that training takes longer for saves, with what was measured for each of them."""
+
+    step: float
+    """Of a step while nothing is saved."""
+    calls: list[float]
+    """Of `save` itself: training stands still."""
+    slower: list[float]
+    """By how much the steps during which it was written were longer than the others around it."""
+
+    @property
+    def extra(self) -> list[float]:
+        return [call + slower for call, slower in zip(self.calls, self.slower, strict=True)]
+
+
 def stall(
-    engine: NativeEngine, folder: Path, every: int, pairs: int, shape: tuple[int, int]
-) -> tuple[float, float, float, float]:
-    """Seconds: of a step; that a save adds to `every` steps; that it adds to the processor time of
-    the thread that trains, which other programs on the machine don't change; of `save` itself."""
+    engine: NativeEngine, folder: Path, every: int, saves: int, shape: tuple[int, int]
+) -> Stall:
+    """A save every so many steps. Steps beside one are compared with the rest of the same window,
+    not with a window of its own: a machine's speed drifts by more than what is looked for."""
     saver = Saver(folder, JoinedWorld(), keep=1, background=True)
-    spent: dict[bool, list[float]] = {True: [], False: []}
-    worked: dict[bool, list[float]] = {True: [], False: []}
-    calls: list[float] = []
-    engine.step([make_batch(0, *shape)]).read()
-    saver.save(Identity("run", 0, "ddp", ""), *engine.pieces(), {})  # its memory is made here
+    _save(engine, saver, 0)  # its memory is made here
+    for step in range(WARM):
+        _step(engine, saver, make_batch(step, *shape))
     saver.wait()
-    for pair in range(pairs):
-        for saves in (True, False) if pair % 2 else (False, True):
-            begun, work = time.perf_counter(), time.thread_time()
-            for step in range(every):
-                engine.step([make_batch(step, *shape)]).read()
-                saver.poll()
-                if saves and step == 0:
-                    before = time.perf_counter()
-                    identity = Identity("run", pair + 1, "ddp", "")
-                    saver.save(identity, *engine.pieces(), {})
-                    calls.append(time.perf_counter() - before)
-            spent[saves].append(time.perf_counter() - begun)
-            worked[saves].append(time.thread_time() - work)
-            saver.wait()  # a save longer than the window would count in the next
-    extra, own = (
-        statistics.median(a - b for a, b in zip(each[True], each[False], strict=True))
-        for each in (spent, worked)
-    )
-    return statistics.median(spent[False]) / every, extra, own, statistics.median(calls)
+    ordinary: list[float] = []
+    calls: list[float] = []
+    slower: list[float] = []
+    for number in range(saves):
+        calls.append(timed(partial(_save, engine, saver, number + 1)))
+        beside: list[float] = []
+        alone: list[float] = []
+        for step in range(every):
+            under_way = saver.busy
+            took = timed(partial(_step, engine, saver, make_batch(step, *shape)))
+            (beside if under_way else alone).append(took)
+        if not alone:
+            sys.exit(f"a save takes longer than {every} steps: there is nothing to compare with")
+        usual = statistics.median(alone)
+        slower.append(sum(beside) - len(beside) * usual)
+        ordinary += alone
+        print(f"save {number + 1}: {calls[-1]:.2f} + {slower[-1]:.2f} s", file=sys.stderr)
+    saver.wait()
+    return Stall(statistics.median(ordinary), calls, slower)
+
+
+def _save(engine: NativeEngine, saver: Saver, step: int) -> None:
+    saver.save(Identity("run", step, "ddp", ""), *engine.pieces(), {})
+
+
+def _step(engine: NativeEngine, saver: Saver, batch: MicroBatch) -> None:
+    engine.step([batch]).read()
+    saver.poll()
 
 
 def size_of(folder: Path) -> int:
@@ -178,7 +204,7 @@ def deepspeeds(engine: NativeEngine, folder: Path) -> tuple[float, float, int] |
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--every", type=int, default=20, help="steps between two saves (20)")
-    parser.add_argument("--pairs", type=int, default=2, help="windows with and without a save (2)")
+    parser.add_argument("--saves", type=int, default=3, help="as many are measured (3)")
     parser.add_argument("--shape", choices=SHAPES, default="135M")
     parser.add_argument("--layers", type=int, help="as many as the shape has")
     parser.add_argument("--stall-only", action="store_true", help="no peers, no time to load")
@@ -193,7 +219,7 @@ def main() -> int:
     shape = (given.rows, given.length)
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
         folder = Path(place)
-        step, extra, own, call = stall(engine, folder / "stall", given.every, given.pairs, shape)
+        found = stall(engine, folder / "stall", given.every, given.saves, shape)
         shutil.rmtree(folder / "stall")
         rows = {}
         if not given.stall_only:
@@ -206,19 +232,21 @@ def main() -> int:
         dist.destroy_process_group()
     weights: list[Tensor] = list(engine.model.parameters())
     count = sum(weight.numel() for weight in weights) / 1e6
-    share = extra / (given.every * step)
+    extra, window = statistics.mean(found.extra), given.every * found.step
+    share = extra / window
     write_table(
         "checkpoint" if given.shape == "135M" else f"checkpoint_{given.shape}",
         "What a checkpoint costs",
         ["", "write, s", "load, s", "MiB on disk"],
         [[n, f"{w:.2f}", f"{r:.2f}", f"{size / MIB:,.0f}"] for n, (w, r, size) in rows.items()],
         f"{count:.0f} M parameters in fp32 with two moments, on {given.device}. A step of "
-        f"{given.rows} x {given.length} tokens takes {step:.2f} s. A save in the background every "
-        f"{given.every} steps adds {extra:.2f} s to them, {100 * share:.2f} % of their time "
-        f"(median of {given.pairs} pairs of windows with and without one); training stands still "
-        f"for {call:.2f} s of it, while the state is copied. The processor time of the thread that "
-        f"trains grows by {own:.2f} s. More than {100 * LIMIT:.0f} % is a "
-        "failure.",
+        f"{given.rows} x {given.length} tokens takes {found.step:.2f} s. A save in the background "
+        f"every {given.every} steps adds {extra:.2f} s to them, {100 * share:.2f} % of their time "
+        f"(mean of {given.saves} saves, from {100 * min(found.extra) / window:.2f} to "
+        f"{100 * max(found.extra) / window:.2f} %): training stands still for "
+        f"{statistics.mean(found.calls):.2f} s while the state is copied, and the steps during "
+        f"which it is written take {statistics.mean(found.slower):.2f} s longer than the median of "
+        f"the others. More than {100 * LIMIT:.0f} % is a failure.",
     )
     return int(share > LIMIT)
 

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-CHUNK = 8 << 20  # bytes that are written and hashed at a time
+CHUNK = 1 << 20  # bytes that are hashed, then written: few enough to stay in the cache between
 _LONGEST_HEADER = 100 << 20  # what safetensors accepts
 
 

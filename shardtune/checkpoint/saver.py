@@ -142,6 +142,11 @@ class Saver:
             writing.run()
             self._finish(writing)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is not committed yet."""
+        return self._writing is not None
+
     def poll(self) -> None:
         """Commits a save that all ranks have written by now. Call it after each step."""
         writing = self._writing
