@@ -2,13 +2,13 @@
 
 `silu(gate) * up` passes over five times the hidden size. What LoRA adds to gate and up, what the
 next layer's adapter makes of the result, and in the backward pass what goes back to the first
-adapters: all of it reads the same numbers, so it is done while they are there. A GPU's compiler
-doesn't join products with small operations this way; here it is a kernel for each direction. On
-other machines the same is done step by step.
+adapters and the gradients of all their matrices: all of it reads the same numbers, so it is done
+while they are there. A GPU's compiler doesn't join products with small operations this way; here it
+is a kernel for each direction. On other machines the same is done step by step.
 
-Rows are tokens. `y` holds gate and up side by side, without what LoRA adds: that is
-`narrow @ up.T`, where `up` holds both matrices, each with columns of its own. In the same way the
-incoming gradient is without what goes back through the next layer's adapter.
+Rows are tokens. `y` holds gate and up side by side, without what LoRA adds: gate's is made of the
+first half of `narrow` and of the first half of the rows of `up`, the other's of the second halves.
+In the same way the incoming gradient is without what goes back through the next layer's adapter.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 LARGEST_RANK = 64
+TILE = 64
+"""Columns that a program has at a time."""
 SPLITS = 8
-"""Programs that share a row. What each of them has summed up is added afterwards."""
+"""Programs that share a row, or a column. What each of them has summed up is added afterwards."""
 
 try:
     import triton
@@ -33,15 +35,17 @@ except ImportError:  # on a machine without a GPU
 @torch.library.custom_op("shardtune::gated", mutates_args=())
 def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """The activation, and what the next layer's `down` makes of it."""
-    if not _on_gpu(y, narrow.shape[1] // 2, len(down)):
-        gate, other = (y + narrow @ up.t()).chunk(2, dim=1)
+    rows, half, rank = len(y), y.shape[1] // 2, up.shape[1]
+    if not _on_gpu(y, rank, len(down)):
+        gate, other = _opened(y, narrow, up)
         result = functional.silu(gate) * other
         return result, result @ down.t()
-    rows, half = len(y), y.shape[1] // 2
     result = y.new_empty(rows, half)
     sums = y.new_empty(SPLITS, rows, len(down), dtype=torch.float32)
     given = (y, narrow, up, down, result, sums)
-    _launch(_forward, given, rows, half, narrow.shape[1] // 2, len(down))
+    _forward[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
+        *given, *_sizes(rows, half, rank, len(down))
+    )
     return result, sums.sum(0).to(y.dtype)
 
 
@@ -54,178 +58,221 @@ def _(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tens
 @torch.library.custom_op("shardtune::gated_back", mutates_args=())
 def gated_back(
     gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `y` and `narrow`, and the activation once more. What comes in is `gradient`
-    and `last @ down`."""
-    if not _on_gpu(y, narrow.shape[1] // 2, len(down)):
-        incoming = gradient + last @ down
-        gate, other = (y + narrow @ up.t()).chunk(2, dim=1)
-        steep = torch.sigmoid(gate.float())
-        smooth = gate.float() * steep
-        to_gate = incoming * other * (steep + smooth * (1 - steep))
-        to_y = torch.cat([to_gate, incoming * smooth], dim=1).to(y.dtype)
-        return to_y, (smooth * other).to(y.dtype), to_y @ up
-    rows, half = gradient.shape
-    to_y, result = torch.empty_like(y), torch.empty_like(gradient)
-    sums = y.new_empty(SPLITS, rows, narrow.shape[1], dtype=torch.float32)
-    given = (y, narrow, up, gradient, last, down, to_y, result, sums)
-    _launch(_backward, given, rows, half, narrow.shape[1] // 2, len(down))
-    return to_y, result, sums.sum(0).to(y.dtype)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `y`, `narrow`, `up` and `down`; the last two in fp32. What comes in is
+    `gradient` and `last @ down`."""
+    (rows, half), rank = gradient.shape, up.shape[1]
+    if not _on_gpu(y, rank, len(down)):
+        return _back_step_by_step(gradient, last, down, y, narrow, up)
+    to_y = torch.empty_like(y)
+    # Parts of a sum are rounded as what they are sums of is: to `y`'s precision.
+    sums = y.new_empty(half // TILE, rows, 2 * rank)
+    to_up = y.new_empty(SPLITS, 2 * half, rank, dtype=torch.float32)
+    to_down = y.new_empty(SPLITS, half, len(down), dtype=torch.float32)
+    given = (y, narrow, up, gradient, last, down, to_y, sums, to_up, to_down)
+    _backward[(half // TILE, SPLITS)](*given, *_sizes(rows, half, rank, len(down)))
+    to_narrow = sums.sum(0, dtype=torch.float32).to(y.dtype)
+    return to_y, to_narrow, to_up.sum(0), to_down.sum(0).t().contiguous()
 
 
 @gated_back.register_fake
 def _(
     gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(y), torch.empty_like(gradient), torch.empty_like(narrow)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_up, of_down = (torch.empty_like(each, dtype=torch.float32) for each in (up, down))
+    return torch.empty_like(y), torch.empty_like(narrow), of_up, of_down
+
+
+def _opened(y: Tensor, narrow: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """Gate and up, with what LoRA adds to them."""
+    parts = zip(narrow.chunk(2, dim=1), up.chunk(2), strict=True)
+    return (y + torch.cat([some @ matrix.t() for some, matrix in parts], dim=1)).chunk(2, dim=1)
+
+
+def _back_step_by_step(
+    gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    incoming = gradient + last @ down
+    gate, other = _opened(y, narrow, up)
+    steep = torch.sigmoid(gate.float())
+    smooth = gate.float() * steep
+    to_gate = incoming * other * (steep + smooth * (1 - steep))
+    to_y = torch.cat([to_gate, incoming * smooth], dim=1).to(y.dtype)
+    result = (smooth * other).to(y.dtype)
+    halves = to_y.chunk(2, dim=1)
+    to_narrow = [some @ matrix for some, matrix in zip(halves, up.chunk(2), strict=True)]
+    to_up = [
+        some.float().t() @ of.float()
+        for some, of in zip(halves, narrow.chunk(2, dim=1), strict=True)
+    ]
+    to_down = last.float().t() @ result.float()
+    return to_y, torch.cat(to_narrow, dim=1), torch.cat(to_up), to_down
 
 
 def _on_gpu(y: Tensor, *ranks: int) -> bool:
     """fp32 goes step by step, because the matrix unit would round it; so do ranks of which a tile
-    would not fit into a processor's own memory."""
+    would not fit into a processor's own memory, and widths that aren't whole tiles."""
     known = y.is_cuda and triton is not None and y.dtype != torch.float32
-    return known and max(ranks) <= LARGEST_RANK
+    return known and max(ranks) <= LARGEST_RANK and y.shape[1] % (2 * TILE) == 0
 
 
-def _launch(kernel: Any, given: tuple[Tensor, ...], rows: int, half: int, *ranks: int) -> None:
+def _sizes(rows: int, half: int, *ranks: int) -> tuple[int, ...]:
     padded = [max(16, triton.next_power_of_2(rank)) for rank in ranks]  # the least it multiplies
-    kernel[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
-        *given, rows, half, *ranks, rows.bit_length(), *padded, SPLITS
-    )
+    return rows, half, *ranks, rows.bit_length(), *padded, SPLITS, TILE
 
 
-# 2 ** (x * 1.4427) is e ** x, for fewer instructions than the latter takes.
 # Addresses are a 64-bit number for the program and small ones for its tile: a 64-bit address for
 # each number would take half of the registers.
+# Numbers of the next tile are asked for before this one is computed. Triton does that by itself
+# with what is multiplied (`num_stages`), but not with what products are added to.
+
+
+def _sigmoid_of(x):  # type: ignore[no-untyped-def]
+    """Two instructions of the card, each right to the last bit or two; what Triton makes of the
+    usual formula also looks after numbers that can't come up here, and takes twice as many."""
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+_sigmoid: Any = triton.jit(_sigmoid_of) if triton is not None else None
 
 
 def _forward_kernel(  # type: ignore[no-untyped-def]
     y, narrow, up, down, result, sums, rows, half, rank, next_rank, many,
-    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
+    """Some rows, and a share of the columns."""
     begin_row = tl.program_id(0).to(tl.int64) * BM
     m, r, n, c = tl.arange(0, BM), tl.arange(0, R), tl.arange(0, N), tl.arange(0, BN)
-    here = m < rows - begin_row
+    here = (m < rows - begin_row)[:, None]
     some = narrow + begin_row * (2 * rank) + (m[:, None] * (2 * rank) + r[None, :])
-    ranked = here[:, None] & (r[None, :] < rank)
+    ranked = here & (r[None, :] < rank)
     for_gate = tl.load(some, mask=ranked, other=0.0)
     for_other = tl.load(some + rank, mask=ranked, other=0.0)
     total = tl.zeros((BM, N), dtype=tl.float32)
     share = tl.cdiv(tl.cdiv(half, S), BN) * BN
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, half)
-    gates = y + begin_row * (2 * half)
-    others = gates + half
-    results = result + begin_row * half
-    inside = here[:, None] & (first + c[None, :] < end)
+    gates, results = y + begin_row * (2 * half), result + begin_row * half
     tile = m[:, None] * (2 * half) + (first + c)[None, :]
-    next_gate = tl.load(gates + tile, mask=inside, other=0.0)
-    next_other = tl.load(others + tile, mask=inside, other=0.0)
+    any_left = here & (first < end)
+    next_gate = tl.load(gates + tile, mask=any_left, other=0.0)
+    next_other = tl.load(gates + half + tile, mask=any_left, other=0.0)
     for begin in range(first, end, BN):
         column = begin + c
         gate, other = next_gate.to(tl.float32), next_other.to(tl.float32)
-        # What the next round needs is asked for before this one computes.
-        ahead = here[:, None] & (column[None, :] + BN < end)
         tile += BN
+        ahead = here & (begin + BN < end)
         next_gate = tl.load(gates + tile, mask=ahead, other=0.0)
-        next_other = tl.load(others + tile, mask=ahead, other=0.0)
-        # Both matrices of `up`: rows of gate with the first columns, the others with the last.
-        matrix = column[None, :] * (2 * rank) + r[:, None]
-        wanted = (column[None, :] < end) & (r[:, None] < rank)
-        to_gate = tl.load(up + matrix, mask=wanted, other=0.0)
-        to_other = tl.load(up + half * (2 * rank) + rank + matrix, mask=wanted, other=0.0)
-        gate += tl.dot(for_gate, to_gate)
-        other += tl.dot(for_other, to_other)
-        value = (gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * other).to(
-            result.dtype.element_ty
-        )
-        inside = here[:, None] & (column[None, :] < end)
-        tl.store(results + (m[:, None] * half + column[None, :]), value, mask=inside)
-        kept = (n[None, :] < next_rank) & (column[:, None] < end)
+        next_other = tl.load(gates + half + tile, mask=ahead, other=0.0)
+        matrix = up + (column[None, :] * rank + r[:, None])
+        to_gate = tl.load(matrix, mask=r[:, None] < rank, other=0.0)
+        to_other = tl.load(matrix + half * rank, mask=r[:, None] < rank, other=0.0)
+        gate = tl.dot(for_gate, to_gate, gate)
+        other = tl.dot(for_other, to_other, other)
+        value = (gate * _sigmoid(gate) * other).to(result.dtype.element_ty)
+        tl.store(results + (m[:, None] * half + column[None, :]), value, mask=here)
+        kept = n[None, :] < next_rank
         last = tl.load(down + (n[None, :] * half + column[:, None]), mask=kept, other=0.0)
-        total += tl.dot(value, last)
+        total = tl.dot(value, last, total)
     place = sums + (tl.program_id(1) * rows + begin_row) * next_rank
-    kept = here[:, None] & (n[None, :] < next_rank)
+    kept = here & (n[None, :] < next_rank)
     tl.store(place + (m[:, None] * next_rank + n[None, :]), total, mask=kept)
 
 
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, gradient, last, down, to_y, result, sums, rows, half, rank, next_rank, many,
-    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    y, narrow, up, gradient, last, down, to_y, sums, to_up, to_down,
+    rows, half, rank, next_rank, many,
+    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    begin_row = tl.program_id(0).to(tl.int64) * BM
-    m, r, n, c = tl.arange(0, BM), tl.arange(0, R), tl.arange(0, N), tl.arange(0, BN)
-    here = m < rows - begin_row
-    some = narrow + begin_row * (2 * rank) + (m[:, None] * (2 * rank) + r[None, :])
-    ranked = here[:, None] & (r[None, :] < rank)
-    for_gate = tl.load(some, mask=ranked, other=0.0)
-    for_other = tl.load(some + rank, mask=ranked, other=0.0)
-    ended = here[:, None] & (n[None, :] < next_rank)
-    lasts = last + begin_row * next_rank + (m[:, None] * next_rank + n[None, :])
-    from_last = tl.load(lasts, mask=ended, other=0.0)
-    back_gate = tl.zeros((BM, R), dtype=tl.float32)
-    back_other = tl.zeros((BM, R), dtype=tl.float32)
-    share = tl.cdiv(tl.cdiv(half, S), BN) * BN
+    """Some columns, and a share of the rows: so the matrices are read once, and their gradients are
+    summed up here."""
+    m, r, n = tl.arange(0, BM), tl.arange(0, R), tl.arange(0, N)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    ranks, nexts = r[None, :] < rank, n[None, :] < next_rank
+    matrix = c[:, None] * rank + r[None, :]
+    to_gate = tl.load(up + matrix, mask=ranks, other=0.0)
+    to_other = tl.load(up + half * rank + matrix, mask=ranks, other=0.0)
+    kept = n[:, None] < next_rank
+    back = tl.load(down + (n[:, None] * half + c[None, :]), mask=kept, other=0.0)
+    of_gate = tl.zeros((BN, R), dtype=tl.float32)
+    of_other = tl.zeros((BN, R), dtype=tl.float32)
+    of_down = tl.zeros((BN, N), dtype=tl.float32)
+    share = tl.cdiv(tl.cdiv(rows, S), BM) * BM
     first = tl.program_id(1) * share
-    end = tl.minimum(first + share, half)
-    gates, incomings = y + begin_row * (2 * half), gradient + begin_row * half
-    others = gates + half
-    to_gates, results = to_y + begin_row * (2 * half), result + begin_row * half
-    to_others = to_gates + half
+    end = tl.minimum(first + share, rows)
+    base, step = first.to(tl.int64), tl.zeros((), tl.int64) + BM
+    gates, incomings = y + base * (2 * half), gradient + base * half
+    to_gates = to_y + base * (2 * half)
+    narrows, lasts = narrow + base * (2 * rank), last + base * next_rank
+    place = sums + (tl.program_id(0).to(tl.int64) * rows + base) * (2 * rank)
+    tile = m[:, None] * (2 * half) + c[None, :]
+    short = m[:, None] * half + c[None, :]
+    small = m[:, None] * (2 * rank) + r[None, :]
+    smaller = m[:, None] * next_rank + n[None, :]
     kind = to_y.dtype.element_ty
-    inside = here[:, None] & (first + c[None, :] < end)
-    tile = m[:, None] * (2 * half) + (first + c)[None, :]
-    short = m[:, None] * half + (first + c)[None, :]
-    next_gate = tl.load(gates + tile, mask=inside, other=0.0)
-    next_other = tl.load(others + tile, mask=inside, other=0.0)
-    next_incoming = tl.load(incomings + short, mask=inside, other=0.0)
-    for begin in range(first, end, BN):
-        column = begin + c
-        inside = here[:, None] & (column[None, :] < end)
+    here = (first + m < end)[:, None]
+    next_gate = tl.load(gates + tile, mask=here, other=0.0)
+    next_other = tl.load(gates + half + tile, mask=here, other=0.0)
+    next_incoming = tl.load(incomings + short, mask=here, other=0.0)
+    for begin in range(first, end, BM):
+        here = (begin + m < end)[:, None]
         gate, other = next_gate.to(tl.float32), next_other.to(tl.float32)
         incoming = next_incoming.to(tl.float32)
-        ahead = here[:, None] & (column[None, :] + BN < end)
-        next_gate = tl.load(gates + tile + BN, mask=ahead, other=0.0)
-        next_other = tl.load(others + tile + BN, mask=ahead, other=0.0)
-        next_incoming = tl.load(incomings + short + BN, mask=ahead, other=0.0)
-        matrix = column[:, None] * (2 * rank) + r[None, :]
-        wanted = (column[:, None] < end) & (r[None, :] < rank)
-        to_gate = tl.load(up + matrix, mask=wanted, other=0.0)
-        to_other = tl.load(up + half * (2 * rank) + rank + matrix, mask=wanted, other=0.0)
-        kept = (n[:, None] < next_rank) & (column[None, :] < end)
-        back = tl.load(down + (n[:, None] * half + column[None, :]), mask=kept, other=0.0)
-        gate += tl.dot(for_gate, tl.trans(to_gate))
-        other += tl.dot(for_other, tl.trans(to_other))
-        incoming += tl.dot(from_last, back)
-        steep = 1.0 / (1.0 + tl.exp2(gate * -1.4426950408889634))
+        gates += step * (2 * half)
+        incomings += step * half
+        ahead = (begin + BM + m < end)[:, None]
+        next_gate = tl.load(gates + tile, mask=ahead, other=0.0)
+        next_other = tl.load(gates + half + tile, mask=ahead, other=0.0)
+        next_incoming = tl.load(incomings + short, mask=ahead, other=0.0)
+        for_gate = tl.load(narrows + small, mask=here & ranks, other=0.0)
+        for_other = tl.load(narrows + rank + small, mask=here & ranks, other=0.0)
+        from_last = tl.load(lasts + smaller, mask=here & nexts, other=0.0)
+        gate = tl.dot(for_gate, tl.trans(to_gate), gate)
+        other = tl.dot(for_other, tl.trans(to_other), other)
+        incoming = tl.dot(from_last, back, incoming)
+        steep = _sigmoid(gate)
         smooth = gate * steep
-        tl.store(results + short, (smooth * other).to(kind), mask=inside)
+        value = (smooth * other).to(kind)
         along_gate = (incoming * other * (steep + smooth * (1 - steep))).to(kind)
         along_other = (incoming * smooth).to(kind)
-        tl.store(to_gates + tile, along_gate, mask=inside)
-        tl.store(to_others + tile, along_other, mask=inside)
-        back_gate += tl.dot(along_gate, to_gate)
-        back_other += tl.dot(along_other, to_other)
-        tile += BN
-        short += BN
-    place = sums + (tl.program_id(1) * rows + begin_row) * (2 * rank)
-    tile = m[:, None] * (2 * rank) + r[None, :]
-    tl.store(place + tile, back_gate, mask=ranked)
-    tl.store(place + rank + tile, back_other, mask=ranked)
+        tl.store(to_gates + tile, along_gate, mask=here)
+        tl.store(to_gates + half + tile, along_other, mask=here)
+        back_gate, back_other = tl.dot(along_gate, to_gate), tl.dot(along_other, to_other)
+        tl.store(place + small, back_gate.to(kind), mask=here & ranks)
+        tl.store(place + rank + small, back_other.to(kind), mask=here & ranks)
+        of_gate = tl.dot(tl.trans(along_gate), for_gate, of_gate)
+        of_other = tl.dot(tl.trans(along_other), for_other, of_other)
+        of_down = tl.dot(tl.trans(value), from_last, of_down)
+        to_gates += step * (2 * half)
+        narrows += step * (2 * rank)
+        lasts += step * next_rank
+        place += step * (2 * rank)
+    there = to_up + tl.program_id(1) * (2 * half) * rank + matrix
+    tl.store(there, of_gate, mask=ranks)
+    tl.store(there + half * rank, of_other, mask=ranks)
+    there = to_down + tl.program_id(1) * half * next_rank
+    tl.store(there + (c[:, None] * next_rank + n[None, :]), of_down, mask=nexts)
 
 
-def _tuned(kernel: Any) -> Any:
-    """Compiled for the sizes of tiles that are fastest on this GPU, found when first used; anew for
-    twice as many rows, because a short run before training would decide for all of it. A warp has
-    sixteen rows: with fewer, warps would compute each other's numbers once more."""
+def _tuned(kernel: Any, *ways: tuple[int, int, int]) -> Any:
+    """Compiled for the rows, warps and stages that are fastest on this GPU, found when first used;
+    anew for twice as many rows, because a short run before training would decide for all of it. A
+    warp has sixteen rows: with fewer, warps would compute each other's numbers once more."""
     if triton is None:
         return None
-    tiles = ((64, 32, 4), (128, 32, 8), (32, 32, 2), (64, 64, 4), (32, 64, 2))
     configs = [
-        triton.Config({"BM": rows, "BN": columns}, num_warps=warps, num_stages=1)
-        for rows, columns, warps in tiles
+        triton.Config({"BM": rows}, num_warps=warps, num_stages=stages)
+        for rows, warps, stages in ways
     ]
     return triton.autotune(configs, key=["half", "R", "many"])(triton.jit(kernel))
 
 
-_forward, _backward = _tuned(_forward_kernel), _tuned(_backward_kernel)
+_forward = _tuned(_forward_kernel, (32, 2, 3), (64, 4, 3), (32, 2, 2), (64, 4, 2), (16, 1, 3))
+_backward = _tuned(_backward_kernel, (64, 4, 1), (64, 4, 2), (32, 2, 2), (32, 2, 1))

@@ -3,13 +3,14 @@
 The layers stay peft's, with their names and weights: only their class changes to one that knows a
 shorter way. A module that holds layers with one input (attention: queries, keys, values; MLP: gate
 and up) computes them before its own forward pass runs, and hands on the joint result in the place
-of the input. Each of the layers then only takes its columns.
+of the input. Each of the layers then only takes its part. What goes back meets in one matrix, which
+for queries, keys and values is a kernel's work (`rotary`).
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import Linear
@@ -20,12 +21,16 @@ from shardtune.models.adapters import NAME
 from shardtune.models.fp8 import FP8Linear, JointFP8
 from shardtune.models.products import Adapted, Closing, Opening
 from shardtune.models.quantise import QuantisedLinear
+from shardtune.models.rotary import Turned, leave_turned
 
 GATED = ("gate_proj", "up_proj")
-JOINT = (("q_proj", "k_proj", "v_proj"), GATED)
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+JOINT = (ATTENTION, GATED)
 """Names of layers that have one input, where they are in one module."""
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2"})
 """Families whose attention and MLP use their input for these layers and its shape alone."""
+TURNED = frozenset({"llama", "mistral", "gemma", "granite"})
+"""Those whose every attention turns halves of whole heads."""
 
 
 def quicken(part: nn.Module, family: str) -> None:
@@ -58,20 +63,28 @@ def _join(module: Any, names: tuple[str, ...]) -> None:
     layers: list[Any] = [getattr(module, name, None) for name in names]
     if not all(isinstance(layer, AdaptedLinear) for layer in layers):
         return
-    begin, width = 0, sum(layer.out_features for layer in layers)
-    if width == layers[0].in_features:  # what comes in couldn't be told from what was joined
-        return
-    for layer in layers:
-        layer.begin = begin
-        layer.joint = width
-        begin += layer.out_features
+    for place, layer in enumerate(layers):
+        layer.place = place
     closes = names == GATED and _is_gated(module)
     kind: Any = type(module)
     module.__class__ = _with(GatedMLP if closes else Joining, kind)
     module.joint = names
+    if names == ATTENTION:
+        module.turns = _turns_at_once(module, layers)
     bases = [layer.base_layer for layer in layers]
     if all(isinstance(base, FP8Linear) for base in bases):
         module.add_module("joint_weights", JointFP8(bases))
+
+
+def _turns_at_once(module: Any, layers: list[Any]) -> bool:
+    """Whether queries and keys are turned by their positions with nothing in between."""
+    between = ("q_norm", "k_norm", "qk_norm")
+    return (
+        module.config.model_type in TURNED
+        and all(layer.base_layer.bias is None for layer in layers)
+        and not any(hasattr(module, name) for name in between)
+        and leave_turned(type(module).__module__)
+    )
 
 
 def _is_gated(module: Any) -> bool:
@@ -86,24 +99,31 @@ def _is_gated(module: Any) -> bool:
     )
 
 
-class AdaptedLinear(Linear):  # type: ignore[misc]
-    """A LoRA layer of peft that computes at once, or takes its columns of what was joined."""
+class Pieces(NamedTuple):
+    """What layers with one input have made of it. It stands in the place of that input."""
 
-    begin = 0
-    joint = 0
-    """Columns of the joint result; 0 where there is none."""
+    shape: tuple[int, ...]
+    """Of the input."""
+    parts: tuple[Tensor, ...]
+
+
+class AdaptedLinear(Linear):  # type: ignore[misc]
+    """A LoRA layer of peft that computes at once, or takes its part of what was joined."""
+
+    place = 0
+    """Among the layers that have its input."""
 
     @property
     def adapting(self) -> bool:
         return not self.disable_adapters and not self.merged
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.adapting:
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        if x.shape[-1] == self.joint:
-            y = x[..., self.begin : self.begin + self.out_features]
-        else:
+    def forward(self, x: Tensor | Pieces, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(x, Pieces):
+            y = x.parts[self.place]
+        elif self.adapting:
             y = product(x, (self,))
+        else:
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         bias = self.base_layer.bias
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -112,12 +132,24 @@ class Joining:
     """A module whose layers with one input are computed together."""
 
     joint: tuple[str, ...]
+    turns = False
+    """Whether what it makes is turned by its positions here, and not later."""
+    head_dim: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = tuple(getattr(self, name) for name in self.joint)
-        if _all_adapting(layers):
-            hidden_states = product(hidden_states, layers)
-        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        if not _all_adapting(layers):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        y = product(hidden_states, layers)
+        cos, sin = kwargs.get("position_embeddings") or (None, None)
+        if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
+            heads = tuple(layer.out_features // self.head_dim for layer in layers)
+            parts = Turned.apply(y, cos, sin, heads)  # type: ignore[no-untyped-call]
+            kwargs["position_embeddings"] = (None, None)
+        else:
+            parts = torch.split(y, [layer.out_features for layer in layers], dim=-1)
+        pieces = Pieces(tuple(hidden_states.shape), tuple(parts))
+        return super().forward(pieces, *args, **kwargs)  # type: ignore[misc]
 
 
 class GatedMLP:
@@ -131,11 +163,12 @@ class GatedMLP:
         first, last = (self.gate_proj, self.up_proj), self.down_proj
         if not _all_adapting((*first, last)):
             return super().forward(hidden_states)  # type: ignore[misc]
-        flat = _flat(hidden_states)
-        down, up = _matrices(first)
-        opened = Opening.apply(flat, down, _frozen(first))  # type: ignore[no-untyped-call]
+        flat, (downs, ups) = _flat(hidden_states), _pairs(first)
+        opened = Opening.apply(  # type: ignore[no-untyped-call]
+            flat, torch.cat(downs), _frozen(first)
+        )
         closed = Closing.apply(  # type: ignore[no-untyped-call]
-            *opened, up, *_matrices((last,)), _frozen((last,))
+            *opened, torch.cat(ups), *_matrices((last,)), _frozen((last,))
         )
         return closed.view(*hidden_states.shape[:-1], closed.shape[-1])
 
@@ -169,11 +202,15 @@ def _flat(x: Tensor) -> Tensor:
 
 def _matrices(layers: tuple[AdaptedLinear, ...]) -> tuple[Tensor, Tensor]:
     """LoRA's matrices as those of one layer, in which none sees what another's have made."""
-    downs = [layer.lora_A[NAME].weight for layer in layers]
-    ups = [layer.lora_B[NAME].weight * layer.scaling[NAME] for layer in layers]
+    downs, ups = _pairs(layers)
     if len(layers) == 1:
         return downs[0], ups[0]
     return torch.cat(downs), torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+
+
+def _pairs(layers: tuple[AdaptedLinear, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    downs = [layer.lora_A[NAME].weight for layer in layers]
+    return downs, [layer.lora_B[NAME].weight * layer.scaling[NAME] for layer in layers]
 
 
 def _frozen(layers: tuple[AdaptedLinear, ...]) -> tuple[nn.Linear, ...]:

@@ -74,7 +74,7 @@ class Opening(torch.autograd.Function):
 class Closing(torch.autograd.Function):
     """What follows an `Opening` in an MLP: LoRA's part, the activation, and the last product with
     an adapter of its own (`last_down`, `last_up`). The activation isn't kept: the backward pass
-    has it for the asking."""
+    doesn't need it. `up` holds both matrices, one below the other."""
 
     @staticmethod
     def forward(
@@ -98,15 +98,8 @@ class Closing(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         to_last_narrow = gradient @ last_up
         to_active = _backwards(gradient, ctx.layers, None, None)
-        to_y, active, to_narrow = gated_back(to_active, to_last_narrow, last_down, y, narrow, up)
-        return (
-            to_y,
-            to_narrow,
-            in_fp32(to_y.t(), narrow),
-            in_fp32(to_last_narrow.t(), active),
-            in_fp32(gradient.t(), last_narrow),
-            None,
-        )
+        back = gated_back(to_active, to_last_narrow, last_down, y, narrow, up)
+        return *back, in_fp32(gradient.t(), last_narrow), None
 
 
 def _forwards(x: Tensor, layers: Layers, narrow: Tensor | None, up: Tensor | None) -> Tensor:

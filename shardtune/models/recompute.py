@@ -65,13 +65,13 @@ def _recomputing(kind: type) -> type:
 
 def _attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keeps what attention gives: its work grows with the length, its result doesn't."""
-    return KEEP if _named(op) in _ATTENTION else DROP
+    return KEEP if _named(op) in _ALWAYS else DROP
 
 
 def _narrow(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keeps attention and the products that aren't wide."""
     name = _named(op)
-    if name in _ATTENTION:
+    if name in _ALWAYS:
         return KEEP
     sizes = _PRODUCTS.get(name)
     if sizes is None:
@@ -83,7 +83,7 @@ def _narrow(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 def _products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keeps attention and every product."""
     name = _named(op)
-    return KEEP if name in _ATTENTION or name in _PRODUCTS else DROP
+    return KEEP if name in _ALWAYS or name in _PRODUCTS else DROP
 
 
 RULES: dict[Recompute, Rule] = {"none": _products, "mlp": _narrow, "most": _attention}
@@ -94,8 +94,9 @@ def _named(op: Any) -> str:
     return str(op.name()).split(".")[0] if hasattr(op, "name") else str(op)
 
 
-_ATTENTION = frozenset(
+_ALWAYS = frozenset(
     {
+        "aten::rsqrt",  # of a norm: a number for each row, without which rows are summed up again
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",

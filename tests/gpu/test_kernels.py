@@ -17,7 +17,9 @@ from tests.engines.test_score import SHAPES, assert_right
 from tests.engines.test_score import given as rows_of
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
+from tests.models.test_gated import assert_right as assert_gated
 from tests.models.test_gated import given
+from tests.models.test_rotary import Angles, assert_turned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch tells what isn't deterministic
 ]
 NEAR = {torch.bfloat16: 0.01, torch.float16: 0.002}
-TILED = [(1, 128), (64, 256), (129, 130), (33, 1000), (1024, 14336)]
-"""Rows, and half of the columns: less than a tile, exactly some, some and a bit, a real MLP."""
+TILED = [(1, 128), (64, 256), (129, 64), (33, 1000), (1000, 14336)]
+"""Rows, and half of the columns: less than a tile, exactly some, some and a bit, columns that there
+is no kernel for, a real MLP."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,21 +46,13 @@ def _poisoned() -> Iterator[None]:
 def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     numbers = given(*size, rank, 16 if rank == 24 else rank, dtype)
     y, narrow, up, down, outer, last = (each.cuda() for each in numbers)
-    exact_y, exact_narrow = (each.double().requires_grad_() for each in (y, narrow))
-    right = exact.gated(exact_y, exact_narrow, up.double())
-    incoming = outer.double() + last.double() @ down.double()
-    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), incoming)
     found = (*gated(y, narrow, up, down), *gated_back(outer, last, down, y, narrow, up))
-    expected = (right, right @ down.double().t(), to_y, right, to_narrow)
-    for ours, each in zip(found, expected, strict=True):
-        assert ours.dtype == dtype
-        assert ours.isfinite().all()
-        assert distance(ours, each.detach()) < NEAR[dtype]
+    assert_gated(found, y, narrow, up, down, outer, last, NEAR[dtype])
 
 
 @pytest.mark.parametrize("rank", [8, 24])
 def test_an_mlp_as_float64(rank: int) -> None:
-    wide, inner, rows, dtype = 96, 200, 77, torch.bfloat16
+    wide, inner, rows, dtype = 96, 192, 77, torch.bfloat16
 
     def linear(outputs: int, inputs: int, seed: int) -> nn.Linear:
         layer = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
@@ -65,11 +60,10 @@ def test_an_mlp_as_float64(rank: int) -> None:
         return layer
 
     first, last = (linear(inner, wide, 0), linear(inner, wide, 1)), linear(wide, inner, 2)
-    ups = [some((inner, rank), n) / rank**0.5 for n in (3, 4)]
     parts = [
         some((rows, wide), 5).to(dtype),
         some((2 * rank, wide), 6) / wide**0.5,
-        torch.block_diag(*ups),
+        some((2 * inner, rank), 3) / rank**0.5,
         some((rank, inner), 7) / inner**0.5,
         some((wide, rank), 8) / rank**0.5,
     ]
@@ -81,10 +75,15 @@ def test_an_mlp_as_float64(rank: int) -> None:
     expected = with_gradients(
         lambda *each: exact.gated_mlp(*each, *weights), [each.double() for each in own]
     )
-    blocks = torch.block_diag(*(torch.ones_like(up) for up in ups)).cuda()
-    found[3], expected[3] = found[3] * blocks, expected[3] * blocks
     for ours, right in zip(found, expected, strict=True):
         assert distance(ours, right) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NEAR])
+@pytest.mark.parametrize("heads", [(4, 4), (32, 8), (9, 3)], ids=str)
+@pytest.mark.parametrize("by", ["token", "head"])
+def test_turned_as_float64(heads: tuple[int, int], by: Angles, dtype: torch.dtype) -> None:
+    assert_turned(heads, 64, dtype, "cuda", by)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NEAR])
@@ -134,6 +133,26 @@ def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None
     to_x += outer.double() @ up @ down
     for ours, right in zip(found[:2], (y, to_x), strict=True):
         assert distance(ours, right) < 0.01
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+)
+@pytest.mark.parametrize("columns", [16, 100, 14336, 40000])
+def test_rows_in_8_bits(columns: int) -> None:
+    """The same numbers as step by step, but for those half-way between two: by one step."""
+    x = some((37, columns), 0).bfloat16()
+    x[5] *= 1e-6
+    x[6] = 0.0
+    small, scale = (each.cpu() for each in by_row(x.cuda()))
+    right, right_scale = by_row(x)
+    assert torch.allclose(scale, right_scale, rtol=1e-6)
+    apart = (small.float() - right.float()).abs()
+    assert (apart <= right.float().abs() / 7).all()
+    assert (apart > 0).float().mean() < 0.01
+    x[7, 3], x[8, 0] = torch.inf, torch.nan
+    small, _ = by_row(x.cuda())
+    assert small.float().isfinite().all(1).logical_not().nonzero().flatten().tolist() == [7, 8]
 
 
 @pytest.mark.skipif(

@@ -46,11 +46,11 @@ def gated_mlp(
     first: Sequence[Tensor],
     last: Tensor,
 ) -> Tensor:
-    gate, other = adapted(x, down, up, first).chunk(2, dim=1)
+    gate, other = adapted(x, down, torch.block_diag(*up.chunk(2)), first).chunk(2, dim=1)
     active = gate * torch.sigmoid(gate) * other
     return adapted(active, last_down, last_up, [last])
 
 
 def gated(y: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
-    gate, other = (y + narrow @ up.t()).chunk(2, dim=1)
+    gate, other = (y + narrow @ torch.block_diag(*up.chunk(2)).t()).chunk(2, dim=1)
     return gate * torch.sigmoid(gate) * other

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ def given(
     numbers = (
         some((rows, 2 * half), 3),
         some((rows, 2 * rank), 4),
-        torch.block_diag(*ups),
+        torch.cat(ups),
         some((next_rank, half), 5) / half**0.5,
         some((rows, half), 6),
         some((rows, next_rank), 7),
@@ -30,20 +32,36 @@ def given(
     return y, narrow, up, down, outer, last
 
 
+def assert_right(
+    found: Sequence[Tensor],
+    y: Tensor,
+    narrow: Tensor,
+    up: Tensor,
+    down: Tensor,
+    outer: Tensor,
+    last: Tensor,
+    near: float,
+) -> None:
+    """What both directions give, against float64."""
+    own = [each.double().requires_grad_() for each in (y, narrow, up)]
+    right = exact.gated(*own)
+    incoming = outer.double() + last.double() @ down.double()
+    to_y, to_narrow, to_up = torch.autograd.grad(right, own, incoming)
+    to_down = last.double().t() @ right
+    expected = (right, right @ down.double().t(), to_y, to_narrow, to_up, to_down)
+    kinds = [y.dtype] * 4 + [torch.float32] * 2
+    for ours, each, kind in zip(found, expected, kinds, strict=True):
+        assert ours.dtype == kind
+        assert ours.isfinite().all()
+        assert distance(ours, each.detach()) < near
+
+
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("shape", [(1, 7, 3, 5), (33, 40, 8, 16), (16, 32, 4, 4)], ids=str)
 def test_as_float64(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     y, narrow, up, down, outer, last = given(*shape, dtype)
-    exact_y, exact_narrow = (each.double().requires_grad_() for each in (y, narrow))
-    right = exact.gated(exact_y, exact_narrow, up.double())
-    incoming = outer.double() + last.double() @ down.double()
-    to_y, to_narrow = torch.autograd.grad(right, (exact_y, exact_narrow), incoming)
-    result, after = gated(y, narrow, up, down)
-    found = (result, after, *gated_back(outer, last, down, y, narrow, up))
-    expected = (right, right @ down.double().t(), to_y, right, to_narrow)
-    for ours, each in zip(found, expected, strict=True):
-        assert ours.dtype == dtype
-        assert distance(ours, each.detach()) < NEAR[dtype]
+    found = (*gated(y, narrow, up, down), *gated_back(outer, last, down, y, narrow, up))
+    assert_right(found, y, narrow, up, down, outer, last, NEAR[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

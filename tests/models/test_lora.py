@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardtune.job import LoRA, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter
 from shardtune.models.blueprint import ModelBlueprint
-from shardtune.models.lora import FAMILIES, AdaptedLinear, GatedMLP, Joining, quicken
+from shardtune.models.lora import FAMILIES, TURNED, AdaptedLinear, GatedMLP, Joining, quicken
 from shardtune.models.parts import decoder_layers
 from tests.models.families import write
 
@@ -152,13 +152,20 @@ def test_what_is_not_plain_stays_as_it_is(adapter: LoRA, plain: bool) -> None:
     assert len(kinds(model, AdaptedLinear)) == (14 if plain else 0)
 
 
-def test_a_joint_result_as_wide_as_the_input_is_not_made() -> None:
-    """32 wide: 16 queries, 8 keys and 8 values. A layer couldn't tell one from the other."""
+def test_a_joint_result_may_be_as_wide_as_the_input() -> None:
+    """32 wide: 16 queries, 8 keys and 8 values."""
     model = model_of("llama", head_dim=4)
     before = loss_and_gradients(model)
     quickened(model)
     assert_alike(model, before)
-    assert kinds(model, Joining, GatedMLP) == [GatedMLP] * 2
+    assert kinds(model, Joining, GatedMLP) == [Joining, GatedMLP] * 2
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_where_nothing_is_in_between_queries_and_keys_are_turned_at_once(family: str) -> None:
+    model = quickened(model_of(family))
+    turned = [m.turns for m in model.modules() if isinstance(m, Joining) and hasattr(m, "q_proj")]
+    assert turned == [family in TURNED] * 2
 
 
 def test_biases_of_an_mlp_keep_it_open() -> None:

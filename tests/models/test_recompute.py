@@ -114,7 +114,8 @@ def expected(level: Recompute, hidden: int, keys: int, inner: int, heads: int, r
         "mlp": (hidden + 2 * keys) + hidden + narrow,
         "most": 0,
     }
-    return hidden + attention + products[level]
+    norms = 2  # a number for each
+    return hidden + attention + norms + products[level]
 
 
 POSITIONS = 2 * (HIDDEN // HEADS) // len(IDS)  # sines and cosines of a row, which all layers share
