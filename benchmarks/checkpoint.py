@@ -104,6 +104,7 @@ def stall(
     """A save every so many steps. Steps beside one are compared with the rest of the same window,
     not with a window of its own: a machine's speed drifts by more than what is looked for."""
     saver = Saver(folder, JoinedWorld(), keep=1, background=True)
+    _step(engine, saver, make_batch(0, *shape))  # there are no moments before
     _save(engine, saver, 0)  # its memory is made here
     for step in range(WARM):
         _step(engine, saver, make_batch(step, *shape))
@@ -247,6 +248,7 @@ def main() -> int:
         f"{statistics.mean(found.calls):.2f} s while the state is copied, and the steps during "
         f"which it is written take {statistics.mean(found.slower):.2f} s longer than the median of "
         f"the others. More than {100 * LIMIT:.0f} % is a failure.",
+        command=" ".join(["checkpoint", *sys.argv[1:]]),
     )
     return int(share > LIMIT)
 

@@ -16,22 +16,24 @@ def write_table(
     rows: Sequence[Sequence[str]],
     note: str,
     *,
+    command: str = "",
     machine: str = "",
     folder: Path = DOCS,
 ) -> None:
     """Prints the table, and writes it to docs/benchmarks/NAME.md, or to another folder.
 
-    `machine` says where the figures come from, if not from here.
+    `command` is what stood behind `python -m benchmarks.`, if more than NAME; `machine` says where
+    the figures come from, if not from here.
     """
     import torch
 
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)] if rows else []
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     here = (
         f"with Python {platform.python_version()} and torch {torch.__version__} on "
         f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
-    made = f"Made by `python -m benchmarks.{name}` {machine or here}."
+    made = f"Made by `python -m benchmarks.{command or name}` {machine or here}."
     text = "\n".join([f"# {title}", "", made, "", *lines, "", note, ""])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")

@@ -158,6 +158,11 @@ class Run:
             self.files.log({"kind": "evaluation", "step": progress.step, **facts})
         return results
 
+    def prepare_saving(self) -> None:
+        """Gets memory for the first checkpoint while training goes on. Call it after a step, when
+        there is all that it will have."""
+        self.saver.prepare(self.engine.pieces()[0])
+
     def save(self, progress: Progress) -> None:
         """Begins a checkpoint that `resume` goes on from, when an earlier one is through."""
         with self._failing_softly():

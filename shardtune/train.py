@@ -103,6 +103,8 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
         if evaluating or saving or step == first or due(step, looks_every(job)):
             progress = unread.look(progress, wish)  # waits, logs, checks each step since the last
         world.pulse.enter("save")
+        if step == first:
+            run.prepare_saving()
         run.keep_saving()
         with meter.paused():  # both follow a look: nothing is computed meanwhile
             # Before the checkpoint: a run that goes on after it must not lack these lines.

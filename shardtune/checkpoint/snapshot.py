@@ -6,14 +6,38 @@ and there is never more than one copy.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardtune.core.pieces import Piece
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece is copied to; it holds no piece itself."""
+
+    key: tuple[object, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, piece: Piece) -> Place:
+        tensor = piece.tensor
+        shape = tuple(tensor.shape)
+        key = (piece.key, piece.cut, tensor.dtype, shape)
+        return cls(key, shape, tensor.dtype, tensor.device)
+
+    def made(self) -> Tensor:
+        if self.device.type == "cuda":  # a copy to other memory would make the GPU wait
+            with torch.cuda.device(self.device):
+                return torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
+        return torch.zeros(self.shape, dtype=self.dtype)  # written to, so it is there
 
 
 class Snapshot:
@@ -26,9 +50,9 @@ class Snapshot:
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces, copied; from a GPU the copy may still be under way: see `settle`."""
-        buffers = {_key(piece): self._buffer(piece) for piece in pieces}
+        buffers = {Place.of(piece).key: self._buffer(piece) for piece in pieces}
         self._kept = buffers
-        copies = [replace(piece, tensor=buffers[_key(piece)]) for piece in pieces]
+        copies = [replace(piece, tensor=buffers[Place.of(piece).key]) for piece in pieces]
         if any(piece.tensor.is_cuda for piece in pieces):
             self._copy_beside(pieces, copies)
         else:
@@ -36,17 +60,22 @@ class Snapshot:
                 copy.tensor.copy_(piece.tensor)
         return copies
 
+    def make_room(self, places: Sequence[Place]) -> None:
+        """Gets memory for pieces that are to be copied later. What can't be had now is asked for
+        again when it is needed, by whoever can say so."""
+        with contextlib.suppress(RuntimeError):
+            for place in places:
+                self._kept[place.key] = place.made()
+
     def settle(self) -> None:
         """Returns when the copy is complete. The thread that writes waits here."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def _buffer(self, piece: Piece) -> Tensor:
-        kept = self._kept.get(_key(piece))
-        if kept is not None:
-            return kept
-        pinned = piece.tensor.is_cuda  # a copy to other memory would make the GPU wait
-        return torch.empty(tuple(piece.tensor.shape), dtype=piece.tensor.dtype, pin_memory=pinned)
+        place = Place.of(piece)
+        kept = self._kept.get(place.key)
+        return place.made() if kept is None else kept
 
     def _copy_beside(self, pieces: Sequence[Piece], copies: Sequence[Piece]) -> None:
         """Copies on a stream of its own. The next update waits for it on the GPU; the forward and
@@ -66,7 +95,3 @@ class Snapshot:
             handle.remove()
 
         handle = register_optimizer_step_pre_hook(wait)
-
-
-def _key(piece: Piece) -> tuple[object, ...]:
-    return piece.key, piece.cut, piece.tensor.dtype, tuple(piece.tensor.shape)

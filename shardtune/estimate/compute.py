@@ -287,7 +287,8 @@ def _own_adapters(
 ) -> Busy:
     """The same by `models/products.py`: adapters with one input read it once, and what they give is
     added where the large product is written. A gated MLP adds it while it computes the activation,
-    which it also hands to the last adapter."""
+    which it also hands to the last adapter; its backward pass sums up gradients of their matrices
+    there, too."""
     assert work.adapter is not None
     targets = {weight.name for weight in shape.targeted(work.adapter.targets)}
     forward = backward = 0.0
@@ -299,7 +300,8 @@ def _own_adapters(
         opens = shape.gated and weight.module.rpartition(".")[2] in MLP_INPUTS
         closes = shape.gated and is_last(weight)
         forward += times * ((0 if closes else joint) + (0 if opens else 2 * outputs))
-        backward += times * ((1 if closes else 3) * joint + (1 if opens else 2) * outputs)
+        # What goes back to the first adapters is added up in parts: a quarter, written and read.
+        backward += times * ((0 if closes else 3) * joint + (0.5 if opens else 2) * outputs)
     scale = on.time.narrow * tokens * work.widths.compute / on.bytes / cut.tensor
     return Busy(forward * scale, backward * scale)
 

@@ -22,6 +22,7 @@ class Meter:
         self.steps_left = steps_left
         self.device = device
         self._steps = 0
+        self._compiled = compilations()
         self._recent: deque[tuple[float, StepResult]] = deque(maxlen=WINDOW)
         self._since = time.perf_counter()
 
@@ -33,13 +34,17 @@ class Meter:
         """
         now = time.perf_counter()
         seconds, self._since = (now - self._since) / len(results), now
-        return [self._count(seconds, result) for result in results]
+        compiled, before = compilations(), self._compiled
+        self._compiled = compiled
+        return [self._count(seconds, result, compiled != before) for result in results]
 
-    def _count(self, seconds: float, result: StepResult) -> Reading:
+    def _count(self, seconds: float, result: StepResult, compiled: bool) -> Reading:
+        """The first step warms caches up, and some have the compiler at work (for other lengths of
+        rows, say): minutes beside milliseconds, which would spoil the averages."""
         self.steps_left -= 1
         self._steps += 1
-        if self._steps == 1:  # the first step also warms caches up; it would spoil the averages
-            return self._reading(seconds, [(seconds, result)])
+        if self._steps == 1 or compiled:
+            return self._reading(seconds, list(self._recent) or [(seconds, result)])
         self._recent.append((seconds, result))
         return self._reading(seconds, list(self._recent))
 
@@ -60,6 +65,12 @@ class Meter:
             seconds_left=self.steps_left * spent / len(recent),
             memory_gib=peak_memory(self.device) / GIB,
         )
+
+
+def compilations() -> int:
+    """How often torch has compiled something in this process."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return int(compiler.counters["stats"]["unique_graphs"]) if compiler else 0
 
 
 def peak_memory(device: str) -> int:

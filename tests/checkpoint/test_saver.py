@@ -69,6 +69,29 @@ def test_any_part_can_be_read_from_any_pieces(
             assert torch.equal(found.part(each.key, each.cut), each.tensor), (each.key, each.cut)
 
 
+def test_memory_that_was_made_before_is_what_the_first_copy_uses(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, ALONE, keep=1, background=True)
+    tensor = torch.arange(1 << 20, dtype=torch.float32)
+    saver.prepare([piece(tensor)])
+    assert saver._preparing is not None
+    saver._preparing.join()
+    (place,) = (kept.data_ptr() for kept in saver.snapshot._kept.values())
+    saver.save(Identity("run", 1, "ddp", ""), [piece(tensor)], {}, {})
+    saver.wait()
+    assert [kept.data_ptr() for kept in saver.snapshot._kept.values()] == [place]
+    assert torch.equal(reader(tmp_path)["weight.a"], tensor)
+
+
+def test_what_was_prepared_for_other_pieces_is_let_go(tmp_path: Path) -> None:
+    """Moments that came later, say."""
+    saver = Saver(tmp_path, ALONE, keep=1, background=True)
+    saver.prepare([piece(torch.ones(3))])
+    saver.save(Identity("run", 1, "ddp", ""), [piece(torch.ones(5))], {}, {})
+    saver.wait()
+    assert [tuple(kept.shape) for kept in saver.snapshot._kept.values()] == [(5,)]
+    assert torch.equal(reader(tmp_path)["weight.a"], torch.ones(5))
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     # By number, not by name: the seventh digit comes after a million steps.
     save(tmp_path, 5, 10, 999_999, 1_000_000, 1_000_001, keep=2)

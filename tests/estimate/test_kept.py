@@ -24,13 +24,15 @@ LORA = {"type": "lora", "rank": 16}
 LEVELS = ("none", "mlp", "most", "full")
 
 
-def foretold(name: str = LARGE, *, gpu: str = "H200", **sections: Any) -> Forecast:
+def foretold(
+    name: str = LARGE, *, gpu: str = "H200", rows: int = 8, length: int = 2048, **sections: Any
+) -> Forecast:
     """8 x 2048 tokens on one GPU, compiled and with the loss in pieces."""
-    train = {"micro_batch": 8, "global_batch": 8, "steps": 10}
+    train = {"micro_batch": rows, "global_batch": rows, "steps": 10}
     train |= {"loss": "fused", "kernels": "compiled"} | sections.pop("train", {})
     document = {
         "model": {"name": name, **sections.pop("model", {})},
-        "data": {"train": [{"path": "-", "format": "chat"}], "sequence_length": 2048},
+        "data": {"train": [{"path": "-", "format": "chat"}], "sequence_length": length},
         "train": train,
         "launch": {"processes": 1},
         **sections,
@@ -43,9 +45,13 @@ def lora(**train: Any) -> Forecast:
     return foretold(adapter=LORA, train=train)
 
 
+def long_rows(**train: Any) -> Forecast:
+    return foretold(adapter=LORA, rows=2, length=8192, train=train)
+
+
 @pytest.mark.parametrize(("level", "numbers"), [("none", 47248), ("mlp", 18576), ("most", 8224)])
 def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
-    """As counted in tests/models/test_recompute.py; 32 of them are in fp32."""
+    """As counted in tests/models/test_recompute.py, but for two of norms; 32 are in fp32."""
     found = kept_bytes(SHAPE, COMPILED, Cut(), level)
     assert found == COMPILED.tokens * (2 * numbers + 2 * 32)
 
@@ -54,8 +60,12 @@ def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
     ("found", "gib", "milliseconds"),
     [
         # One H200, torch 2.11, our own path.
-        (lora(), 63.5, 952),
-        (lora(precision="fp8-base"), 63.6, 673),
+        (lora(), 63.4, 932),
+        (lora(precision="fp8-base"), 63.4, 634),
+        (long_rows(), 63.4, 1104),
+        (long_rows(precision="fp8-base"), 63.4, 806),
+        (long_rows(gradient_checkpointing="mlp", keep_layers=8), 42.4, 1244),
+        # Before the gated MLP's gradients were summed up in its kernel: some 1 % slower.
         (foretold(adapter=LORA, model={"quantization": "nf4"}), 53.6, 975),
         (lora(gradient_checkpointing="most", offload_activations=True), 19.4, 1242),
         (lora(gradient_checkpointing="full", offload_activations=True), 19.2, 1363),
@@ -64,7 +74,7 @@ def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
 )
 def test_predicted_beside_measured(found: Forecast, gib: float, milliseconds: float) -> None:
     assert found.memory.allocated / GIB == pytest.approx(gib, rel=0.05)
-    assert found.speed.step.total * 1e3 == pytest.approx(milliseconds, rel=0.06)
+    assert found.speed.step.total * 1e3 == pytest.approx(milliseconds, rel=0.07)
 
 
 def test_each_level_holds_less_and_takes_longer() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from shardtune.core.step import Reading, StepResult
 from shardtune.measure.meter import GIB, Meter, peak_memory
@@ -66,6 +67,24 @@ def test_the_first_step_does_not_spoil_the_averages() -> None:
     third = tick(meter, result(500))
     assert third.tokens_per_second == pytest.approx(1500 / (second.seconds + third.seconds))
     assert third.seconds_left == 0
+
+
+def test_nor_does_a_step_that_compiles() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    quick = torch.compile(double, backend="eager", dynamic=False)
+    meter = Meter(4, "cpu")
+    tick(meter, result(10))
+    second = tick(meter, result(1000))
+    quick(torch.ones(3))
+    time.sleep(PAUSE)
+    third = tick(meter, result(1000))
+    assert third.seconds >= PAUSE
+    assert third.tokens_per_second == second.tokens_per_second
+    quick(torch.ones(3))  # the same shape: nothing to compile
+    fourth = tick(meter, result(500))
+    assert fourth.tokens_per_second == pytest.approx(1500 / (second.seconds + fourth.seconds))
 
 
 def test_the_speed_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
