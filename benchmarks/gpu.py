@@ -142,6 +142,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=400, help="seconds of each (400)")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="run nothing")
+    parser.add_argument("--note", default="", help="a paragraph to put below the table")
     parser.add_argument("--tiny", action="store_true", help="a toy on the CPU, two steps")
     options = parser.parse_args(given)
     if options.tiny:
@@ -158,7 +159,7 @@ def main(given: list[str] | None = None) -> int:
         print("nothing was measured")
         return 1
     kept.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    write(records, options.out)
+    write(records, options.out, options.note)
     return 0
 
 

@@ -108,8 +108,8 @@ def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[
     yield from (f"{each:.1e}" for each in apart) if apart else ("", "")
 
 
-def write(records: Sequence[Record], folder: Path) -> None:
-    """The table as gpu.md and the plot as gpu.svg."""
+def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
+    """The table as gpu.md and the plot as gpu.svg; `note` says what else there is to know."""
     records = latest(records)
     (folder / "gpu.svg").write_text(plot(records), encoding="utf-8")
     steps = sorted({each["steps"] for each in records if "steps" in each})
@@ -129,7 +129,8 @@ def write(records: Sequence[Record], folder: Path) -> None:
         "left it. A ratio compares with the best peer of the row on the same machine; the rows "
         "`fp8` take the peers of the rows `bf16`. Differences of loss are to the row's first peer "
         "that ran; Unsloth draws adapters of its own, so only its first loss is comparable.\n\n"
-        "![Speed of each method](gpu.svg)",
+        + (f"{note}\n\n" if note else "")
+        + "![Speed of each method](gpu.svg)",
         machine=_machines(records),
         folder=folder,
     )

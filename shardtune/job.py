@@ -384,7 +384,8 @@ class SaveSection(Section):
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
     background: bool = True
     """Copy the state to main memory and write the copy while training goes on. Each rank needs
-    memory for its share of a checkpoint; false needs none, and trains on when all is written."""
+    memory for its share of a checkpoint, from the first step on if `every` says so; false needs
+    none, and trains on when all is written."""
     on_failure: Literal["continue", "stop"] = "continue"
     """What to do when a checkpoint can't be written: say so and train on until the next one is due,
     or stop. The last checkpoint of a run has to succeed in any case."""

@@ -159,9 +159,10 @@ class Run:
         return results
 
     def prepare_saving(self) -> None:
-        """Gets memory for the first checkpoint while training goes on. Call it after a step, when
-        there is all that it will have."""
-        self.saver.prepare(self.engine.pieces()[0])
+        """Gets memory for the first checkpoint while training goes on, if one comes before the end.
+        Call it after a step, when there is all that it will have."""
+        if self.job.save.every and self.job.save.background:
+            self.saver.prepare(self.engine.pieces()[0])
 
     def save(self, progress: Progress) -> None:
         """Begins a checkpoint that `resume` goes on from, when an earlier one is through."""

@@ -35,6 +35,7 @@ RUNS = {
         "model.quantization=nf4",
     ),
 }
+LONG = {"fsdp-lora", "zero3-lora"}
 FULL = ("strategy.type=fsdp", "adapter={type: none}")
 TEXT = "<|q|>7<|a|>seven<|end|>"
 
@@ -64,7 +65,10 @@ def plain_model() -> torch.nn.Module:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in RUNS],
+)
 def test_an_adapter_brings_its_tokens(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "zero3" in name:
         pytest.importorskip("deepspeed", reason="needs the extra `deepspeed`")

@@ -64,6 +64,8 @@ class _Writing(threading.Thread):
         self.answer: Share | str = ""
 
     def run(self) -> None:
+        if self.answer:  # there is nothing to write
+            return
         identity = self.facts.identity
         try:
             self._saver.snapshot.settle()
@@ -114,14 +116,12 @@ class Saver:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Gets the memory for a copy of `pieces` beside the training: on a GPU 15 GB take 5 s, for
+        """Gets the memory for a copy of `pieces` beside the training: on a GPU 10 GB took 5 s, for
         which the first save would hold it up."""
-        if self.background:
-            places = [Place.of(piece) for piece in pieces]
-            self._preparing = threading.Thread(
-                target=self.snapshot.make_room, args=(places,), daemon=True
-            )
-            self._preparing.start()
+        places = [Place.of(piece) for piece in pieces]
+        make = threading.Thread(target=self.snapshot.make_room, args=(places,), daemon=True)
+        self._preparing = make
+        make.start()
 
     def save(
         self,
@@ -143,21 +143,25 @@ class Saver:
             store.begin(self.folder, step)
 
         self._on_main(step, begin)
-        if self.background:
-            if self._preparing is not None:
-                self._preparing.join()
-            pieces = self.snapshot.take(pieces)
         facts = _Facts(identity, dict(progress), dict(numbers))
-        writing = self._writing = _Writing(self, pieces, facts)
-        if self.background:
-            writing.start()
-        else:
+        if not self.background:
+            writing = self._writing = _Writing(self, pieces, facts)
             writing.run()
             self._finish(writing)
+            return
+        if self._preparing is not None:
+            self._preparing.join()
+        try:
+            writing = _Writing(self, self.snapshot.take(pieces), facts)
+        except RuntimeError as error:  # no memory; all ranks learn it where they meet
+            writing = _Writing(self, (), facts)
+            writing.answer = f"rank {self.ranks.rank}: its share can't be copied: {error}"
+        self._writing = writing
+        writing.start()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is not committed yet."""
+        """Whether a save is under way that isn't committed yet."""
         return self._writing is not None
 
     def poll(self) -> None:

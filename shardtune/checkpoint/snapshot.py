@@ -50,9 +50,12 @@ class Snapshot:
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces, copied; from a GPU the copy may still be under way: see `settle`."""
-        buffers = {Place.of(piece).key: self._buffer(piece) for piece in pieces}
-        self._kept = buffers
-        copies = [replace(piece, tensor=buffers[Place.of(piece).key]) for piece in pieces]
+        places = [Place.of(piece) for piece in pieces]
+        self._kept = {place.key: self._buffer(place) for place in places}
+        copies = [
+            replace(piece, tensor=self._kept[place.key])
+            for piece, place in zip(pieces, places, strict=True)
+        ]
         if any(piece.tensor.is_cuda for piece in pieces):
             self._copy_beside(pieces, copies)
         else:
@@ -62,7 +65,7 @@ class Snapshot:
 
     def make_room(self, places: Sequence[Place]) -> None:
         """Gets memory for pieces that are to be copied later. What can't be had now is asked for
-        again when it is needed, by whoever can say so."""
+        again by `take`, which says so."""
         with contextlib.suppress(RuntimeError):
             for place in places:
                 self._kept[place.key] = place.made()
@@ -72,8 +75,7 @@ class Snapshot:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _buffer(self, piece: Piece) -> Tensor:
-        place = Place.of(piece)
+    def _buffer(self, place: Place) -> Tensor:
         kept = self._kept.get(place.key)
         return place.made() if kept is None else kept
 

@@ -206,8 +206,11 @@ def _eager_working(shape: ModelShape, work: Workload) -> float:
 
 def _compiled_working(shape: ModelShape, work: Workload) -> float:
     """Numbers a token: the activation once more, its gradient, and those of what went into it;
-    and two of the stream."""
-    wide = (2 if shape.gated else 1) + 2
+    and two of the stream. A gated MLP with LoRA needs no activation; what goes back to its first
+    adapters is there in parts, of 64 columns each."""
+    wide = (2 if shape.gated else 1) + 2.0
+    if work.adapter is not None and shape.gated and _adapts_last(shape, work):
+        wide += 2 * work.adapter.rank / 64 - 1
     return wide * mlp_width(shape) + 2 * shape.hidden * work.stream / work.widths.compute
 
 

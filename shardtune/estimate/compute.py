@@ -300,8 +300,9 @@ def _own_adapters(
         opens = shape.gated and weight.module.rpartition(".")[2] in MLP_INPUTS
         closes = shape.gated and is_last(weight)
         forward += times * ((0 if closes else joint) + (0 if opens else 2 * outputs))
-        # What goes back to the first adapters is added up in parts: a quarter, written and read.
-        backward += times * ((0 if closes else 3) * joint + (0.5 if opens else 2) * outputs)
+        # What goes back to the first adapters is added up in parts, of 64 columns each.
+        parts = 2 * work.adapter.rank / 64
+        backward += times * ((0 if closes else 3) * joint + (parts if opens else 2) * outputs)
     scale = on.time.narrow * tokens * work.widths.compute / on.bytes / cut.tensor
     return Busy(forward * scale, backward * scale)
 

@@ -51,9 +51,10 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Evaluating and saving are not training time."""
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), compilations()
         yield
         self._since += time.perf_counter() - begun
+        self._compiled += compilations() - before
 
     def _reading(self, seconds: float, recent: list[tuple[float, StepResult]]) -> Reading:
         spent = sum(duration for duration, _ in recent)

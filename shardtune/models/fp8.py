@@ -150,13 +150,13 @@ def how_multiplied(device: str) -> str:
 
 @torch.library.custom_op("shardtune::by_row", mutates_args=())
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit numbers, and the scale of each row. On a GPU a row is read once; a compiler would read
-    it twice, and gains nothing from doing it where the numbers are made."""
+    """8-bit numbers, and the scale of each row. On a GPU a row of up to `BLOCK` is read once; a
+    compiler would read it twice, and gains nothing from doing it where the numbers are made."""
+    x = x.contiguous()
     if triton is None or not multiplied_as_such(x.device):
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
         return (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
-    x = x.contiguous()
     small, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
     block = min(triton.next_power_of_2(x.shape[1]), BLOCK)
     _rows[(len(x),)](x, small, scale, x.shape[1], block, block >= x.shape[1], num_warps=8)
@@ -178,9 +178,9 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     c = tl.arange(0, block)
     largest = 1e-12
     if whole:
-        numbers = tl.load(x + c, mask=c < columns, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(numbers), 0))
         inside = c < columns
+        numbers = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(numbers), 0))
         tl.store(small + c, (numbers * (448.0 / largest)).to(tl.float8e4nv), mask=inside)
     else:
         for begin in range(0, columns, block):

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardtune.models.unrounded import in_fp32
+
 LARGEST_RANK = 64
 TILE = 64
 """Columns that a program has at a time."""
@@ -101,12 +103,9 @@ def _back_step_by_step(
     result = (smooth * other).to(y.dtype)
     halves = to_y.chunk(2, dim=1)
     to_narrow = [some @ matrix for some, matrix in zip(halves, up.chunk(2), strict=True)]
-    to_up = [
-        some.float().t() @ of.float()
-        for some, of in zip(halves, narrow.chunk(2, dim=1), strict=True)
-    ]
-    to_down = last.float().t() @ result.float()
-    return to_y, torch.cat(to_narrow, dim=1), torch.cat(to_up), to_down
+    parts = zip(halves, narrow.chunk(2, dim=1), strict=True)
+    to_up = [in_fp32(some.t(), of) for some, of in parts]
+    return to_y, torch.cat(to_narrow, dim=1), torch.cat(to_up), in_fp32(last.t(), result)
 
 
 def _on_gpu(y: Tensor, *ranks: int) -> bool:

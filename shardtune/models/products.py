@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardtune.models.fp8 import FP8Linear, by_row, scaled
 from shardtune.models.gated import gated, gated_back
 from shardtune.models.quantise import restored, restored_after
+from shardtune.models.unrounded import in_fp32
 
 Layers = tuple[nn.Linear, ...]
 """Frozen layers that have one input. Their outputs stand side by side."""
@@ -175,19 +176,6 @@ def _(
     narrow: Tensor | None, down: Tensor | None, gradient: Tensor, weights: Sequence[Tensor]
 ) -> Tensor:
     return gradient.new_empty(gradient.shape[0], weights[0].shape[1])
-
-
-@torch.library.custom_op("shardtune::in_fp32", mutates_args=())
-def in_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """The product as the matrix unit sums it up, not rounded to 16 bits."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-@in_fp32.register_fake
-def _(left: Tensor, right: Tensor) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
 
 
 def _beside(joint: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -55,16 +55,17 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def turned_back(
     to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """The gradient of what `Turned` was given. Those that come in may lie in memory as they like,
-    head by head or token by token."""
+    """The gradient of what `Turned` was given, in its precision, which values have kept. Those that
+    come in may lie in memory as they like, head by head or token by token."""
     rows, length, heads, wide = to_queries.shape
     groups = to_keys.shape[2]
     parts = (to_queries, to_keys, to_values)
     powers_of_two = wide & (wide - 1) == 0
     if triton is None or not to_queries.is_cuda or not powers_of_two:
         turned = [_back(part, cos, sin) for part in parts[:2]]
-        return torch.cat([part.flatten(2) for part in (*turned, to_values)], dim=-1)
-    result = to_queries.new_empty(rows, length, (heads + 2 * groups) * wide)
+        side_by_side = [part.flatten(2).to(to_values.dtype) for part in (*turned, to_values)]
+        return torch.cat(side_by_side, dim=-1)
+    result = to_values.new_empty(rows, length, (heads + 2 * groups) * wide)
     angles = [each.expand(rows, -1, -1).contiguous() for each in (cos, sin)]
     dense = [part if part.stride(3) == 1 else part.contiguous() for part in parts]
     _back_by_token[(rows * length,)](
@@ -78,7 +79,7 @@ def turned_back(
 @turned_back.register_fake
 def _(to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows, length, heads, wide = to_queries.shape
-    return to_queries.new_empty(rows, length, (heads + 2 * to_keys.shape[2]) * wide)
+    return to_values.new_empty(rows, length, (heads + 2 * to_keys.shape[2]) * wide)
 
 
 def _back(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     cos_right = tl.load(cos + angle + half).to(tl.float32)
     sin_left = tl.load(sin + angle).to(tl.float32)
     sin_right = tl.load(sin + angle + half).to(tl.float32)
-    h, g = tl.arange(0, H)[:, None], tl.arange(0, G)[:, None]
+    h, g = tl.arange(0, H)[:, None].to(tl.int64), tl.arange(0, G)[:, None].to(tl.int64)
     many, few = h < heads, g < groups
     kind = result.dtype.element_ty
     there = result + token * (heads + 2 * groups) * D + d

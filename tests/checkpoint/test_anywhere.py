@@ -77,7 +77,10 @@ def hop(world: World, model: str, strategy: str, folder: str, steps: int) -> dic
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs shardtune[deepspeed]")
-@pytest.mark.parametrize(("model", "hops"), [("tiny", PROMISED), ("gpt2", SPREAD)])
+@pytest.mark.parametrize(
+    ("model", "hops"),
+    [("tiny", PROMISED), pytest.param("gpt2", SPREAD, marks=pytest.mark.long)],
+)
 def test_the_chain_follows_one_process(
     model: str, hops: tuple[tuple[str, int], ...], tmp_path: Path
 ) -> None:

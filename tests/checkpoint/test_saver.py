@@ -82,6 +82,23 @@ def test_memory_that_was_made_before_is_what_the_first_copy_uses(tmp_path: Path)
     assert torch.equal(reader(tmp_path)["weight.a"], tensor)
 
 
+def test_a_rank_without_memory_for_its_copy_is_named_on_all(tmp_path: Path) -> None:
+    """A tensor of more bytes than any machine has; the other rank's save fails with it."""
+    huge = torch.empty(1).expand(1 << 50)
+
+    def act(rank: ThreadRank) -> str:
+        saver = Saver(tmp_path, rank, keep=1, background=True)
+        own = piece(huge) if rank.rank else piece(torch.ones(3))
+        saver.save(Identity("run", 1, "ddp", ""), [own], {}, {})
+        with pytest.raises(RunError) as raised:
+            saver.wait()
+        return str(raised.value)
+
+    for said in together(2, act):
+        assert "rank 1: its share can't be copied" in said
+    assert names(tmp_path) == []
+
+
 def test_what_was_prepared_for_other_pieces_is_let_go(tmp_path: Path) -> None:
     """Moments that came later, say."""
     saver = Saver(tmp_path, ALONE, keep=1, background=True)

@@ -38,10 +38,10 @@ def marked(rows: list[Row]) -> list[Any]:
 
 
 def marks(row: Row) -> list[pytest.MarkDecorator]:
-    """Rows of four ranks take longest: with all weights and LoRA the gate has enough of them."""
+    """Rows of four ranks take longest: with LoRA the gate has enough of them."""
     if row.build:
         return [pytest.mark.build]
-    return [pytest.mark.long] if row.ranks == 4 and row.adapter == "ia3" else []
+    return [pytest.mark.long] if row.ranks == 4 and row.adapter != "lora" else []
 
 
 @pytest.mark.parametrize("row", marked([row for row in ROWS if row.refused]))

@@ -59,12 +59,12 @@ QUICK = {
     "all, plain": job(QWEN, 4, 1024),
     "all, fused": job(SMALL, 4, 2048, loss="fused"),
     "all, recomputed, plain": job(SMALL, 2, 4096, recompute="full"),
-    "all, ddp on 4": job(QWEN, 2, 2048, ranks=4),
     "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
     "lora, mlp, fused": job(QWEN, 8, 1024, loss="fused", recompute="mlp", **LORA),
 }
 LONG = {
+    "all, ddp on 4": job(QWEN, 2, 2048, ranks=4),
     "all, fsdp hybrid on 4": job(
         SMALL, 2, 2048, ranks=4, strategy={"type": "fsdp", "sharding": "hybrid", "replicas": 2}
     ),

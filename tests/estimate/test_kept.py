@@ -17,7 +17,7 @@ from shardtune.estimate.workload import Adapter, Workload
 from shardtune.forecast import GIB, Forecast, forecast
 from shardtune.job import Job
 
-SMALL, LARGE = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"
+SMALL, LARGE, HUGE = (f"meta-llama/Llama-{size}" for size in ("3.2-1B", "3.1-8B", "3.1-70B"))
 SHAPE = known_model(LARGE)
 COMPILED = Workload(8, 2048, adapter=Adapter(16), kernels="compiled", counted=True, autocast=True)
 LORA = {"type": "lora", "rank": 16}
@@ -45,6 +45,10 @@ def lora(**train: Any) -> Forecast:
     return foretold(adapter=LORA, train=train)
 
 
+def nf4(name: str = LARGE, **sections: Any) -> Forecast:
+    return foretold(name, adapter=LORA, model={"quantization": "nf4"}, **sections)
+
+
 def long_rows(**train: Any) -> Forecast:
     return foretold(adapter=LORA, rows=2, length=8192, train=train)
 
@@ -57,24 +61,27 @@ def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "gib", "milliseconds"),
+    ("found", "gib", "milliseconds", "near"),
     [
         # One H200, torch 2.11, our own path.
-        (lora(), 63.4, 932),
-        (lora(precision="fp8-base"), 63.4, 634),
-        (long_rows(), 63.4, 1104),
-        (long_rows(precision="fp8-base"), 63.4, 806),
-        (long_rows(gradient_checkpointing="mlp", keep_layers=8), 42.4, 1244),
-        # Before the gated MLP's gradients were summed up in its kernel: some 1 % slower.
-        (foretold(adapter=LORA, model={"quantization": "nf4"}), 53.6, 975),
-        (lora(gradient_checkpointing="most", offload_activations=True), 19.4, 1242),
-        (lora(gradient_checkpointing="full", offload_activations=True), 19.2, 1363),
-        (foretold(SMALL), 30.5, 250),
+        (lora(), 63.4, 932, 0.05),
+        (lora(precision="fp8-base"), 63.4, 634, 0.05),
+        (long_rows(), 63.4, 1104, 0.05),
+        (long_rows(precision="fp8-base"), 63.4, 806, 0.05),
+        (long_rows(gradient_checkpointing="mlp", keep_layers=8), 42.4, 1244, 0.05),
+        (nf4(HUGE, rows=4, train={"gradient_checkpointing": "mlp"}), 84.7, 5032, 0.09),
+        # Before the gated MLP's gradients were summed up in its kernel, so measured too long.
+        (nf4(), 53.6, 975, 0.07),
+        (lora(gradient_checkpointing="most", offload_activations=True), 19.4, 1242, 0.07),
+        (lora(gradient_checkpointing="full", offload_activations=True), 19.2, 1363, 0.07),
+        (foretold(SMALL), 30.5, 250, 0.06),
     ],
 )
-def test_predicted_beside_measured(found: Forecast, gib: float, milliseconds: float) -> None:
-    assert found.memory.allocated / GIB == pytest.approx(gib, rel=0.05)
-    assert found.speed.step.total * 1e3 == pytest.approx(milliseconds, rel=0.07)
+def test_predicted_beside_measured(
+    found: Forecast, gib: float, milliseconds: float, near: float
+) -> None:
+    assert found.memory.allocated / GIB == pytest.approx(gib, rel=0.03)
+    assert found.speed.step.total * 1e3 == pytest.approx(milliseconds, rel=near)
 
 
 def test_each_level_holds_less_and_takes_longer() -> None:

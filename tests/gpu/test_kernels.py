@@ -12,14 +12,15 @@ from torch import nn
 from shardtune.engines.score import score_in_place
 from shardtune.models.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
 from shardtune.models.gated import gated, gated_back
-from shardtune.models.products import Adapted, Closing, Opening, in_fp32
+from shardtune.models.products import Adapted, Closing, Opening
+from shardtune.models.unrounded import in_fp32
 from tests.engines.test_score import SHAPES, assert_right
 from tests.engines.test_score import given as rows_of
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
 from tests.models.test_gated import assert_right as assert_gated
 from tests.models.test_gated import given
-from tests.models.test_rotary import Angles, assert_turned
+from tests.models.test_rotary import Order, assert_turned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,9 +81,9 @@ def test_an_mlp_as_float64(rank: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NEAR])
-@pytest.mark.parametrize("heads", [(4, 4), (32, 8), (9, 3)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (32, 8), (9, 3), (8, 1)], ids=str)
 @pytest.mark.parametrize("by", ["token", "head"])
-def test_turned_as_float64(heads: tuple[int, int], by: Angles, dtype: torch.dtype) -> None:
+def test_turned_as_float64(heads: tuple[int, int], by: Order, dtype: torch.dtype) -> None:
     assert_turned(heads, 64, dtype, "cuda", by)
 
 

@@ -82,7 +82,9 @@ def test_nor_does_a_step_that_compiles() -> None:
     third = tick(meter, result(1000))
     assert third.seconds >= PAUSE
     assert third.tokens_per_second == second.tokens_per_second
-    quick(torch.ones(3))  # the same shape: nothing to compile
+    with meter.paused():
+        quick(torch.ones(4))  # an evaluation, say
+    quick(torch.ones(3))  # the same shape as before: nothing to compile
     fourth = tick(meter, result(500))
     assert fourth.tokens_per_second == pytest.approx(1500 / (second.seconds + fourth.seconds))
 

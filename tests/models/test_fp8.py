@@ -66,6 +66,11 @@ def test_each_row_uses_the_whole_range() -> None:
     assert ((back - x).abs() <= HALF_STEP * x.abs() * 1.0001)[normal].all()
 
 
+def test_what_a_compiler_is_told_of_rows_is_what_comes() -> None:
+    for x in (some((7, 5), 0), some((5, 7), 0).t(), some((7, 5), 0).bfloat16()):
+        torch.library.opcheck(by_row, (x,), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_what_is_not_finite_stays_so() -> None:
     x = torch.ones(3, 4)
     x[1, 2], x[2, 0] = torch.inf, torch.nan

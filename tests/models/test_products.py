@@ -11,8 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardtune.models.fp8 import by_row, scaled
 from shardtune.models.gated import gated, gated_back
-from shardtune.models.products import Adapted, Closing, Opening, across, back_across, in_fp32
+from shardtune.models.products import Adapted, Closing, Opening, across, back_across
 from shardtune.models.quantise import Int8Linear, QuantisedLinear
+from shardtune.models.unrounded import in_fp32
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
 

@@ -13,7 +13,7 @@ from shardtune.models.rotary import TURN, Turned, leave_turned, turned_back
 from tests.models.exact import distance, some
 
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}
-Angles = Literal["token", "head"]
+Order = Literal["token", "head"]
 """In which order gradients lie in memory."""
 ROWS, LENGTH = 2, 5
 
@@ -38,7 +38,7 @@ def assert_turned(
     wide: int,
     dtype: torch.dtype,
     device: str,
-    by: Angles,
+    by: Order,
     rows: int = ROWS,
 ) -> None:
     counts = (heads[0], heads[1], heads[1])
@@ -63,7 +63,7 @@ def assert_turned(
 @pytest.mark.parametrize("by", ["token", "head"])
 @pytest.mark.parametrize("rows", [ROWS, 1])
 def test_as_transformers_in_float64(
-    heads: tuple[int, int], wide: int, dtype: torch.dtype, by: Angles, rows: int
+    heads: tuple[int, int], wide: int, dtype: torch.dtype, by: Order, rows: int
 ) -> None:
     assert_turned(heads, wide, dtype, "cpu", by, rows)
 

@@ -26,6 +26,15 @@ TINY = {
     "fsdp_tensor": ["strategy.tensor=2", "launch.processes=4"],
 }
 """The tiny model has two key-value heads, not three."""
+LONG = {"zeropp_2nodes", "fsdp_hybrid", "fsdp_tensor", "fsdp_pipeline", "zero3_long", "zero2"}
+"""Four ranks, or cut as another that is here: `tests/conformance` has a row of each."""
+
+
+def marked(paths: list[Path]) -> list[Any]:
+    return [
+        pytest.param(path, id=path.stem, marks=pytest.mark.long if path.stem in LONG else ())
+        for path in paths
+    ]
 
 
 def run(recipe: Path, folder: Path, *overrides: str) -> dict[str, Any]:
@@ -59,7 +68,7 @@ def test_there_are_recipes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", marked(RECIPES))
 def test_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require(recipe.read_text())
     monkeypatch.chdir(ROOT)  # where a person runs it: paths in a job are relative to that
@@ -67,7 +76,7 @@ def test_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", marked(FILES))
 def test_a_deepspeed_file_runs_as_it_is(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +91,7 @@ def test_a_deepspeed_file_runs_as_it_is(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp_full", "zero3_full"])
+@pytest.mark.parametrize("name", [pytest.param("fsdp_full", marks=pytest.mark.long), "zero3_full"])
 def test_an_adapter_of_a_spread_model_is_read_back_exactly(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

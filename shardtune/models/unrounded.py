@@ -1,0 +1,20 @@
+"""Products whose sums aren't rounded to the precision of what is multiplied: gradients of weights
+that are held in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("shardtune::in_fp32", mutates_args=())
+def in_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """The product as the matrix unit sums it up, not rounded to 16 bits."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+@in_fp32.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
