@@ -1,7 +1,7 @@
 """What a checkpoint costs: `python -m benchmarks.checkpoint`.
 
 The stall is the time of `save` itself, and what the steps during which it is written take longer
-than the others between two saves. Size and times of writing and loading stand beside PyTorch's
+than those around them. Size and times of writing and loading stand beside PyTorch's
 distributed checkpoint and DeepSpeed's own, for the same weights and moments.
 """
 
@@ -36,7 +36,8 @@ from shardtune.engines.native import NativeEngine
 from shardtune.launch.join import JoinedWorld
 
 LIMIT = 0.01
-WARM = 3  # steps before the clock: the first ones get their memory from the system
+WARM = 4  # steps before the first save: the very first get their memory from the system
+NEIGHBOURS = 6  # steps that one is compared with
 MIB = 1 << 20
 
 
@@ -91,7 +92,7 @@ class Stall:
     calls: list[float]
     """Of `save` itself: training stands still."""
     slower: list[float]
-    """By how much the steps during which it was written were longer than the others around it."""
+    """By how much the steps during which it was written were longer than those around them."""
 
     @property
     def extra(self) -> list[float]:
@@ -101,33 +102,45 @@ class Stall:
 def stall(
     engine: NativeEngine, folder: Path, every: int, saves: int, shape: tuple[int, int]
 ) -> Stall:
-    """A save every so many steps. Steps beside one are compared with the rest of the same window,
-    not with a window of its own: a machine's speed drifts by more than what is looked for."""
+    """A save every so many steps. Steps beside one are compared with those around them, not with a
+    window of their own: a machine's speed drifts by more than what is looked for."""
     saver = Saver(folder, JoinedWorld(), keep=1, background=True)
     _step(engine, saver, make_batch(0, *shape))  # there are no moments before
     _save(engine, saver, 0)  # its memory is made here
-    for step in range(WARM):
-        _step(engine, saver, make_batch(step, *shape))
     saver.wait()
-    ordinary: list[float] = []
+    steps = [Step(timed(partial(_step, engine, saver, make_batch(n, *shape)))) for n in range(WARM)]
     calls: list[float] = []
-    slower: list[float] = []
-    for number in range(saves):
-        calls.append(timed(partial(_save, engine, saver, number + 1)))
-        beside: list[float] = []
-        alone: list[float] = []
+    for number in range(1, saves + 1):
+        calls.append(timed(partial(_save, engine, saver, number)))
         for step in range(every):
-            under_way = saver.busy
-            took = timed(partial(_step, engine, saver, make_batch(step, *shape)))
-            (beside if under_way else alone).append(took)
-        if not alone:
+            beside = number if saver.busy else None
+            batch = make_batch(step, *shape)
+            steps.append(Step(timed(partial(_step, engine, saver, batch)), beside))
+        if saver.busy:
             sys.exit(f"a save takes longer than {every} steps: there is nothing to compare with")
-        usual = statistics.median(alone)
-        slower.append(sum(beside) - len(beside) * usual)
-        ordinary += alone
-        print(f"save {number + 1}: {calls[-1]:.2f} + {slower[-1]:.2f} s", file=sys.stderr)
-    saver.wait()
-    return Stall(statistics.median(ordinary), calls, slower)
+        slower = longer(steps, number)
+        print(f"save {number}: {calls[-1]:.2f} + {slower:.2f} s", file=sys.stderr)
+    alone = statistics.median(step.seconds for step in steps if step.beside is None)
+    return Stall(alone, calls, [longer(steps, number) for number in range(1, saves + 1)])
+
+
+@dataclass(frozen=True)
+class Step:
+    seconds: float
+    beside: int | None = None
+    """The save that was being written meanwhile."""
+
+
+def longer(steps: list[Step], save: int) -> float:
+    """How much longer the steps beside a save took, each than the median of its neighbours."""
+    beside = [number for number, step in enumerate(steps) if step.beside == save]
+    return sum(steps[number].seconds - _around(steps, number) for number in beside)
+
+
+def _around(steps: list[Step], number: int) -> float:
+    alone = [other for other, step in enumerate(steps) if step.beside is None]
+    near = sorted(alone, key=lambda other: abs(other - number))[:NEIGHBOURS]
+    return statistics.median(steps[other].seconds for other in near)
 
 
 def _save(engine: NativeEngine, saver: Saver, step: int) -> None:
@@ -240,7 +253,7 @@ def main() -> int:
         dist.destroy_process_group()
     weights: list[Tensor] = list(engine.model.parameters())
     count = sum(weight.numel() for weight in weights) / 1e6
-    extra, window = statistics.mean(found.extra), given.every * found.step
+    extra, window = statistics.median(found.extra), given.every * found.step
     share = extra / window
     write_table(
         "checkpoint" if given.shape == "135M" else f"checkpoint_{given.shape}",
@@ -250,11 +263,11 @@ def main() -> int:
         f"{count:.0f} M parameters in fp32 with two moments, on {given.device}. A step of "
         f"{given.rows} x {given.length} tokens takes {found.step:.2f} s. A save in the background "
         f"every {given.every} steps adds {extra:.2f} s to them, {100 * share:.2f} % of their time "
-        f"(mean of {given.saves} saves, from {100 * min(found.extra) / window:.2f} to "
+        f"(median of {given.saves} saves, from {100 * min(found.extra) / window:.2f} to "
         f"{100 * max(found.extra) / window:.2f} %): training stands still for "
-        f"{statistics.mean(found.calls):.2f} s while the state is copied, and the steps during "
-        f"which it is written take {statistics.mean(found.slower):.2f} s longer than the median of "
-        f"the others. More than {100 * LIMIT:.0f} % is a failure.",
+        f"{statistics.median(found.calls):.2f} s while the state is copied, and the steps during "
+        f"which it is written take {statistics.median(found.slower):.2f} s longer than the median "
+        f"of their neighbours. More than {100 * LIMIT:.0f} % is a failure.",
         command=" ".join(["checkpoint", *without_folder(sys.argv[1:])]),
     )
     return int(share > LIMIT)
