@@ -116,8 +116,8 @@ class Saver:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Gets the memory for a copy of `pieces` beside the training, which the first save would hold
-        up for it (docs/benchmarks/checkpoint_1B.md)."""
+        """Gets the memory for a copy of `pieces` beside the training, which the first save would
+        hold up for it (docs/benchmarks/checkpoint_1B.md)."""
         places = [Place.of(piece) for piece in pieces]
         make = threading.Thread(target=self.snapshot.make_room, args=(places,), daemon=True)
         self._preparing = make
