@@ -124,26 +124,29 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     sin_right = tl.load(sin + angle + half).to(tl.float32)
     h, g = tl.arange(0, H)[:, None].to(tl.int64), tl.arange(0, G)[:, None].to(tl.int64)
     many, few = h < heads, g < groups
-    kind = result.dtype.element_ty
     there = result + token * (heads + 2 * groups) * D + d
 
     here = queries + row * q_row + place * q_token + h * q_head + d
-    left = tl.load(here, mask=many, other=0.0).to(tl.float32)
-    right = tl.load(here + half, mask=many, other=0.0).to(tl.float32)
-    tl.store(there + h * D, (left * cos_left + right * sin_right).to(kind), mask=many)
-    tl.store(there + h * D + half, (right * cos_right - left * sin_left).to(kind), mask=many)
-
+    _turn_heads(here, there + h * D, many, half, cos_left, cos_right, sin_left, sin_right)
     there += heads * D
     here = keys + row * k_row + place * k_token + g * k_head + d
-    left = tl.load(here, mask=few, other=0.0).to(tl.float32)
-    right = tl.load(here + half, mask=few, other=0.0).to(tl.float32)
-    tl.store(there + g * D, (left * cos_left + right * sin_right).to(kind), mask=few)
-    tl.store(there + g * D + half, (right * cos_right - left * sin_left).to(kind), mask=few)
-
+    _turn_heads(here, there + g * D, few, half, cos_left, cos_right, sin_left, sin_right)
     there += groups * D
     here = values + row * v_row + place * v_token + g * v_head + d
     tl.store(there + g * D, tl.load(here, mask=few, other=0.0), mask=few)
     tl.store(there + g * D + half, tl.load(here + half, mask=few, other=0.0), mask=few)
 
 
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    here, there, inside, half: tl.constexpr, cos_left, cos_right, sin_left, sin_right
+):
+    """Some heads of one token, turned back."""
+    kind = there.dtype.element_ty
+    left = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(here + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(there, (left * cos_left + right * sin_right).to(kind), mask=inside)
+    tl.store(there + half, (right * cos_right - left * sin_left).to(kind), mask=inside)
+
+
+_turn_heads: Any = triton.jit(_heads_kernel) if triton is not None else None
 _back_by_token: Any = triton.jit(_token_kernel) if triton is not None else None
