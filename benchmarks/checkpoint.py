@@ -255,12 +255,13 @@ def main() -> int:
     count = sum(weight.numel() for weight in weights) / 1e6
     extra, window = statistics.median(found.extra), given.every * found.step
     share = extra / window
+    card = torch.cuda.get_device_name() if given.device == "cuda" else given.device
     write_table(
         "checkpoint" if given.shape == "135M" else f"checkpoint_{given.shape}",
         "What a checkpoint costs",
         ["", "write, s", "load, s", "MiB on disk"],
         [[n, f"{w:.2f}", f"{r:.2f}", f"{size / MIB:,.0f}"] for n, (w, r, size) in rows.items()],
-        f"{count:.0f} M parameters in fp32 with two moments, on {given.device}. A step of "
+        f"{count:.0f} M parameters in fp32 with two moments, on {card}. A step of "
         f"{given.rows} x {given.length} tokens takes {found.step:.2f} s. A save in the background "
         f"every {given.every} steps adds {extra:.2f} s to them, {100 * share:.2f} % of their time "
         f"(median of {given.saves} saves, from {100 * min(found.extra) / window:.2f} to "

@@ -117,7 +117,7 @@ class Saver:
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """Gets the memory for a copy of `pieces` beside the training, which the first save would
-        hold up for it (docs/benchmarks/checkpoint_1B.md)."""
+        hold up for it (docs/LOG.md: a first save on a GPU)."""
         places = [Place.of(piece) for piece in pieces]
         make = threading.Thread(target=self.snapshot.make_room, args=(places,), daemon=True)
         self._preparing = make
