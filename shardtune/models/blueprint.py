@@ -20,7 +20,7 @@ from shardtune.models.parts import (
     without_memory,
 )
 from shardtune.models.quantise import stored_as
-from shardtune.models.speed import Speed, hasten
+from shardtune.models.speed import Speed, hasten, settle
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class ModelBlueprint:
         adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)
         answer_in(adapted, self.adapter, DTYPES[self.train.precision])
         hasten(model, layers, self.adapter, speed)
+        settle(layers)
         return adapted
 
     def in_parts(
@@ -97,7 +98,9 @@ class EmptyBlueprint:
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`."""
-        return self.in_parts(device, _leave)
+        model = self.in_parts(device, _leave)
+        settle(self.frame.layers)
+        return model
 
     def in_parts(
         self,

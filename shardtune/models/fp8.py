@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.models.added import added
 from shardtune.models.quantise import QuantisedLinear
 
 try:
@@ -152,14 +153,17 @@ def how_multiplied(device: str) -> str:
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
     """8-bit numbers, and the scale of each row. On a GPU a row of up to `BLOCK` is read once; a
     compiler would read it twice, and gains nothing from doing it where the numbers are made."""
-    x = x.contiguous()
     if triton is None or not multiplied_as_such(x.device):
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-        return (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
-    small, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
+        small = (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+        return small.contiguous(), scale
+    x = x if x.stride(1) == 1 else x.contiguous()
+    small = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
+    scale = x.new_empty(len(x), 1, dtype=torch.float32)
     block = min(triton.next_power_of_2(x.shape[1]), BLOCK)
-    _rows[(len(x),)](x, small, scale, x.shape[1], block, block >= x.shape[1], num_warps=8)
+    sizes = (x.stride(0), x.shape[1], block, block >= x.shape[1])
+    _rows[(len(x),)](x, small, scale, *sizes, num_warps=8)
     return small, scale
 
 
@@ -170,10 +174,10 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_kernel(  # type: ignore[no-untyped-def]
-    x, small, scale, columns, block: tl.constexpr, whole: tl.constexpr
+    x, small, scale, x_row, columns, block: tl.constexpr, whole: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    x += row * columns
+    x += row * x_row
     small += row * columns
     c = tl.arange(0, block)
     largest = 1e-12
@@ -207,10 +211,16 @@ def scaled(
     weight: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
+    past: Tensor | None = None,
 ) -> Tensor:
-    """`narrow @ matrix` (if there is any) plus the 8-bit product `x @ weight.T`."""
+    """`narrow @ matrix` (if there is any) plus the 8-bit product `x @ weight.T`. Where there is, it
+    may be added to what went `past` it, and has its shape then."""
     y = _multiply(x, x_scale, weight, scale, dtype)
-    return y if narrow is None or matrix is None else y.addmm_(narrow, matrix)
+    if narrow is None or matrix is None:
+        return y
+    if past is None:
+        return y.addmm_(narrow, matrix)
+    return added(y, narrow, matrix.t(), past)
 
 
 @scaled.register_fake
@@ -222,7 +232,10 @@ def _(
     weight: Tensor,
     scale: Tensor,
     dtype: torch.dtype,
+    past: Tensor | None = None,
 ) -> Tensor:
+    if past is not None:
+        return past.new_empty(past.shape)
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 

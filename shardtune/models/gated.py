@@ -9,6 +9,7 @@ is a kernel for each direction. On other machines the same is done step by step.
 Rows are tokens. `y` holds gate and up side by side, without what LoRA adds: gate's is made of the
 first half of `narrow` and of the first half of the rows of `up`, the other's of the second halves.
 In the same way the incoming gradient is without what goes back through the next layer's adapter.
+What goes back comes as it is needed: the gradient of `y`, and that of `narrow` beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardtune.models.across import spacious
 from shardtune.models.unrounded import in_fp32
 
 LARGEST_RANK = 64
@@ -46,7 +48,7 @@ def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, 
     sums = y.new_empty(SPLITS, rows, len(down), dtype=torch.float32)
     given = (y, narrow, up, down, result, sums)
     _forward[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
-        *given, *_sizes(rows, half, rank, len(down))
+        *given, y.stride(0), narrow.stride(0), *_sizes(rows, half, rank, len(down))
     )
     return result, sums.sum(0).to(y.dtype)
 
@@ -60,29 +62,31 @@ def _(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tens
 @torch.library.custom_op("shardtune::gated_back", mutates_args=())
 def gated_back(
     gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `y`, `narrow`, `up` and `down`; the last two in fp32. What comes in is
-    `gradient` and `last @ down`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `y` with `narrow` beside it, of `up` and of `down`; the last two in fp32.
+    What comes in is `gradient` and `last @ down`."""
     (rows, half), rank = gradient.shape, up.shape[1]
     if not _on_gpu(y, rank, len(down)):
         return _back_step_by_step(gradient, last, down, y, narrow, up)
-    to_y = torch.empty_like(y)
+    back = spacious(y, rows, 2 * half + 2 * rank)
+    to_y, to_narrow = torch.split(back, [2 * half, 2 * rank], dim=1)
     # Parts of a sum are rounded as what they are sums of is: to `y`'s precision.
     sums = y.new_empty(half // TILE, rows, 2 * rank)
     to_up = y.new_empty(SPLITS, 2 * half, rank, dtype=torch.float32)
     to_down = y.new_empty(SPLITS, half, len(down), dtype=torch.float32)
     given = (y, narrow, up, gradient, last, down, to_y, sums, to_up, to_down)
-    _backward[(half // TILE, SPLITS)](*given, *_sizes(rows, half, rank, len(down)))
-    to_narrow = sums.sum(0, dtype=torch.float32).to(y.dtype)
-    return to_y, to_narrow, to_up.sum(0), to_down.sum(0).t().contiguous()
+    strides = (y.stride(0), narrow.stride(0), back.stride(0))
+    _backward[(half // TILE, SPLITS)](*given, *strides, *_sizes(rows, half, rank, len(down)))
+    to_narrow.copy_(sums.sum(0, dtype=torch.float32))
+    return back, to_up.sum(0), to_down.sum(0).t().contiguous()
 
 
 @gated_back.register_fake
 def _(
     gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     of_up, of_down = (torch.empty_like(each, dtype=torch.float32) for each in (up, down))
-    return torch.empty_like(y), torch.empty_like(narrow), of_up, of_down
+    return spacious(y, y.shape[0], y.shape[1] + narrow.shape[1]), of_up, of_down
 
 
 def _opened(y: Tensor, narrow: Tensor, up: Tensor) -> tuple[Tensor, ...]:
@@ -93,19 +97,18 @@ def _opened(y: Tensor, narrow: Tensor, up: Tensor) -> tuple[Tensor, ...]:
 
 def _back_step_by_step(
     gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     incoming = gradient + last @ down
     gate, other = _opened(y, narrow, up)
     steep = torch.sigmoid(gate.float())
     smooth = gate.float() * steep
     to_gate = incoming * other * (steep + smooth * (1 - steep))
-    to_y = torch.cat([to_gate, incoming * smooth], dim=1).to(y.dtype)
+    halves = [each.to(y.dtype) for each in (to_gate, incoming * smooth)]
     result = (smooth * other).to(y.dtype)
-    halves = to_y.chunk(2, dim=1)
     to_narrow = [some @ matrix for some, matrix in zip(halves, up.chunk(2), strict=True)]
     parts = zip(halves, narrow.chunk(2, dim=1), strict=True)
-    to_up = [in_fp32(some.t(), of) for some, of in parts]
-    return to_y, torch.cat(to_narrow, dim=1), torch.cat(to_up), in_fp32(last.t(), result)
+    to_up = torch.cat([in_fp32(some.t(), of) for some, of in parts])
+    return torch.cat([*halves, *to_narrow], dim=1), to_up, in_fp32(last.t(), result)
 
 
 def _on_gpu(y: Tensor, *ranks: int) -> bool:
@@ -143,14 +146,14 @@ _sigmoid: Any = triton.jit(_sigmoid_of) if triton is not None else None
 
 
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, down, result, sums, rows, half, rank, next_rank, many,
+    y, narrow, up, down, result, sums, row, narrow_row, rows, half, rank, next_rank, many,
     R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Some rows, and a share of the columns."""
     begin_row = tl.program_id(0).to(tl.int64) * BM
     m, r, n, c = tl.arange(0, BM), tl.arange(0, R), tl.arange(0, N), tl.arange(0, BN)
     here = (m < rows - begin_row)[:, None]
-    some = narrow + begin_row * (2 * rank) + (m[:, None] * (2 * rank) + r[None, :])
+    some = narrow + begin_row * narrow_row + (m[:, None] * narrow_row + r[None, :])
     ranked = here & (r[None, :] < rank)
     for_gate = tl.load(some, mask=ranked, other=0.0)
     for_other = tl.load(some + rank, mask=ranked, other=0.0)
@@ -158,8 +161,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     share = tl.cdiv(tl.cdiv(half, S), BN) * BN
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, half)
-    gates, results = y + begin_row * (2 * half), result + begin_row * half
-    tile = m[:, None] * (2 * half) + (first + c)[None, :]
+    gates, results = y + begin_row * row, result + begin_row * half
+    tile = m[:, None] * row + (first + c)[None, :]
     any_left = here & (first < end)
     next_gate = tl.load(gates + tile, mask=any_left, other=0.0)
     next_other = tl.load(gates + half + tile, mask=any_left, other=0.0)
@@ -186,7 +189,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, gradient, last, down, to_y, sums, to_up, to_down,
+    y, narrow, up, gradient, last, down, to_y, sums, to_up, to_down, row, narrow_row, to_row,
     rows, half, rank, next_rank, many,
     R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -207,13 +210,15 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, rows)
     base, step = first.to(tl.int64), tl.zeros((), tl.int64) + BM
-    gates, incomings = y + base * (2 * half), gradient + base * half
-    to_gates = to_y + base * (2 * half)
-    narrows, lasts = narrow + base * (2 * rank), last + base * next_rank
+    gates, incomings = y + base * row, gradient + base * half
+    to_gates = to_y + base * to_row
+    narrows, lasts = narrow + base * narrow_row, last + base * next_rank
     place = sums + (tl.program_id(0).to(tl.int64) * rows + base) * (2 * rank)
-    tile = m[:, None] * (2 * half) + c[None, :]
+    tile = m[:, None] * row + c[None, :]
+    to_tile = m[:, None] * to_row + c[None, :]
     short = m[:, None] * half + c[None, :]
-    small = m[:, None] * (2 * rank) + r[None, :]
+    small = m[:, None] * narrow_row + r[None, :]
+    summed = m[:, None] * (2 * rank) + r[None, :]
     smaller = m[:, None] * next_rank + n[None, :]
     kind = to_y.dtype.element_ty
     here = (first + m < end)[:, None]
@@ -224,7 +229,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         here = (begin + m < end)[:, None]
         gate, other = next_gate.to(tl.float32), next_other.to(tl.float32)
         incoming = next_incoming.to(tl.float32)
-        gates += step * (2 * half)
+        gates += step * row
         incomings += step * half
         ahead = (begin + BM + m < end)[:, None]
         next_gate = tl.load(gates + tile, mask=ahead, other=0.0)
@@ -241,16 +246,16 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         value = (smooth * other).to(kind)
         along_gate = (incoming * other * (steep + smooth * (1 - steep))).to(kind)
         along_other = (incoming * smooth).to(kind)
-        tl.store(to_gates + tile, along_gate, mask=here)
-        tl.store(to_gates + half + tile, along_other, mask=here)
+        tl.store(to_gates + to_tile, along_gate, mask=here)
+        tl.store(to_gates + half + to_tile, along_other, mask=here)
         back_gate, back_other = tl.dot(along_gate, to_gate), tl.dot(along_other, to_other)
-        tl.store(place + small, back_gate.to(kind), mask=here & ranks)
-        tl.store(place + rank + small, back_other.to(kind), mask=here & ranks)
+        tl.store(place + summed, back_gate.to(kind), mask=here & ranks)
+        tl.store(place + rank + summed, back_other.to(kind), mask=here & ranks)
         of_gate = tl.dot(tl.trans(along_gate), for_gate, of_gate)
         of_other = tl.dot(tl.trans(along_other), for_other, of_other)
         of_down = tl.dot(tl.trans(value), from_last, of_down)
-        to_gates += step * (2 * half)
-        narrows += step * (2 * rank)
+        to_gates += step * to_row
+        narrows += step * narrow_row
         lasts += step * next_rank
         place += step * (2 * rank)
     there = to_up + tl.program_id(1) * (2 * half) * rank + matrix

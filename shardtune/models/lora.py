@@ -9,6 +9,10 @@ for queries, keys and values is a kernel's work (`rotary`).
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,20 +21,32 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from shardtune.core.joined import ADDED, JOINED, TURNED
+from shardtune.models.across import Layers, stand_together
 from shardtune.models.adapters import NAME
 from shardtune.models.fp8 import FP8Linear, JointFP8
-from shardtune.models.products import Adapted, Closing, Opening
+from shardtune.models.products import Adapted, GatedProducts, Turned
 from shardtune.models.quantise import QuantisedLinear
-from shardtune.models.rotary import Turned, leave_turned
+from shardtune.models.rotary import leave_turned
 
 GATED = ("gate_proj", "up_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 JOINT = (ATTENTION, GATED)
 """Names of layers that have one input, where they are in one module."""
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2"})
-"""Families whose attention and MLP use their input for these layers and its shape alone."""
-TURNED = frozenset({"llama", "mistral", "gemma", "granite"})
-"""Those whose every attention turns halves of whole heads."""
+LAYER = [
+    "residual = hidden_states",
+    "hidden_states = self.input_layernorm(hidden_states)",
+    "hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, "
+    "position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache, "
+    "position_embeddings=position_embeddings, **kwargs)",
+    "hidden_states = residual + hidden_states",
+    "residual = hidden_states",
+    "hidden_states = self.post_attention_layernorm(hidden_states)",
+    "hidden_states = self.mlp(hidden_states)",
+    "hidden_states = residual + hidden_states",
+    "return hidden_states",
+]
+"""What most families' decoder layers do, line by line."""
 
 
 def quicken(part: nn.Module, family: str) -> None:
@@ -38,10 +54,22 @@ def quicken(part: nn.Module, family: str) -> None:
     for module in part.modules():
         if type(module) is Linear and _is_plain(module):
             module.__class__ = AdaptedLinear
-    if family in FAMILIES:
+    if family in JOINED:
         for module in list(part.modules()):
             for names in JOINT:
                 _join(module, names)
+        if family in ADDED:
+            _add_early(part)
+
+
+def _add_early(part: Any) -> None:
+    kind: Any = type(part)
+    if not isinstance(getattr(part, "mlp", None), GatedMLP) or not _is_known(kind):
+        return
+    part.__class__ = _with(Adding, kind)
+    last = part.self_attn.o_proj
+    if isinstance(last, AdaptedLinear):
+        last.left = last.base_layer.bias is None
 
 
 def _is_plain(layer: Any) -> bool:
@@ -112,14 +140,25 @@ class AdaptedLinear(Linear):  # type: ignore[misc]
 
     place = 0
     """Among the layers that have its input."""
+    left = False
+    """Whether it is left to the decoder layer around it, which computes it with what it adds: by
+    itself attention gives what goes into this layer then."""
 
     @property
     def adapting(self) -> bool:
-        return not self.disable_adapters and not self.merged
+        return not self.disable_adapters and not self.merged and self.active_adapters == [NAME]
+
+    @property
+    def is_left(self) -> bool:
+        """Not where somebody watches it."""
+        watched = self._forward_hooks or self._forward_pre_hooks
+        return self.left and self.adapting and not watched
 
     def forward(self, x: Tensor | Pieces, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(x, Pieces):
             y = x.parts[self.place]
+        elif self.is_left:
+            return x
         elif self.adapting:
             y = product(x, (self,))
         else:
@@ -128,49 +167,123 @@ class AdaptedLinear(Linear):  # type: ignore[misc]
         return y if bias is None else y + bias.to(y.dtype)
 
 
-class Joining:
-    """A module whose layers with one input are computed together."""
+class Together:
+    """A module with layers that have one input."""
 
     joint: tuple[str, ...]
+
+    @property
+    def layers(self) -> tuple[AdaptedLinear, ...]:
+        return tuple(getattr(self, name) for name in self.joint)
+
+    def join_weights(self) -> None:
+        """Once they are there."""
+        frozen = _frozen(self.layers)
+        if all(type(layer) is nn.Linear for layer in frozen):
+            stand_together(frozen, sum(layer.r[NAME] for layer in self.layers))
+
+
+class Joining(Together):
+    """A module whose layers with one input are computed together."""
+
     turns = False
     """Whether what it makes is turned by its positions here, and not later."""
     head_dim: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layers = tuple(getattr(self, name) for name in self.joint)
+        layers = self.layers
         if not _all_adapting(layers):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        y = product(hidden_states, layers)
         cos, sin = kwargs.get("position_embeddings") or (None, None)
         if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
             heads = tuple(layer.out_features // self.head_dim for layer in layers)
-            parts = Turned.apply(y, cos, sin, heads)  # type: ignore[no-untyped-call]
+            parts = Turned.apply(  # type: ignore[no-untyped-call]
+                _flat(hidden_states), *_matrices(layers), cos, sin, heads, _frozen(layers)
+            )
             kwargs["position_embeddings"] = (None, None)
         else:
+            y = product(hidden_states, layers)
             parts = torch.split(y, [layer.out_features for layer in layers], dim=-1)
         pieces = Pieces(tuple(hidden_states.shape), tuple(parts))
         return super().forward(pieces, *args, **kwargs)  # type: ignore[misc]
 
 
-class GatedMLP:
+class GatedMLP(Together):
     """An MLP with adapters on all its layers, whose activation is computed with them."""
 
-    gate_proj: AdaptedLinear
-    up_proj: AdaptedLinear
     down_proj: AdaptedLinear
 
-    def forward(self, hidden_states: Tensor) -> Any:
-        first, last = (self.gate_proj, self.up_proj), self.down_proj
-        if not _all_adapting((*first, last)):
-            return super().forward(hidden_states)  # type: ignore[misc]
-        flat, (downs, ups) = _flat(hidden_states), _pairs(first)
-        opened = Opening.apply(  # type: ignore[no-untyped-call]
-            flat, torch.cat(downs), _frozen(first)
+    def forward(self, hidden_states: Tensor, past: Tensor | None = None) -> Any:
+        """Added to what went `past` it, if anything did."""
+        first, last = self.layers, (self.down_proj,)
+        if not _all_adapting((*first, *last)):
+            y = super().forward(hidden_states)  # type: ignore[misc]
+            return y if past is None else past + y
+        downs, ups = _pairs(first)
+        matrices = (torch.cat(downs), torch.cat(ups), *_matrices(last))
+        frozen = (_frozen(first), _frozen(last))
+
+        def compute(x: Tensor, past: Tensor | None) -> Tensor:
+            y: Tensor = GatedProducts.apply(  # type: ignore[no-untyped-call]
+                x, *matrices, past, *frozen
+            )
+            return y
+
+        return _with_past(compute, hidden_states, past)
+
+
+class Adding:
+    """A decoder layer whose attention and MLP add to what went past them where it costs least: in
+    the product that ends them. Else it would take a pass of its own, at the end of a layer even one
+    that is only for that, because the next layer is compiled apart."""
+
+    self_attn: nn.Module
+    mlp: GatedMLP
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = False,
+        position_embeddings: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
         )
-        closed = Closing.apply(  # type: ignore[no-untyped-call]
-            *opened, torch.cat(ups), *_matrices((last,)), _frozen((last,))
-        )
-        return closed.view(*hidden_states.shape[:-1], closed.shape[-1])
+        last: Any = self.self_attn.o_proj
+        if isinstance(last, AdaptedLinear) and last.is_left:
+            hidden_states = product(attended, (last,), hidden_states)
+        else:
+            hidden_states = hidden_states + attended
+        x = self.post_attention_layernorm(hidden_states)
+        result: Tensor = self.mlp(x, hidden_states)  # type: ignore[operator]
+        return result
+
+
+@cache
+def _is_known(kind: type) -> bool:
+    """Whether a decoder layer of transformers does what `Adding` does, told by its code."""
+    forward: Any = kind.forward  # type: ignore[attr-defined]
+    try:
+        (written,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # there is no code to be read
+        return False
+    if not isinstance(written, ast.FunctionDef) or written.decorator_list:
+        return False
+    given = [each.arg for each in written.args.args]
+    own = [*inspect.signature(Adding.forward).parameters][:-1]
+    return given == own and [ast.unparse(line) for line in written.body] == LAYER
 
 
 def _all_adapting(layers: tuple[nn.Module, ...]) -> bool:
@@ -184,12 +297,28 @@ def _with(way: type, kind: type) -> type:
     return type(kind.__name__, (way, kind), {"__module__": kind.__module__})
 
 
-def product(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> Tensor:
-    """What `layers` make of their common input, side by side, without their biases."""
-    y: Tensor = Adapted.apply(  # type: ignore[no-untyped-call]
-        _flat(x), *_matrices(layers), _frozen(layers)
-    )
-    return y.view(*x.shape[:-1], y.shape[-1])
+def product(x: Tensor, layers: tuple[AdaptedLinear, ...], past: Tensor | None = None) -> Tensor:
+    """What `layers` make of their common input, side by side, without their biases; added to what
+    went `past` them, if anything did."""
+    matrices, frozen = _matrices(layers), _frozen(layers)
+
+    def compute(x: Tensor, past: Tensor | None) -> Tensor:
+        y: Tensor = Adapted.apply(x, *matrices, past, frozen)  # type: ignore[no-untyped-call]
+        return y
+
+    return _with_past(compute, x, past)
+
+
+def _with_past(
+    compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, past: Tensor | None
+) -> Tensor:
+    """Computes with a row for each token. What went past is added afterwards if it is finer."""
+    flat = _flat(x)
+    if past is not None and past.dtype == flat.dtype:
+        return compute(flat, past)
+    y = compute(flat, None)
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return y if past is None else past + y
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -213,5 +342,5 @@ def _pairs(layers: tuple[AdaptedLinear, ...]) -> tuple[list[Tensor], list[Tensor
     return downs, [layer.lora_B[NAME].weight * layer.scaling[NAME] for layer in layers]
 
 
-def _frozen(layers: tuple[AdaptedLinear, ...]) -> tuple[nn.Linear, ...]:
+def _frozen(layers: tuple[AdaptedLinear, ...]) -> Layers:
     return tuple(layer.base_layer for layer in layers)

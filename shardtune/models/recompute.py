@@ -113,6 +113,8 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "aten::baddbmm": lambda args: args[2].shape[1:],
     "aten::_grouped_mm": lambda args: args[1].shape[-2:],
     "shardtune::across": lambda args: (args[2].shape[1], len(args[3][0])),
+    "shardtune::opened": lambda args: (args[0].shape[1], len(args[2][0])),
+    "shardtune::turned": lambda args: (1, 1),
     "shardtune::scaled": lambda args: (args[2].shape[1], len(args[4])),
     "shardtune::gated": lambda args: (args[0].shape[1], len(args[3])),
 }

@@ -1,20 +1,23 @@
 """Queries and keys turned by their positions, from the one product that made them.
 
-Forward it is the usual few operations, which a compiler joins well. Backward three gradients have
-to be turned back and put side by side, and what a compiler makes of that asks of each number whose
-it is: on an H200 it reaches less than half of the memory's speed. Here it is a kernel, which has a
-token at a time. On other machines the same is done step by step.
+What comes out is what attention's backward pass needs, so it is kept, and the product isn't; and
+nothing is turned twice. Back, three gradients have to be put side by side, and what a compiler
+makes of that asks of each number whose it is: on an H200 it reaches less than half of the memory's
+speed. Here both ways are a kernel, which has a token at a time. On other machines the same is done
+step by step.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardtune.models.across import spacious
 
 try:
     import triton
@@ -26,65 +29,100 @@ TURN = "apply_rotary_pos_emb"
 """What transformers calls it, in each family's own code."""
 
 
-class Turned(torch.autograd.Function):
+@torch.library.custom_op("shardtune::turned", mutates_args=())
+def turned(
+    joint: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values by head, the first two turned. `joint` has them side by side."""
+    wide, (rows, length, _) = cos.shape[-1], joint.shape
+    queries, keys, values = places = _by_head(joint, cos, heads)
+    if _on_gpu(joint, wide):
+        _token_by_token(places, joint.contiguous().view(rows * length, -1), cos, sin, back=False)
+    else:
+        split = torch.split(joint, [count * wide for count in heads], -1)
+        parts = [part.reshape(rows, length, -1, wide) for part in split]
+        queries.copy_(_turn(parts[0], cos, sin))
+        keys.copy_(_turn(parts[1], cos, sin))
+        values.copy_(parts[2])
+    return queries, keys, values
 
-    @staticmethod
-    def forward(
-        ctx: Any, joint: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        wide, (rows, length, _) = cos.shape[-1], joint.shape
-        parts = torch.split(joint, [count * wide for count in heads], -1)
-        queries, keys, values = (part.view(rows, length, -1, wide) for part in parts)
-        return _turn(queries, cos, sin), _turn(keys, cos, sin), values.contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return turned_back(*gradients, *ctx.saved_tensors), None, None, None
+@turned.register_fake
+def _(
+    joint: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values = _by_head(joint, cos, heads)
+    return queries, keys, values
+
+
+def _by_head(joint: Tensor, cos: Tensor, heads: Sequence[int]) -> list[Tensor]:
+    """Where queries, keys and values come. Values keep their precision."""
+    finer = torch.result_type(joint, cos)
+    kinds = (finer, finer, joint.dtype)
+    rows, length, _ = joint.shape
+    return [
+        joint.new_empty(rows, length, count, cos.shape[-1], dtype=kind)
+        for count, kind in zip(heads, kinds, strict=True)
+    ]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As transformers does it: a number and the one half a head away are a point in the plane."""
     left, right = x.chunk(2, dim=-1)
-    turned = torch.cat([-right, left], dim=-1)
-    return x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
+    aside = torch.cat([-right, left], dim=-1)
+    return x * cos.unsqueeze(-2) + aside * sin.unsqueeze(-2)
 
 
 @torch.library.custom_op("shardtune::turned_back", mutates_args=())
 def turned_back(
-    to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor
+    to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor, up: Tensor
 ) -> Tensor:
-    """The gradient of what `Turned` was given, in its precision, which values have kept. Those that
-    come in may lie in memory as they like, head by head or token by token."""
-    rows, length, heads, wide = to_queries.shape
-    groups = to_keys.shape[2]
-    parts = (to_queries, to_keys, to_values)
-    powers_of_two = wide & (wide - 1) == 0
-    if triton is None or not to_queries.is_cuda or not powers_of_two:
-        turned = [_back(part, cos, sin) for part in parts[:2]]
-        side_by_side = [part.flatten(2).to(to_values.dtype) for part in (*turned, to_values)]
-        return torch.cat(side_by_side, dim=-1)
-    result = to_values.new_empty(rows, length, (heads + 2 * groups) * wide)
-    angles = [each.expand(rows, -1, -1).contiguous() for each in (cos, sin)]
+    """The gradient of what `turned` was given, a row for each token, and beside it what `up` makes
+    of that. In the precision that values have kept. Gradients that come in may lie in memory as
+    they like, head by head or token by token."""
+    rows, length, _, wide = to_queries.shape
+    parts = [to_queries, to_keys, to_values]
+    if not _on_gpu(to_queries, wide):
+        parts[:2] = [_back(part, cos, sin) for part in parts[:2]]
+        joint = torch.cat([part.flatten(2) for part in parts], dim=-1).to(to_values.dtype)
+        joint = joint.view(rows * length, -1)
+        return torch.cat([joint, joint @ up], dim=1)
+    result = spacious(to_values, rows * length, sum(up.shape))
+    joint, narrow = torch.split(result, list(up.shape), dim=1)
     dense = [part if part.stride(3) == 1 else part.contiguous() for part in parts]
-    _back_by_token[(rows * length,)](
-        *dense, *angles, result, length, heads, groups,
-        *(size for part in dense for size in part.stride()[:3]),
-        wide, triton.next_power_of_2(heads), triton.next_power_of_2(groups), num_warps=8,
-    )  # fmt: skip
+    _token_by_token(dense, joint, cos, sin, back=True)
+    torch.mm(joint, up, out=narrow)
     return result
 
 
 @turned_back.register_fake
-def _(to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    rows, length, heads, wide = to_queries.shape
-    return to_values.new_empty(rows, length, (heads + 2 * to_keys.shape[2]) * wide)
+def _(
+    to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor, up: Tensor
+) -> Tensor:
+    return spacious(to_values, to_queries.shape[0] * to_queries.shape[1], sum(up.shape))
 
 
 def _back(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = (gradient * sin.unsqueeze(-2)).chunk(2, dim=-1)
     return gradient * cos.unsqueeze(-2) + torch.cat([right, -left], dim=-1)
+
+
+def _on_gpu(x: Tensor, wide: int) -> bool:
+    return triton is not None and x.is_cuda and wide & (wide - 1) == 0
+
+
+def _token_by_token(
+    parts: list[Tensor], joint: Tensor, cos: Tensor, sin: Tensor, *, back: bool
+) -> None:
+    """Turns `joint` into `parts`, or `back`."""
+    rows, length, heads, wide = parts[0].shape
+    groups = parts[1].shape[2]
+    angles = [each.expand(rows, -1, -1).contiguous() for each in (cos, sin)]
+    _by_token[(rows * length,)](
+        *parts, joint, *angles, length, heads, groups, joint.stride(0),
+        *(size for part in parts for size in part.stride()[:3]), back,
+        wide, triton.next_power_of_2(heads), triton.next_power_of_2(groups), num_warps=8,
+    )  # fmt: skip
 
 
 def leave_turned(module: str) -> bool:
@@ -109,9 +147,9 @@ def _leaving(turn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _token_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, cos, sin, result, length, heads, groups,
+    queries, keys, values, joint, cos, sin, length, heads, groups, joint_row,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    D: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+    back: tl.constexpr, D: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row, place = token // length, token % length
@@ -124,29 +162,33 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     sin_right = tl.load(sin + angle + half).to(tl.float32)
     h, g = tl.arange(0, H)[:, None].to(tl.int64), tl.arange(0, G)[:, None].to(tl.int64)
     many, few = h < heads, g < groups
-    there = result + token * (heads + 2 * groups) * D + d
-
-    here = queries + row * q_row + place * q_token + h * q_head + d
-    _turn_heads(here, there + h * D, many, half, cos_left, cos_right, sin_left, sin_right)
-    there += heads * D
-    here = keys + row * k_row + place * k_token + g * k_head + d
-    _turn_heads(here, there + g * D, few, half, cos_left, cos_right, sin_left, sin_right)
-    there += groups * D
-    here = values + row * v_row + place * v_token + g * v_head + d
-    tl.store(there + g * D, tl.load(here, mask=few, other=0.0), mask=few)
-    tl.store(there + g * D + half, tl.load(here + half, mask=few, other=0.0), mask=few)
+    queries += row * q_row + place * q_token + h * q_head + d
+    keys += row * k_row + place * k_token + g * k_head + d
+    values += row * v_row + place * v_token + g * v_head + d
+    joint += token * joint_row + d
+    of_queries = joint + h * D
+    of_keys = joint + heads * D + g * D
+    of_values = joint + (heads + groups) * D + g * D
+    if back:
+        _turn_heads(queries, of_queries, many, half, cos_left, cos_right, sin_right, -sin_left)
+        _turn_heads(keys, of_keys, few, half, cos_left, cos_right, sin_right, -sin_left)
+        _turn_heads(values, of_values, few, half, 1.0, 1.0, 0.0, 0.0)
+    else:
+        _turn_heads(of_queries, queries, many, half, cos_left, cos_right, -sin_left, sin_right)
+        _turn_heads(of_keys, keys, few, half, cos_left, cos_right, -sin_left, sin_right)
+        _turn_heads(of_values, values, few, half, 1.0, 1.0, 0.0, 0.0)
 
 
 def _heads_kernel(  # type: ignore[no-untyped-def]
-    here, there, inside, half: tl.constexpr, cos_left, cos_right, sin_left, sin_right
+    here, there, inside, half: tl.constexpr, left_left, right_right, left_right, right_left
 ):
-    """Some heads of one token, turned back."""
+    """Some heads of one token. A half is made of itself and the other one."""
     kind = there.dtype.element_ty
     left = tl.load(here, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(here + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(there, (left * cos_left + right * sin_right).to(kind), mask=inside)
-    tl.store(there + half, (right * cos_right - left * sin_left).to(kind), mask=inside)
+    tl.store(there, (left * left_left + right * left_right).to(kind), mask=inside)
+    tl.store(there + half, (right * right_right + left * right_left).to(kind), mask=inside)
 
 
 _turn_heads: Any = triton.jit(_heads_kernel) if triton is not None else None
-_back_by_token: Any = triton.jit(_token_kernel) if triton is not None else None
+_by_token: Any = triton.jit(_token_kernel) if triton is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,15 @@ class Speed:
         return cls(train.kernels == "compiled", train.recompute, train.keep_layers)
 
 
+def settle(layers: Iterable[nn.Module]) -> None:
+    """Prepares layers that have their weights, whole and where they stay, once `hasten` has run."""
+    for layer in layers:
+        for module in layer.modules():
+            join_weights = getattr(module, "join_weights", None)
+            if join_weights is not None:
+                join_weights()
+
+
 def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Speed) -> None:
     """Prepares `layers` of a model that has its adapters. They may be without weights still.
 
@@ -58,4 +67,41 @@ def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Sp
         if speed.compiled:
             layer.compile()
     if speed.compiled:
+        read_rows_once()
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+
+
+WHOLE_ROW = 8192
+"""Numbers of a row that a processor of the GPU has at once."""
+
+
+def read_rows_once() -> None:
+    """Lets torch's compiler hold whole rows where it sums over them, as norms do. By itself it does
+    so up to 1,024 numbers, and reads longer rows once to sum and once more to use the sum. Where
+    torch decides in another way than it does today, it is left to it."""
+    try:
+        from torch._inductor import config
+        from torch._inductor.choices import InductorChoices
+        from torch._inductor.runtime.hints import ReductionHint
+        from torch._inductor.virtualized import V
+
+        usual = InductorChoices.should_use_persistent_reduction
+    except (ImportError, AttributeError):
+        return
+    if hasattr(usual, "usual"):
+        return
+
+    def whole_rows(features: Any, cooperative_reduction: bool) -> bool:
+        if usual(features, cooperative_reduction):
+            return True
+        if cooperative_reduction or not config.triton.persistent_reductions:
+            return False
+        return bool(
+            features.get_reduction_hint() == ReductionHint.INNER
+            and V.graph.get_current_device_or_throw().type == "cuda"
+            and V.graph.sizevars.statically_known_leq(features.reduction_numel, WHOLE_ROW)
+        )
+
+    whole_rows.usual = usual  # type: ignore[attr-defined]
+    choices: Any = InductorChoices
+    choices.should_use_persistent_reduction = staticmethod(whole_rows)

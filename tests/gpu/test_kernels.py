@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from shardtune.engines.score import score_in_place
+from shardtune.models.across import stand_together
+from shardtune.models.added import added
 from shardtune.models.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
 from shardtune.models.gated import gated, gated_back
-from shardtune.models.products import Adapted, Closing, Opening
+from shardtune.models.products import Adapted, GatedProducts
 from shardtune.models.unrounded import in_fp32
 from tests.engines.test_score import SHAPES, assert_right
 from tests.engines.test_score import given as rows_of
@@ -51,8 +53,9 @@ def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) 
     assert_gated(found, y, narrow, up, down, outer, last, NEAR[dtype])
 
 
-@pytest.mark.parametrize("rank", [8, 24])
-def test_an_mlp_as_float64(rank: int) -> None:
+@pytest.mark.parametrize("rank", [4, 8, 24])
+@pytest.mark.parametrize("together", [False, True])
+def test_an_mlp_as_float64(rank: int, together: bool) -> None:
     wide, inner, rows, dtype = 96, 192, 77, torch.bfloat16
 
     def linear(outputs: int, inputs: int, seed: int) -> nn.Linear:
@@ -61,17 +64,18 @@ def test_an_mlp_as_float64(rank: int) -> None:
         return layer
 
     first, last = (linear(inner, wide, 0), linear(inner, wide, 1)), linear(wide, inner, 2)
+    if together:
+        stand_together(first, 2 * rank)
     parts = [
         some((rows, wide), 5).to(dtype),
         some((2 * rank, wide), 6) / wide**0.5,
         some((2 * inner, rank), 3) / rank**0.5,
         some((rank, inner), 7) / inner**0.5,
         some((wide, rank), 8) / rank**0.5,
+        some((rows, wide), 9).to(dtype),
     ]
     own = [each.cuda() for each in parts]
-    found = with_gradients(
-        lambda x, down, *more: Closing.apply(*Opening.apply(x, down, first), *more, (last,)), own
-    )
+    found = with_gradients(lambda *each: GatedProducts.apply(*each, first, (last,)), own)
     weights = ([layer.weight.double() for layer in first], last.weight.double())
     expected = with_gradients(
         lambda *each: exact.gated_mlp(*each, *weights), [each.double() for each in own]
@@ -85,6 +89,17 @@ def test_an_mlp_as_float64(rank: int) -> None:
 @pytest.mark.parametrize("by", ["token", "head"])
 def test_turned_as_float64(heads: tuple[int, int], by: Order, dtype: torch.dtype) -> None:
     assert_turned(heads, 64, dtype, "cuda", by)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(77, 200, 8), (300, 512, 48), (16, 64, 5)])
+def test_a_product_completed_as_float64(
+    rows: int, columns: int, rank: int, dtype: torch.dtype
+) -> None:
+    shapes = ((rows, columns), (rows, rank), (columns, rank), (rows, columns))
+    y, narrow, up, past = (some(s, n).to(dtype).cuda() for n, s in enumerate(shapes))
+    expected = y.double() + narrow.double() @ up.double().t() + past.double()
+    assert distance(added(y, narrow, up, past), expected) < NEAR[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NEAR])
@@ -122,7 +137,7 @@ def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None
     x = some((rows, inputs), 1).bfloat16().cuda()
     given = [x, (some((16, inputs), 2) / 10).cuda(), (some((outputs, 16), 3) / 10).cuda()]
     outer = some((rows, outputs), 4).bfloat16().cuda()
-    found = with_gradients(lambda *own: Adapted.apply(*own, (layer,)), given, outer)
+    found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given, outer)
 
     def restored(small: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return small.double() * scale.double()

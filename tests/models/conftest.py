@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ def llama_cpp_order(weight: Any, heads: int) -> Any:
         for member in range(2)
     ]
     return weight[order]
+
+
+@pytest.fixture
+def unwritten_is_nan() -> Iterator[None]:
+    """New memory holds NaN, so whatever reads it before it is written shows."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -43,12 +43,13 @@ def gated_mlp(
     up: Tensor,
     last_down: Tensor,
     last_up: Tensor,
+    past: Tensor,
     first: Sequence[Tensor],
     last: Tensor,
 ) -> Tensor:
     gate, other = adapted(x, down, torch.block_diag(*up.chunk(2)), first).chunk(2, dim=1)
     active = gate * torch.sigmoid(gate) * other
-    return adapted(active, last_down, last_up, [last])
+    return past + adapted(active, last_down, last_up, [last])
 
 
 def gated(y: Tensor, narrow: Tensor, up: Tensor) -> Tensor:

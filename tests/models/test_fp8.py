@@ -98,7 +98,7 @@ def test_near_to_float64_with_the_weights_as_they_were(compute: torch.dtype) -> 
     """Two operands, each off by up to 6 % in either direction: 4 % on the whole."""
     layer, weight = filled(40, 96, 0, compute), some((40, 96), 0).double() / 96**0.5
     given = [some((64, 96), 1).to(compute), some((8, 96), 2) / 10, some((40, 8), 3) / 10]
-    found = with_gradients(lambda *own: Adapted.apply(*own, (layer,)), given)
+    found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given)
     expected = with_gradients(
         lambda *own: exact.adapted(*own, [weight]), [each.double() for each in given]
     )

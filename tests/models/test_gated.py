@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardtune.models.across import spacious
 from shardtune.models.gated import gated, gated_back
 from tests.models import exact
 from tests.models.exact import distance, some
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
 
@@ -32,6 +35,13 @@ def given(
     return y, narrow, up, down, outer, last
 
 
+def beside(y: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor]:
+    """In one piece of memory, as one product makes them."""
+    both = spacious(y, len(y), y.shape[1] + narrow.shape[1])
+    both.copy_(torch.cat([y, narrow], dim=1))
+    return both[:, : y.shape[1]], both[:, y.shape[1] :]
+
+
 def assert_right(
     found: Sequence[Tensor],
     y: Tensor,
@@ -48,8 +58,9 @@ def assert_right(
     incoming = outer.double() + last.double() @ down.double()
     to_y, to_narrow, to_up = torch.autograd.grad(right, own, incoming)
     to_down = last.double().t() @ right
-    expected = (right, right @ down.double().t(), to_y, to_narrow, to_up, to_down)
-    kinds = [y.dtype] * 4 + [torch.float32] * 2
+    back = torch.cat([to_y, to_narrow], dim=1)
+    expected = (right, right @ down.double().t(), back, to_up, to_down)
+    kinds = [y.dtype] * 3 + [torch.float32] * 2
     for ours, each, kind in zip(found, expected, kinds, strict=True):
         assert ours.dtype == kind
         assert ours.isfinite().all()
@@ -58,8 +69,10 @@ def assert_right(
 
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("shape", [(1, 7, 3, 5), (33, 40, 8, 16), (16, 32, 4, 4)], ids=str)
-def test_as_float64(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("joint", [False, True])
+def test_as_float64(shape: tuple[int, int, int, int], joint: bool, dtype: torch.dtype) -> None:
     y, narrow, up, down, outer, last = given(*shape, dtype)
+    y, narrow = beside(y, narrow) if joint else (y, narrow)
     found = (*gated(y, narrow, up, down), *gated_back(outer, last, down, y, narrow, up))
     assert_right(found, y, narrow, up, down, outer, last, NEAR[dtype])
 

@@ -7,15 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from shardtune.core import joined as families
 from shardtune.job import LoRA, ModelSection, TrainSection
 from shardtune.models.adapters import add_adapter
 from shardtune.models.blueprint import ModelBlueprint
-from shardtune.models.lora import FAMILIES, TURNED, AdaptedLinear, GatedMLP, Joining, quicken
+from shardtune.models.lora import (
+    ATTENTION,
+    GATED,
+    AdaptedLinear,
+    Adding,
+    GatedMLP,
+    Joining,
+    quicken,
+)
 from shardtune.models.parts import decoder_layers
+from shardtune.models.speed import settle
 from tests.models.families import write
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 SHAPE = {
     "vocab_size": 67,
@@ -68,8 +81,10 @@ def model_of(family: str, adapter: LoRA | None = None, **changes: Any) -> Any:
 
 def quickened(adapted: Any) -> Any:
     causal = adapted.get_base_model()
-    for layer in decoder_layers(causal):
+    layers = decoder_layers(causal)
+    for layer in layers:
         quicken(layer, causal.config.model_type)
+    settle(layers)
     return adapted
 
 
@@ -97,7 +112,7 @@ def kinds(model: Any, *wanted: type) -> list[type]:
 
 
 def test_every_family_is_here() -> None:
-    assert set(JOINED) >= FAMILIES
+    assert set(JOINED) >= families.JOINED
 
 
 @pytest.mark.parametrize("family", JOINED)
@@ -161,11 +176,58 @@ def test_a_joint_result_may_be_as_wide_as_the_input() -> None:
     assert kinds(model, Joining, GatedMLP) == [Joining, GatedMLP] * 2
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(families.JOINED))
 def test_where_nothing_is_in_between_queries_and_keys_are_turned_at_once(family: str) -> None:
     model = quickened(model_of(family))
     turned = [m.turns for m in model.modules() if isinstance(m, Joining) and hasattr(m, "q_proj")]
-    assert turned == [family in TURNED] * 2
+    assert turned == [family in families.TURNED] * 2
+
+
+@pytest.mark.parametrize("family", sorted(families.JOINED))
+def test_which_layers_add_to_what_goes_past_them(family: str) -> None:
+    """Fails where transformers writes one of them in other words: see `LAYER`."""
+    model = quickened(model_of(family))
+    layers = decoder_layers(model.get_base_model())
+    assert [isinstance(layer, Adding) for layer in layers] == [family in families.ADDED] * 2
+    left = [layer.self_attn.o_proj.left for layer in layers]
+    assert left == [family in families.ADDED] * 2
+
+
+def test_a_layer_that_is_watched_is_not_left_to_others() -> None:
+    model = model_of("llama")
+    before = loss_and_gradients(model)
+    quickened(model)
+    seen: list[Any] = []
+    for layer in decoder_layers(model.get_base_model()):
+        last = layer.self_attn.o_proj
+        last.register_forward_hook(lambda module, given, result: seen.append((given[0], result)))
+    assert_alike(model, before)
+    given, result = seen[0]
+    assert not torch.equal(given, result)
+
+
+def test_weights_with_one_input_stand_together() -> None:
+    model = quickened(model_of("llama"))
+    assert joined_weights(model) == 4
+    for layer in decoder_layers(model.get_base_model()):
+        for module, names in ((layer.self_attn, ATTENTION), (layer.mlp, GATED)):
+            assert getattr(module, names[-1]).base_layer.room == 4 * len(names)
+
+
+def test_another_adapter_is_computed_as_peft_does() -> None:
+    plain, model = model_of("llama"), model_of("llama")
+    for each in (plain, model):
+        torch.manual_seed(2)
+        each.add_adapter("other", LoraConfig(r=4, target_modules=["o_proj", "gate_proj"]))
+        for name, parameter in each.named_parameters():
+            if ".other." in name:
+                nn.init.normal_(parameter, std=0.2)
+    with torch.no_grad():
+        quickened(model)
+        for each in (plain, model):
+            each.set_adapter("other")
+        expected = plain(input_ids=IDS).logits
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_biases_of_an_mlp_keep_it_open() -> None:
@@ -215,6 +277,7 @@ def test_under_autocast_products_are_in_its_precision() -> None:
         assert layer(torch.randn(2, 3, 32)).dtype == torch.bfloat16
         _, gradients = loss_and_gradients(model)
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
 def test_saved_files_are_those_of_peft(tmp_path: Path) -> None:
@@ -242,3 +305,15 @@ def test_only_a_job_with_compiled_layers_has_them(tmp_path: Path) -> None:
             further = () if build == "whole" else (lambda part: None,)
             model = getattr(blueprint, build)("cpu", *further)
             assert len(kinds(model, AdaptedLinear)) == count
+            whole = build == "whole" and kernels == "compiled"
+            assert joined_weights(model) == (6 if whole else 0)
+
+
+def joined_weights(model: Any) -> int:
+    """Modules whose layers with one input have their weights in one piece of memory."""
+    count = 0
+    for layer in decoder_layers(model.get_base_model()):
+        for module, names in ((layer.self_attn, ATTENTION), (layer.mlp, GATED)):
+            weights = [getattr(module, name).base_layer.weight for name in names]
+            count += len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return count

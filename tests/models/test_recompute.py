@@ -108,9 +108,9 @@ def expected(level: Recompute, hidden: int, keys: int, inner: int, heads: int, r
     if level == "full":
         return hidden
     attention = hidden + heads  # the result, and the logarithm of each row's sum
-    narrow = (3 + 1 + 2 + 1) * rank  # what adapters make of qkv, o, gate and up, down
+    narrow = (3 + 1 + 1) * rank  # what adapters make of qkv, o and down
     products = {
-        "none": (hidden + 2 * keys) + hidden + 2 * inner + narrow,  # qkv, o, gate and up
+        "none": (hidden + 2 * keys) + hidden + 2 * (inner + rank) + narrow,  # qkv, o, gate and up
         "mlp": (hidden + 2 * keys) + hidden + narrow,
         "most": 0,
     }

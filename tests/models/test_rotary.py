@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from shardtune.models.rotary import TURN, Turned, leave_turned, turned_back
+from shardtune.models.rotary import TURN, leave_turned, turned, turned_back
 from tests.models.exact import distance, some
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}
 Order = Literal["token", "head"]
@@ -44,16 +46,18 @@ def assert_turned(
     counts = (heads[0], heads[1], heads[1])
     given = some((ROWS, LENGTH, sum(counts) * wide), 1).to(dtype).to(device)
     cos, sin = (each.to(device) for each in angles(wide, dtype, rows))
-    joint = given.clone().requires_grad_()
-    found = Turned.apply(joint, cos, sin, counts)  # type: ignore[no-untyped-call]
+    found = turned(given, cos, sin, counts)
     exact = given.double().requires_grad_()
     expected = as_transformers(exact, cos.double(), sin.double(), counts)
     outer = [some(part.shape, n).to(dtype).to(device) for n, part in enumerate(expected)]
     if by == "head":
         outer = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in outer]
-    (to_joint,) = torch.autograd.grad(found, joint, outer)
+    up = (some((given.shape[-1], 8), 3) / given.shape[-1] ** 0.5).to(dtype).to(device)
+    back = turned_back(*outer, cos, sin, up)
     (right,) = torch.autograd.grad(expected, exact, [each.double() for each in outer])
-    for ours, each in zip((*found, to_joint), (*expected, right), strict=True):
+    right = right.flatten(0, 1)
+    right = torch.cat([right, right @ up.double()], dim=1)
+    for ours, each in zip((*found, back), (*expected, right), strict=True):
         assert ours.dtype == dtype
         assert distance(ours.detach(), each.detach()) < NEAR[dtype]
 
@@ -72,7 +76,9 @@ def test_what_a_compiler_is_told_is_what_comes() -> None:
     cos, sin = angles(8, torch.float32)
     q, k, v = (some((ROWS, LENGTH, count, 8), count) for count in (4, 2, 2))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(turned_back, (q, k, v, cos, sin), test_utils=tests)
+    up, joint = some((64, 6), 1), some((ROWS, LENGTH, 64), 2)
+    torch.library.opcheck(turned, (joint, cos, sin, (4, 2, 2)), test_utils=tests)
+    torch.library.opcheck(turned_back, (q, k, v, cos, sin, up), test_utils=tests)
 
 
 def test_a_family_leaves_alone_what_comes_without_angles() -> None:
