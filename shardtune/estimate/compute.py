@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardtune.core.cluster import Cluster
+from shardtune.core.joined import ADDED, TURNED
 from shardtune.core.shape import ModelShape, Weight
 from shardtune.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
 from shardtune.estimate.constants import Chip, TimeConstants
 from shardtune.estimate.kept import (
+    ATTENTION_INPUTS,
     MLP_INPUTS,
     is_last,
     is_repeated,
@@ -229,9 +231,15 @@ def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engin
     mlp = (Busy(5, 9) if eager else Busy(3, 5)) if shape.gated else Busy(2, 3)
     if work.counted and work.kernels == "compiled":
         # None of their results was kept: norms, rotations and the activation are made again.
-        hidden += Busy(0, 2 * norms)
-        rotated += Busy(0, 2)
-        mlp += Busy(0, 1)
+        joined = _joined(shape, work)
+        if joined.ends:
+            # What went past is read where small products are added to it; back, a norm reads its
+            # input and both gradients once, and gives one of them and what it had given.
+            hidden = Busy(2 * norms + 2, 5 * norms)
+        else:
+            hidden += Busy(0, 2 * norms)
+        rotated += Busy(0, 0 if joined.attention else 2)
+        mlp += Busy(0, 0 if joined.ends else 1)
     times = {
         "eager": on.time.eager_passes,
         "fused": on.time.fused_passes,
@@ -246,6 +254,27 @@ def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engin
     return Busy(
         total(hidden.forward, rotated.forward, mlp.forward),
         total(hidden.backward, rotated.backward, mlp.backward),
+    )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What our own kernels compute together, by which layers have adapters (`models/lora.py`)."""
+
+    attention: bool = False
+    """Queries and keys are turned where their product ends."""
+    ends: bool = False
+    """An MLP computes its activation with its adapters, and products add to what went past."""
+
+
+def _joined(shape: ModelShape, work: Workload) -> Joined:
+    if work.adapter is None or work.adapter.dropout or shape.experts is not None:
+        return Joined()
+    adapted, own = frozenset(work.adapts(shape)), stream_readers(shape)
+    attention, mlp = own & ATTENTION_INPUTS, own & MLP_INPUTS
+    return Joined(
+        attention=shape.family in TURNED and attention <= adapted,
+        ends=shape.family in ADDED and (mlp | {"down_proj"}) <= adapted,
     )
 
 
@@ -288,8 +317,10 @@ def _own_adapters(
     """The same by `models/products.py`: adapters with one input read it once, and what they give is
     added where the large product is written. A gated MLP adds it while it computes the activation,
     which it also hands to the last adapter; its backward pass sums up gradients of their matrices
-    there, too."""
+    there, too. Where weights aren't in 8 bits, what adapters with one input give comes out of the
+    large product, and what goes back through them goes into it."""
     assert work.adapter is not None
+    joined = _joined(shape, work)
     targets = {weight.name for weight in shape.targeted(work.adapter.targets)}
     forward = backward = 0.0
     for weight, times in products(shape):
@@ -298,11 +329,15 @@ def _own_adapters(
         outputs, inputs = weight.features
         joint = inputs / readers(weight, shape)
         opens = shape.gated and weight.module.rpartition(".")[2] in MLP_INPUTS
+        reads_first = weight.module.rpartition(".")[2] in ATTENTION_INPUTS
         closes = shape.gated and is_last(weight)
-        forward += times * ((0 if closes else joint) + (0 if opens else 2 * outputs))
+        along = not work.fp8 and (joined.ends if opens else joined.attention and reads_first)
+        reads = 0 if closes or (along and opens) else joint
+        forward += times * (reads + (0 if opens else 2 * outputs))
         # What goes back to the first adapters is added up in parts, of 64 columns each.
         parts = 2 * work.adapter.rank / 64
-        backward += times * ((0 if closes else 3) * joint + (parts if opens else 2) * outputs)
+        backs = 0 if closes else 1 if along else 3
+        backward += times * (backs * joint + (parts if opens else 2) * outputs)
     scale = on.time.narrow * tokens * work.widths.compute / on.bytes / cut.tensor
     return Busy(forward * scale, backward * scale)
 

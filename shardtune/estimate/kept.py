@@ -78,9 +78,11 @@ def kept_bytes(shape: ModelShape, work: Workload, cut: Cut, level: Checkpointing
     for weight, times in products(shape):
         if level == "most":
             break
-        if not (is_repeated(weight, level) or (compiled and is_last(weight))):
+        repeated = is_repeated(weight, level)
+        if not (repeated or (compiled and is_last(weight))):
             inside += times * weight.features[0] * work.widths.compute * (2 if _in_two(work) else 1)
-        if work.adapter is not None:
+        # Compiled, a wide product and the adapters' with its input are one, but in 8 bits.
+        if work.adapter is not None and not (compiled and repeated and not work.fp8):
             inside += times * work.adapter.rank * work.widths.compute
     spread = cut.tensor if work.sequence_parallel else 1
     outside = shape.hidden * work.stream / spread
