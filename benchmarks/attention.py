@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention          # on a CUDA machine, under a minute
     python -m benchmarks.attention --tiny   # on any: sees that it works, writes nothing
+    python -m benchmarks.attention --without Flex   # some libraries compile for minutes
 
 The heads of an 8 B Llama and 16,384 tokens in bf16. Every way is first held against attention in
 float64, forward and backward, on a batch like the first.
@@ -14,6 +15,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -199,12 +201,17 @@ def failure(error: Exception) -> str:
     return f"not here: {type(error).__name__}"
 
 
-def judge(size: Size, device: torch.device, given: list[Tensor]) -> Iterator[tuple[Way, str]]:
+def judge(
+    size: Size, device: torch.device, given: list[Tensor], without: list[str]
+) -> Iterator[tuple[Way, str]]:
     """Every way that this device may have, and what speaks against it."""
     packed = next(iter(batches(size, device, seed=1).values()))  # the timed ones stay unseen
     expected = exact(packed, given)
     for way in WAYS:
         if device.type == "cpu" and not way.on_cpu:
+            continue
+        if any(word in way.name for word in without):
+            yield way, "left out of this run"
             continue
         try:
             distance = farthest(way.prepare(packed), given, expected)
@@ -216,10 +223,10 @@ def judge(size: Size, device: torch.device, given: list[Tensor]) -> Iterator[tup
         yield way, f"wrong: {distance:.2g} from float64" if wrong else ""
 
 
-def measure(size: Size, device: torch.device) -> list[list[str]]:
+def measure(size: Size, device: torch.device, without: list[str]) -> list[list[str]]:
     """The rows of the table. What a way can't do is one line."""
     given = tensors(size, device)
-    judged = list(judge(size, device, given))
+    judged = list(judge(size, device, given, without))
     rows = []
     for kind, packed in batches(size, device).items():
         flops, dense = useful_flops(packed, size), math.nan
@@ -254,19 +261,23 @@ def mask_milliseconds(size: Size, device: torch.device) -> str:
     try:
         took = milliseconds(lambda: flex_mask(packed, documents), device)
     except Exception as error:  # noqa: BLE001 - as above
-        return f"FlexAttention's mask can't be made ({type(error).__name__})."
-    return f"FlexAttention's mask, made once for each micro-batch, takes {took:.1f} ms more."
+        return f"FlexAttention's mask can't be made ({type(error).__name__}). "
+    return f"FlexAttention's mask, made once for each micro-batch, takes {took:.1f} ms more. "
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small, on any machine; no table")
-    tiny = parser.parse_args().tiny
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="WORD", help="ways to leave out"
+    )
+    told = parser.parse_args()
+    tiny, without = told.tiny, told.without
     if not tiny and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: python -m benchmarks.attention --tiny runs anywhere")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = TINY if tiny else LLAMA
-    rows = measure(size, device)
+    rows = measure(size, device, without)
     if tiny:
         return
     card = torch.cuda.get_device_name()
@@ -290,10 +301,12 @@ def main() -> None:
         "passes). *First time* is forward and backward with lengths that this process has not "
         "seen, until the result is there: in training every micro-batch has new ones, and a way "
         "that prepares a kernel for each length pays it again and again. "
-        f"{mask_milliseconds(size, device)} Lengths are drawn evenly in their logarithm between "
-        "the two numbers, or are those of real data at four characters a token. Every way was "
+        f"{'' if 'Flex' in without else mask_milliseconds(size, device)}"
+        "Lengths are drawn evenly in their logarithm between the two numbers, or are those of real "
+        "data at four characters a token. Every way was "
         f"held against float64 on such a batch, forward and backward ({NEAR:.0%} of the norm "
         "allowed), but for the one that keeps nothing apart.",
+        command=" ".join(["attention", *sys.argv[1:]]),
     )
 
 
