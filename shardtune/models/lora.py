@@ -63,6 +63,7 @@ def quicken(part: nn.Module, family: str) -> None:
 
 
 def _add_early(part: Any) -> None:
+    """Lets a decoder layer whose MLP can do so be an `Adding` one."""
     kind: Any = type(part)
     if not isinstance(getattr(part, "mlp", None), GatedMLP) or not _is_known(kind):
         return
@@ -233,9 +234,9 @@ class GatedMLP(Together):
 
 
 class Adding:
-    """A decoder layer whose attention and MLP add to what went past them where it costs least: in
-    the product that ends them. Else it would take a pass of its own, at the end of a layer even one
-    that is only for that, because the next layer is compiled apart."""
+    """A decoder layer that adds what attention and MLP give to what went past them in the pass that
+    adds LoRA's part. At its end it would otherwise be a pass of its own, because the next layer is
+    compiled apart."""
 
     self_attn: nn.Module
     mlp: GatedMLP
