@@ -36,7 +36,7 @@ def kills(lab: Lab, found: Findings) -> None:
     found.expect("it ends well", done.code == 0)
     found.expect("every kill was noticed", len(restarts) == len(faults))
     found.expect("the killed rank is named", _named(restarts) == _ranks(faults))
-    _exact(lab, done, found)
+    _exact(lab.whole, done, found)
     slowest = max((_fault_to_event(done, event) for event in restarts), default=float("inf"))
     found.expect(f"all stopped within {DOWN:g} s", slowest <= DOWN)
     found.show(f"{len(restarts)} kills, down in {slowest:.2f} s at most")
@@ -73,7 +73,7 @@ def hangs(lab: Lab, found: Findings) -> None:
         found.expect(f"an exception stops all within {DOWN:g} s", times[5] <= DOWN)
         found.show("stopped " + ", ".join(f"{each:.1f}" for each in times[:4]) + " s")
         found.show(f"GIL {times[4]:.1f} s, exception {times[5]:.2f} s")
-    _exact(lab, done, found)
+    _exact(lab.whole, done, found)
 
 
 def termination(lab: Lab, found: Findings) -> None:
@@ -87,7 +87,7 @@ def termination(lab: Lab, found: Findings) -> None:
     slowest = 0.0
     changes: tuple[str, ...] = ()
     for index, fault in enumerate(faults):
-        done = lab.run("terminated", f"launch.grace={GRACE:g}", *changes, faults=faults)
+        done = lab.run("terminated", *TWO, f"launch.grace={GRACE:g}", *changes, faults=faults)
         changes = ("--resume",)
         found.expect(f"{fault.phase}: code 143", done.code == 143)
         found.expect(f"{fault.phase}: nobody left", not done.left)
@@ -96,9 +96,9 @@ def termination(lab: Lab, found: Findings) -> None:
         found.expect(f"{fault.phase}: no step is lost", saved == f"step-{steps:06d}")
         found.expect(f"{fault.phase}: stopped soon", fault.step <= steps < 24)
         slowest = max(slowest, done.ended - (done.plan.struck(index) or 0.0))
-    done = lab.run("terminated", "--resume", faults=faults)
+    done = lab.run("terminated", *TWO, "--resume", faults=faults)
     found.expect("it ends well", done.code == 0)
-    _exact(lab, done, found)
+    _exact(lab.run("whole-on-two", *TWO), done, found)
     found.expect(f"gone within {GRACE:g} s", slowest <= GRACE)
     found.show(f"{len(faults)} x SIGTERM, code 143, gone in {slowest:.1f} s at most, 0 steps lost")
 
@@ -246,9 +246,9 @@ def _ranks(faults: list[Fault]) -> list[str]:
     return sorted(f"{fault.rank}@{fault.step}" for fault in faults)
 
 
-def _exact(lab: Lab, done: Done, found: Findings) -> None:
-    found.expect("the trace is that of the run without a fault", done.trace == lab.whole.trace)
-    found.expect("which has one", len(lab.whole.trace.splitlines()) == 24)
+def _exact(whole: Done, done: Done, found: Findings) -> None:
+    found.expect("the trace is that of the run without a fault", done.trace == whole.trace)
+    found.expect("which has one", len(whole.trace.splitlines()) == 24)
     found.expect("nobody left", not done.left)
     first = next((json.loads(line)["step"] for line in done.trace.splitlines()), None)
     found.expect("from its first step", first == 1)
