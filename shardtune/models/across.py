@@ -49,6 +49,13 @@ def spacious(like: Tensor, rows: int, columns: int) -> Tensor:
     return like.new_empty(rows, padded)[:, :columns]
 
 
+def side_by_side(*parts: Tensor) -> Tensor:
+    """Matrices in one that is `spacious`, as a compiler is told that it is."""
+    result = spacious(parts[0], len(parts[0]), sum(part.shape[1] for part in parts))
+    torch.cat(parts, dim=1, out=result)
+    return result
+
+
 @torch.library.custom_op("shardtune::across", mutates_args=())
 def across(
     narrow: Tensor | None,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardtune.models.across import spacious
+from shardtune.models.across import side_by_side, spacious
 from shardtune.models.unrounded import in_fp32
 
 LARGEST_RANK = 64
@@ -108,7 +108,7 @@ def _back_step_by_step(
     to_narrow = [some @ matrix for some, matrix in zip(halves, up.chunk(2), strict=True)]
     parts = zip(halves, narrow.chunk(2, dim=1), strict=True)
     to_up = torch.cat([in_fp32(some.t(), of) for some, of in parts])
-    return torch.cat([*halves, *to_narrow], dim=1), to_up, in_fp32(last.t(), result)
+    return side_by_side(*halves, *to_narrow), to_up, in_fp32(last.t(), result)
 
 
 def _on_gpu(y: Tensor, *ranks: int) -> bool:

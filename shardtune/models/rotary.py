@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.models.across import spacious
+from shardtune.models.across import side_by_side, spacious
 
 try:
     import triton
@@ -86,7 +86,7 @@ def turned_back(
         parts[:2] = [_back(part, cos, sin) for part in parts[:2]]
         joint = torch.cat([part.flatten(2) for part in parts], dim=-1).to(to_values.dtype)
         joint = joint.view(rows * length, -1)
-        return torch.cat([joint, joint @ up], dim=1)
+        return side_by_side(joint, joint @ up)
     result = spacious(to_values, rows * length, sum(up.shape))
     joint, narrow = torch.split(result, list(up.shape), dim=1)
     dense = [part if part.stride(3) == 1 else part.contiguous() for part in parts]

@@ -44,6 +44,20 @@ def unwritten_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(params=[False, True], ids=["as here", "as on a GPU"])
+def rows_of_lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether joint matrices have rows that begin with a line of the cache. A compiler is told how
+    they lie in memory, and what is done step by step has to lie like that, too."""
+    from shardtune.models import across, gated, rotary
+
+    def padded(like: Any, rows: int, columns: int) -> Any:
+        return like.new_zeros(rows, -(-columns // across.LINE) * across.LINE)[:, :columns]
+
+    for module in (across, gated, rotary) if request.param else ():
+        monkeypatch.setattr(module, "spacious", padded)
+    return bool(request.param)
+
+
 @pytest.fixture(scope="session")
 def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> SmallGGUF:
     gguf = pytest.importorskip("gguf", reason="needs the extra `demo`")

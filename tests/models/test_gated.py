@@ -77,6 +77,7 @@ def test_as_float64(shape: tuple[int, int, int, int], joint: bool, dtype: torch.
     assert_right(found, y, narrow, up, down, outer, last, NEAR[dtype])
 
 
+@pytest.mark.usefixtures("rows_of_lines")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_compiler_is_told_is_what_comes(dtype: torch.dtype) -> None:
     y, narrow, up, down, outer, last = given(9, 8, 4, 6, dtype)

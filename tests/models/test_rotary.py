@@ -72,6 +72,7 @@ def test_as_transformers_in_float64(
     assert_turned(heads, wide, dtype, "cpu", by, rows)
 
 
+@pytest.mark.usefixtures("rows_of_lines")
 def test_what_a_compiler_is_told_is_what_comes() -> None:
     cos, sin = angles(8, torch.float32)
     q, k, v = (some((ROWS, LENGTH, count, 8), count) for count in (4, 2, 2))
