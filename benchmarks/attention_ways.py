@@ -133,10 +133,11 @@ def _varlen(packed: Packed) -> Attend:
 def _flash_package(module: str) -> Callable[[Packed], Attend]:
     def prepare(packed: Packed) -> Attend:
         call = importlib.import_module(module).flash_attn_varlen_func
-        ends, longest = packed.ends, packed.width
+        told: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), packed.ends)
+        told |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), packed.width)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            found = call(query, key, value, ends, ends, longest, longest, causal=True)
+            found = call(query, key, value, causal=True, **told)
             return found[0] if isinstance(found, tuple) else found
 
         return attend

@@ -75,8 +75,15 @@ def left_out(method: str, *, tiny: bool) -> str:
         return ""
     if tiny and peer.on_gpu_only:
         return "it needs a GPU"
-    missing = [name for name in peer.needs if find_spec(name) is None]
+    missing = [name for name in peer.needs if not _is_there(name)]
     return f"{' and '.join(missing)} can't be imported" if missing else ""
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # what it would be a part of
+        return False
 
 
 class Child:

@@ -81,6 +81,8 @@ class Peer:
     """Adapters in fp32 under autocast, as TRL and peft have them by default."""
     padded: bool = False
     """Documents in rows of their own, padded to the longest of the micro-batch."""
+    attention: str = "sdpa"
+    """What transformers is asked for."""
 
     @property
     def on_gpu_only(self) -> bool:
@@ -88,13 +90,19 @@ class Peer:
 
 
 LIGER, TUNE, UNSLOTH = ("liger_kernel",), ("torchtune",), ("unsloth",)
+FLASH: dict[str, Any] = {
+    "needs": ("liger_kernel", "flash_attn.cute"),
+    "attention": "flash_attention_4",
+}
 PEERS: dict[str, Peer] = {
     "HF": Peer(),
     "HF, checkpointing": Peer(checkpointing=True),
     "HF, checkpointing, fp32 adapters": Peer(checkpointing=True, fp32_adapters=True),
     "Liger": Peer(needs=LIGER, liger=True),
+    "Liger, FlashAttention 4": Peer(liger=True, **FLASH),
     "Liger, checkpointing": Peer(needs=LIGER, liger=True, checkpointing=True),
     "compile + Liger loss": Peer(needs=LIGER, compiled=True),
+    "compile + Liger loss, FlashAttention 4": Peer(compiled=True, **FLASH),
     "compile + Liger loss, checkpointing": Peer(needs=LIGER, compiled=True, checkpointing=True),
     "compile + Liger loss, budget 0.3": Peer(needs=LIGER, compiled=True, budget=0.3),
     "torchtune + compile": Peer("torchtune", needs=TUNE, compiled=True),
@@ -103,7 +111,13 @@ PEERS: dict[str, Peer] = {
     "Liger, padded": Peer(needs=LIGER, liger=True, padded=True),
 }
 
-FAST = ("HF", "Liger", "compile + Liger loss", "torchtune + compile")
+FAST = (
+    "HF",
+    "Liger",
+    "compile + Liger loss",
+    "compile + Liger loss, FlashAttention 4",
+    "torchtune + compile",
+)
 LEAN = (
     "HF, checkpointing",
     "HF, checkpointing, fp32 adapters",
@@ -117,7 +131,14 @@ MIDDLE = (
     "compile + Liger loss, budget 0.3",
 )
 QLORA = ("HF, checkpointing", "Liger, checkpointing", "Liger")
-PACKED = ("HF", "HF, padded", "Liger", "Liger, padded", "compile + Liger loss")
+PACKED = (
+    "HF",
+    "HF, padded",
+    "Liger",
+    "Liger, FlashAttention 4",
+    "Liger, padded",
+    "compile + Liger loss",
+)
 LARGE, HUGE, SMALL = (f"meta-llama/Llama-{size}" for size in ("3.1-8B", "3.1-70B", "3.2-1B"))
 
 CASES: dict[str, Case] = {
@@ -131,7 +152,7 @@ CASES: dict[str, Case] = {
         Case("middle 2x8192", LARGE, 2, 8192, MIDDLE, asked=1.1, memory=44),
         Case("nf4 8x2048", LARGE, 8, 2048, QLORA, base="nf4", memory=74.8),
         Case("70B nf4 4x2048", HUGE, 4, 2048, QLORA[:2], base="nf4", asked=1.2),
-        Case("1B all 8x2048", SMALL, 8, 2048, FAST[:3], lora=False),
+        Case("1B all 8x2048", SMALL, 8, 2048, FAST[:4], lora=False),
         Case("packed 8x2048", LARGE, 8, 2048, PACKED, packed=True, asked=1.2),
     )
 }

@@ -66,7 +66,7 @@ def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Lo
         import torch._functorch.config as functorch
 
         functorch.activation_memory_budget = peer.budget
-    model = _filled(config, case, device)
+    model = _filled(config, case, device, peer.attention)
     layers = list(model.model.layers)
     if case.lora:
         model = with_lora(model, device, torch.float32 if peer.fp32_adapters else BASE)
@@ -79,13 +79,13 @@ def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Lo
     return model, hf_losses(model, case, peer, device)
 
 
-def _filled(config: Any, case: Case, device: str) -> Any:
+def _filled(config: Any, case: Case, device: str, attention: str = "sdpa") -> Any:
     """The model on the device, each weight drawn by its name; layers in NF4 one at a time."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=BASE, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=BASE, attn_implementation=attention)
     model.tie_weights()  # the context above made two parameters of a shared one
     model.requires_grad_(not case.lora)
     drawn: dict[nn.Parameter, nn.Parameter] = {}

@@ -6,10 +6,10 @@ to it alone, what LoRA gives would mostly be rounded away. So all three are summ
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from shardtune.models.tuning import tuned
 
 try:
     import triton
@@ -56,13 +56,13 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(result + tile, total, mask=inside)
 
 
-def _tuned(kernel: Any) -> Any:
-    """For the tile that is fastest on this GPU, found when first used."""
-    if triton is None:
-        return None
-    ways = ((32, 128, 4), (64, 128, 4), (64, 64, 4), (128, 128, 8), (16, 256, 4))
-    configs = [triton.Config({"BM": m, "BN": n}, num_warps=warps) for m, n, warps in ways]
-    return triton.autotune(configs, key=["columns", "R", "many"])(triton.jit(kernel))
-
-
-_add: Any = _tuned(_add_kernel)
+_add = tuned(
+    _add_kernel,
+    ("columns", "R", "many"),
+    [
+        ({"BM": rows, "BN": columns}, warps, 3)
+        for rows, columns, warps in (
+            (32, 128, 4), (64, 128, 4), (64, 64, 4), (128, 128, 8), (16, 256, 4),
+        )
+    ],
+)  # fmt: skip

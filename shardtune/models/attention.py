@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardtune.core.documents import ATTENTION, is_told, told_of
+from shardtune.models import flash
 
 _LOOK = "shardtune_look"
 _BENT = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -43,15 +44,19 @@ _varlen = _find_varlen()
 
 _masked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why a model keeps its mask."""
+_ordinary: str | None = "nobody has asked for it"
+"""Why attention isn't FlashAttention 4's; None if it is."""
 
 
 def use_boundaries(model: Any, device: str, compute: torch.dtype) -> None:
     """Lets `attend` compute the attention of a model as transformers has made it, before anything
     is wrapped or compiled, if nothing speaks against it."""
+    global _ordinary
     why = why_not(device, compute) or unsuited(model)
     if why is not None:
         _masked[model] = why
         return
+    _ordinary = flash.why_not(device, compute, *_heads(model.config.get_text_config()))
     register()
     model.set_attn_implementation(ATTENTION)
 
@@ -59,10 +64,18 @@ def use_boundaries(model: Any, device: str, compute: torch.dtype) -> None:
 def how_kept_apart(model: Any) -> str:
     """In words, for whoever wonders why attention is slow."""
     if is_told(model):
-        return "attention: packed documents are kept apart by their boundaries"
+        how = f"torch's kernels; FlashAttention 4: {_ordinary}" if _ordinary else "FlashAttention 4"
+        return f"attention: packed documents are kept apart by their boundaries ({how})"
     unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
     why = _masked.get(unwrap() if unwrap else model, "the strategy cuts the model into stages")
     return f"attention: packed documents are kept apart by a dense mask ({why})"
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """How many of queries, how many of keys and values, and how wide they are."""
+    heads: int = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return heads, groups, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def register() -> None:
@@ -187,7 +200,9 @@ def attend(
 
     if max_length_q is None and attention_mask is not None and attention_mask.shape == (1,) * 4:
         assert key.shape[2] == 1, "a stand-in for a mask came without boundaries"
-    if max_length_q is None or cu_seq_lens_q is None:
+    by_flash = _ordinary is None and query.is_cuda
+    by_flash = by_flash and (cu_seq_lens_q is not None or flash.suits(query))
+    if max_length_q is None or (cu_seq_lens_q is None and not by_flash):
         mask = attention_mask if max_length_q is None else None
         answer: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
@@ -195,6 +210,10 @@ def attend(
         return answer
     assert not _beyond(dropout=dropout, **others), "`unsuited` has looked"
     query, key, value = (each.transpose(1, 2) for each in _cast(query, key, value))
+    if by_flash:
+        found, _ = flash.attended(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+        return found, None
+    assert cu_seq_lens_q is not None, "SDPA has taken the others"
     if query.is_cuda:
         return _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     return _by_mask(query, key, value, cu_seq_lens_q, scaling), None

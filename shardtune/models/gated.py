@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardtune.models.across import side_by_side, spacious
+from shardtune.models.tuning import tuned
 from shardtune.models.unrounded import in_fp32
 
 LARGEST_RANK = 64
@@ -266,16 +267,11 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tuned(kernel: Any, *ways: tuple[int, int, int]) -> Any:
-    """Compiled for the rows, warps and stages that are fastest on this GPU, found when first used;
-    anew for twice as many rows, because a short run before training would decide for all of it. A
-    warp has sixteen rows: with fewer, warps would compute each other's numbers once more."""
-    if triton is None:
-        return None
-    configs = [
-        triton.Config({"BM": rows}, num_warps=warps, num_stages=stages)
-        for rows, warps, stages in ways
-    ]
-    return triton.autotune(configs, key=["half", "R", "many"])(triton.jit(kernel))
+    """For so many rows, warps and stages; anew for twice as many rows, because a short run before
+    training would decide for all of it. A warp has sixteen rows: with fewer, warps would compute
+    each other's numbers once more."""
+    tiles = [({"BM": rows}, warps, stages) for rows, warps, stages in ways]
+    return tuned(kernel, ("half", "R", "many"), tiles)
 
 
 _forward = _tuned(_forward_kernel, (32, 2, 3), (64, 4, 3), (32, 2, 2), (64, 4, 2), (16, 1, 3))

@@ -102,6 +102,7 @@ _ALWAYS = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "torch_attn::_varlen_attn",
+        "shardtune::attended",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
     }

@@ -36,7 +36,10 @@ class Stack(nn.Module):
     def __init__(self, layers: int = 4, width: int = 32) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.config = self
+
+    @property
+    def config(self) -> Stack:
+        return self
 
     def get_text_config(self) -> Stack:
         return self

@@ -12,13 +12,31 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.core.documents import attention_inputs, document_ends, is_told
+from shardtune.models import attention, flash
 from shardtune.models.attention import attend, how_kept_apart, use_boundaries
 from shardtune.models.isolation import require_isolation
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Argument aux_data"),  # FlashAttention 4 being compiled
 ]
+
+FLASH = "FlashAttention 4"
+
+
+@pytest.fixture(autouse=True, params=["torch's kernels", FLASH])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test runs with both, where there are both."""
+    if request.param == FLASH:
+        why = flash.why_not("cuda", torch.bfloat16, 4, 2, 64)
+        if why is not None:
+            pytest.skip(why)
+    else:
+        monkeypatch.setattr(flash, "why_not", lambda *_: "a test wants it so")
+    monkeypatch.setattr(attention, "_ordinary", flash.why_not("cuda", torch.bfloat16, 4, 2, 64))
+    return str(request.param)
+
 
 LENGTHS = ((100, 28, 384), (512,), (1, 255, 256))
 """Of the documents in each row."""
@@ -66,6 +84,19 @@ def test_as_float64_with_a_dense_mask(dim: int):
         assert distance < 0.01  # a bf16 number is within 0.004 of what it stands for
 
 
+def test_rows_of_one_document(kernels: str):
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
+    )
+    found, _ = attend(torch.nn.Identity(), query, key, value, None, max_length_q=512, scaling=0.2)
+    repeated = (each.double().repeat_interleave(4, 1) for each in (key, value))
+    expected = functional.scaled_dot_product_attention(
+        query.double(), *repeated, is_causal=True, scale=0.2
+    ).transpose(1, 2)
+    assert (found.double() - expected).norm() / expected.norm() < 0.01
+
+
 @pytest.fixture
 def model() -> Iterator[LlamaForCausalLM]:
     torch._dynamo.reset()
@@ -90,12 +121,12 @@ def logits(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
     return model(input_ids=ids, position_ids=there, use_cache=False, **told).logits
 
 
-def test_a_model_gives_what_it_gives_with_a_mask(model: LlamaForCausalLM):
+def test_a_model_gives_what_it_gives_with_a_mask(model: LlamaForCausalLM, kernels: str):
     ids = torch.randint(0, 500, (3, 512), device="cuda")
     expected = logits(model, ids, positions_of()).double()
     use_boundaries(model, "cuda", torch.bfloat16)
     assert is_told(model)
-    assert "boundaries" in how_kept_apart(model)
+    assert f"boundaries ({kernels}" in how_kept_apart(model)
     found = logits(model, ids, positions_of()).double()
     assert (found - expected).norm() / expected.norm() < 0.02
     require_isolation(model, rows=3, device="cuda", precision="bf16")

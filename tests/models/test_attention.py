@@ -251,7 +251,9 @@ def test_without_a_gpu_everything_stays_as_it_is():
     attention.use_boundaries(model, "cpu", torch.bfloat16)
     assert model.config._attn_implementation == "sdpa"
     assert how_kept_apart(model).endswith("by a dense mask (its weights are not on a GPU)")
-    assert how_kept_apart(by_boundaries(model)).endswith("by their boundaries")
+    assert how_kept_apart(by_boundaries(model)).endswith(
+        "FlashAttention 4: nobody has asked for it)"
+    )
 
 
 @pytest.mark.parametrize("asked", [{"sliding_window": 2}, {"dropout": 0.1}, {"is_causal": False}])

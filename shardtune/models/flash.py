@@ -1,0 +1,207 @@
+"""FlashAttention 4, where it is installed and the GPU is of a kind that it is written for.
+
+On an H200 its kernels take less time than cuDNN's on long rows of one document, and two thirds of
+torch's own where a row has several (`python -m benchmarks.attention`); and unlike cuDNN's on long
+rows they give the same gradients twice. What is called here is what the package's own functions
+call: those can't be compiled, and a layer would fall into pieces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PACKAGE = "flash_attn.cute.interface"
+KINDS = (9, 10)
+"""Compute capabilities whose kernels go both ways."""
+TRIED = 256
+"""Tokens of the two documents it is tried on: enough for more than one block."""
+NEAR = 0.02
+"""Of the norm: how far 16-bit results may be from those in fp32."""
+
+LONG, NARROW = 4096, 64
+"""Rows of one document from this length, or heads up to this width, are for it; others cuDNN does
+in less time, and the same twice."""
+
+_tried: dict[tuple[object, ...], str | None] = {}
+_kernels: Any = None
+
+
+def why_not(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) -> str | None:
+    """What keeps the package from being used; None if it does what it should. It is young: a few
+    tokens go through it, with these heads, before a model does."""
+    key = (device, dtype, heads, groups, wide)
+    if key not in _tried:
+        _tried[key] = _unfit(device, dtype, heads, groups, wide)
+    return _tried[key]
+
+
+def suits(query: Tensor) -> bool:
+    """Whether it takes less time than SDPA where a row is one document."""
+    _, _, length, wide = query.shape
+    return length >= LONG or wide <= NARROW
+
+
+def _unfit(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) -> str | None:
+    global _kernels
+    if torch.device(device).type != "cuda":
+        return "there is no GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in KINDS:
+        return f"it has no kernels for compute capability {major}.{minor}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _kernels = importlib.import_module(PACKAGE)
+            distance = _distance(device, dtype, heads, groups, wide)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with it, there are other ways
+        lines = str(error).strip().splitlines() or [""]
+        return f"it fails: {type(error).__name__}: {lines[0][:200]}"
+    if not distance < NEAR:
+        return f"its results are wrong by {distance:.2g} of their norm"
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # while it compiles another one
+    return None
+
+
+@torch.enable_grad()
+def _distance(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) -> float:
+    """Output and gradients beside those in fp32, for one document to a row and for two."""
+    draw = torch.Generator(device).manual_seed(0)
+    shapes = [(1, TRIED, count, wide) for count in (heads, groups, groups, heads)]
+    *given, outer = (torch.randn(s, generator=draw, device=device, dtype=dtype) for s in shapes)
+    place = torch.arange(TRIED, device=device)
+    farthest = 0.0
+    for middle in (None, TRIED // 3):
+        seen = place[:, None] >= place
+        ends = None
+        if middle is not None:
+            seen &= (place[:, None] < middle) == (place < middle)
+            ends = torch.tensor([0, middle, TRIED, TRIED], device=device, dtype=torch.int32)
+        ours = [each.clone().requires_grad_() for each in given]
+        right = [each.float().requires_grad_() for each in given]
+        answer, _ = attended(*ours, ends, TRIED, None)
+        query, key, value = (each.transpose(1, 2) for each in right)
+        expected = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, enable_gqa=True
+        ).transpose(1, 2)
+        pairs = zip(
+            (answer.detach(), *torch.autograd.grad(answer, ours, outer)),
+            (expected.detach(), *torch.autograd.grad(expected, right, outer.float())),
+            strict=True,
+        )
+        apart = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
+        farthest = max(farthest, *(each if each == each else float("inf") for each in apart))
+    return farthest
+
+
+@torch.library.custom_op("shardtune::attended", mutates_args=())
+def attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None,
+    longest: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention, `[rows, length, heads, dim]` in and out, and the logarithm of each sum of
+    weights. `ends` are the boundaries of documents over all rows; without them a row is one."""
+    answer, sums = _places(query, ends)
+    _kernels._flash_attn_fwd(
+        *(_flat(each, ends) for each in (query, key, value)),
+        out=_flat(answer, ends),
+        lse=sums,
+        **_told(ends, longest, scale),
+    )
+    return answer, sums
+
+
+@attended.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None,
+    longest: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    return _places(query, ends)
+
+
+@torch.library.custom_op("shardtune::attended_back", mutates_args=())
+def attended_back(
+    outer: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    answer: Tensor,
+    sums: Tensor,
+    ends: Tensor | None,
+    longest: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values, added up in one order: a run that is resumed has
+    to be the same to the bit. On an H200 any order would take 10 to 15 % less."""
+    places = [each.new_empty(each.shape) for each in (query, key, value)]
+    _kernels._flash_attn_bwd(
+        *(_flat(each, ends) for each in (query, key, value, answer, outer)),
+        sums,
+        **dict(zip(("dq", "dk", "dv"), (_flat(each, ends) for each in places), strict=True)),
+        deterministic=True,
+        **_told(ends, longest, scale),
+    )
+    return places[0], places[1], places[2]
+
+
+@attended_back.register_fake
+def _(
+    outer: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    answer: Tensor,
+    sums: Tensor,
+    ends: Tensor | None,
+    longest: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _places(query: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the answer and the sums come."""
+    rows, length, heads, _ = query.shape
+    shape = (rows, heads, length) if ends is None else (heads, rows * length)
+    return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.float32)
+
+
+def _flat(each: Tensor, ends: Tensor | None) -> Tensor:
+    return each if ends is None else each.flatten(0, 1)
+
+
+def _told(ends: Tensor | None, longest: int, scale: float | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+    if ends is not None:
+        told |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return told
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ends, ctx.longest, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, ends)
+
+
+def _back(ctx: Any, outer: Tensor, to_sums: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, answer, sums, ends = ctx.saved_tensors
+    gradients = attended_back(outer, query, key, value, answer, sums, ends, ctx.longest, ctx.scale)
+    return (*gradients, None, None, None)
+
+
+attended.register_autograd(_back, setup_context=_keep)
