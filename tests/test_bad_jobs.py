@@ -547,7 +547,10 @@ def test_the_job_is_good_but_for_the_mistakes(
     Bad("", "", "").lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["data", "job.yaml"]) == 0
-    assert "error" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "error" not in said.err
+    assert "truncated rows" in said.out
+    assert " object at " not in said.out  # of Python, where a table should be
 
 
 # In processes of their own ----------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,19 +77,26 @@ class Encoder:
         return encoded
 
     def _encode_long(self, text: Text, special: bool, end: int | None) -> Tokens:
-        """The same for a text of megabytes, in bounded memory."""
-        joined = self._through_windows(text.text, special)
-        if joined is None:  # no two windows agree, as in a single word of megabytes
-            found = self._engine.encode(text.text, add_special_tokens=special)
-            return _ended(np.array(found.ids, dtype=np.int32), _trained(found, text), end)
-        trained = _overlapping(joined.starts, joined.ends, text.spans)
-        return _ended(joined.ids, trained, end)
+        """The same for a text of megabytes, in bounded memory: where a token stands is known for
+        two windows at a time."""
+        before, after = self._around(text.text) if special else ([], [])
+        first, last = [_Window.at(before, 0)], [_Window.at(after, len(text.text))]
+        parts: list[Tokens] = []
+        place: int | None = None
+        for window in chain(first, self._windows(text.text), last):
+            if window is None:  # no two of them agree, as in a single word of megabytes
+                found = self._engine.encode(text.text, add_special_tokens=special)
+                return _ended(np.array(found.ids, dtype=np.int32), _trained(found, text), end)
+            trained = _overlapping(window.starts, window.ends, text.spans, place)
+            parts.append(Tokens(window.ids, trained))
+            place = int(window.ends[-1]) if len(window.ends) else place
+        ids = np.concatenate([part.ids for part in parts])
+        return _ended(ids, np.concatenate([part.trained for part in parts]), end)
 
-    def _through_windows(self, text: str, special: bool) -> _Window | None:
-        """All tokens with their places, or nothing if the windows can't be joined."""
-        step = WINDOW - OVERLAP
-        firsts = range(0, max(1, len(text) - OVERLAP), step)
-        parts: list[_Window] = []
+    def _windows(self, text: str) -> Iterator[_Window | None]:
+        """Stretches of a text that join, one after the other; None where they can't be joined."""
+        firsts = range(0, max(1, len(text) - OVERLAP), WINDOW - OVERLAP)
+        last: _Window | None = None
         for group in range(0, len(firsts), CALL // WINDOW):
             some = firsts[group : group + CALL // WINDOW]
             found = self._engine.encode_batch(
@@ -96,14 +104,15 @@ class Encoder:
             )
             for first, encoding in zip(some, found, strict=True):
                 window = _Window.of(encoding, first)
-                if parts:
-                    cut = _joint(parts[-1], window)
+                if last is not None:
+                    cut = _joint(last, window)
                     if cut is None:
-                        return None
-                    parts[-1], window = parts[-1].before(cut), window.since(cut)
-                parts.append(window)
-        before, after = self._around(text) if special else ([], [])
-        return _Window.joined([_Window.at(before, 0), *parts, _Window.at(after, len(text))])
+                        yield None
+                        return
+                    yield last.before(cut)
+                    window = window.since(cut)
+                last = window
+        yield last
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""
@@ -132,14 +141,6 @@ class _Window:
         """Tokens that stand for no character."""
         places = np.full(len(ids), place, dtype=np.int64)
         return _Window(np.array(ids, dtype=np.int32), places, places)
-
-    @staticmethod
-    def joined(parts: Sequence[_Window]) -> _Window:
-        return _Window(
-            np.concatenate([part.ids for part in parts]),
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.ends for part in parts]),
-        )
 
     def before(self, place: int) -> _Window:
         return self._slice(slice(None, int(np.searchsorted(self.starts, place))))
@@ -216,14 +217,19 @@ def _trained(found: Any, text: Text) -> NDArray[np.bool_]:
 
 
 def _overlapping(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], spans: Spans | None
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    spans: Spans | None,
+    place: int | None = None,
 ) -> NDArray[np.bool_]:
-    """The same from all offsets."""
+    """The same from all offsets. `place` is where a token before them ends."""
     if spans is None:
         return np.ones(len(starts), dtype=np.bool_)
     # Some tokenizers leave blanks out of their offsets: count them to the token that follows.
     starts = starts.copy()
     starts[1:] = np.minimum(starts[1:], ends[:-1])
+    if place is not None:
+        starts[:1] = np.minimum(starts[:1], place)
     trained = np.zeros(len(starts), dtype=np.bool_)
     for start, end in spans:
         trained |= (starts < end) & ((ends > start) | (starts >= start))

@@ -27,8 +27,10 @@ VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), "\ufffd")
 TRAINED, SPECIAL, PLAIN = "bold green", "magenta", "dim"
 
 
-def view(prepared: PreparedData, tokenizer: Any, examples: int) -> list[RenderableType]:
+def view(prepared: PreparedData, tokenizer: Any, examples: int) -> RenderableType:
     """A table of all data sets, and the first `examples` documents of each."""
+    from rich.console import Group
+
     sets = [("train", one) for one in prepared.train] + [("eval", one) for one in prepared.eval]
     parts: list[RenderableType] = [
         _table(sets[start : start + ABREAST]) for start in range(0, len(sets), ABREAST)
@@ -39,7 +41,7 @@ def view(prepared: PreparedData, tokenizer: Any, examples: int) -> list[Renderab
         for number in range(min(examples, len(one.rows))):
             parts.append(_title(role, one, number))
             parts.append(document_text(one, number, tokenizer))
-    return parts
+    return Group(*parts)
 
 
 def document_text(prepared: Prepared, number: int, tokenizer: Any) -> Text:

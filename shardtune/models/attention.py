@@ -201,7 +201,6 @@ def attend(
     if max_length_q is None and attention_mask is not None and attention_mask.shape == (1,) * 4:
         assert key.shape[2] == 1, "a stand-in for a mask came without boundaries"
     by_flash = _ordinary is None and query.is_cuda
-    by_flash = by_flash and (cu_seq_lens_q is not None or flash.suits(query))
     if max_length_q is None or (cu_seq_lens_q is None and not by_flash):
         mask = attention_mask if max_length_q is None else None
         answer: tuple[Tensor, None] = sdpa_attention_forward(

@@ -1,9 +1,9 @@
 """FlashAttention 4, where it is installed and the GPU is of a kind that it is written for.
 
-On an H200 its kernels take less time than cuDNN's on long rows of one document, and two thirds of
-torch's own where a row has several (`python -m benchmarks.attention`); and unlike cuDNN's on long
-rows they give the same gradients twice. What is called here is what the package's own functions
-call: those can't be compiled, and a layer would fall into pieces.
+On an H200 its kernels take less time than cuDNN's on long rows of one document, a little more on
+short ones, and two thirds of torch's own where a row has several; and unlike the others they can
+give the same gradients twice. What is called here is what the package's own functions call: those
+can't be compiled, and a layer would fall into pieces.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ TRIED = 256
 NEAR = 0.02
 """Of the norm: how far 16-bit results may be from those in fp32."""
 
-LONG, NARROW = 4096, 64
-"""Rows of one document from this length, or heads up to this width, are for it; others cuDNN does
-in less time, and the same twice."""
-
 _tried: dict[tuple[object, ...], str | None] = {}
 _kernels: Any = None
 
@@ -39,12 +35,6 @@ def why_not(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int)
     if key not in _tried:
         _tried[key] = _unfit(device, dtype, heads, groups, wide)
     return _tried[key]
-
-
-def suits(query: Tensor) -> bool:
-    """Whether it takes less time than SDPA where a row is one document."""
-    _, _, length, wide = query.shape
-    return length >= LONG or wide <= NARROW
 
 
 def _unfit(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) -> str | None:

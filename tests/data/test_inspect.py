@@ -30,10 +30,9 @@ def prepared(tmp_path_factory, tokenizer):
     return prepare(section, tokenizer, frozenset({tiny.END}), cache=folder, quiet=True)
 
 
-def printed(parts, **settings):
+def printed(shown, **settings):
     console = Console(file=io.StringIO(), width=120, **settings)
-    for part in parts:
-        console.print(part)
+    console.print(shown)
     return console.file.getvalue()
 
 

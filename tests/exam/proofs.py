@@ -32,6 +32,8 @@ class Proofs:
 
 def run_tests(names: Sequence[str]) -> Proofs:
     """`names` are files or functions under tests/, as pytest takes them."""
+    if not names:  # pytest would run all there are
+        return Proofs({}, {})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [

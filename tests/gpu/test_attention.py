@@ -19,7 +19,7 @@ from shardtune.models.isolation import require_isolation
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Argument aux_data"),  # FlashAttention 4 being compiled
+    pytest.mark.filterwarnings("ignore"),  # compilers warn of what they meet on their way
 ]
 
 FLASH = "FlashAttention 4"
@@ -89,7 +89,9 @@ def test_rows_of_one_document(kernels: str):
     query, key, value = (
         torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
     )
-    found, _ = attend(torch.nn.Identity(), query, key, value, None, max_length_q=512, scaling=0.2)
+    layer = torch.nn.Identity()
+    layer.num_key_value_groups = 4  # type: ignore[assignment]
+    found, _ = attend(layer, query, key, value, None, max_length_q=512, scaling=0.2)
     repeated = (each.double().repeat_interleave(4, 1) for each in (key, value))
     expected = functional.scaled_dot_product_attention(
         query.double(), *repeated, is_causal=True, scale=0.2
@@ -153,7 +155,6 @@ def test_nothing_waits_for_the_gpu(model: LlamaForCausalLM):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
 def test_compiled_layers_are_compiled_once(model: LlamaForCausalLM):
     use_boundaries(model, "cuda", torch.bfloat16)
     ids = torch.randint(0, 500, (3, 512), device="cuda")
