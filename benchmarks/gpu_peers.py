@@ -158,6 +158,8 @@ def hf_losses(model: Any, case: Case, peer: Peer, device: str) -> Losses:
         given = {"input_ids": batch.ours.input_ids, "labels": batch.labels}
         if case.packed:
             given["position_ids"] = batch.ours.position_ids
+            if peer.attention != "sdpa":  # with those transformers keeps apart in one row only
+                given = {name: tensor.flatten()[None] for name, tensor in given.items()}
         yield _call(model, given, device)
 
     return losses
