@@ -103,6 +103,7 @@ PEERS: dict[str, Peer] = {
     "Liger, checkpointing": Peer(needs=LIGER, liger=True, checkpointing=True),
     "compile + Liger loss": Peer(needs=LIGER, compiled=True),
     "compile + Liger loss, FlashAttention 4": Peer(compiled=True, **FLASH),
+    "compile + Liger loss, budget 0.3, FlashAttention 4": Peer(compiled=True, budget=0.3, **FLASH),
     "compile + Liger loss, checkpointing": Peer(needs=LIGER, compiled=True, checkpointing=True),
     "compile + Liger loss, budget 0.3": Peer(needs=LIGER, compiled=True, budget=0.3),
     "torchtune + compile": Peer("torchtune", needs=TUNE, compiled=True),
@@ -129,6 +130,7 @@ MIDDLE = (
     "Liger, checkpointing",
     "compile + Liger loss, checkpointing",
     "compile + Liger loss, budget 0.3",
+    "compile + Liger loss, budget 0.3, FlashAttention 4",
 )
 QLORA = ("HF, checkpointing", "Liger, checkpointing", "Liger")
 PACKED = (
@@ -138,6 +140,7 @@ PACKED = (
     "Liger, FlashAttention 4",
     "Liger, padded",
     "compile + Liger loss",
+    "compile + Liger loss, FlashAttention 4",
 )
 LARGE, HUGE, SMALL = (f"meta-llama/Llama-{size}" for size in ("3.1-8B", "3.1-70B", "3.2-1B"))
 

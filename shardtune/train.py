@@ -24,7 +24,7 @@ from shardtune.job import Job
 from shardtune.launch.join import join
 from shardtune.measure.meter import Meter
 from shardtune.models import load
-from shardtune.models.attention import how_kept_apart
+from shardtune.models.attention import agreed, how_kept_apart
 from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.fp8 import how_multiplied
 from shardtune.models.isolation import require_isolation
@@ -53,8 +53,8 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
                 precision=job.train.precision,
             )
         with engine, RunView(steps, shown=world.is_main) as view:
-            if job.data.packing and world.device.startswith("cuda"):
-                view.say(how_kept_apart(engine.module()))
+            if world.device.startswith("cuda"):
+                view.say(agreed(world.gather(how_kept_apart(engine.module()))))
             if job.train.precision == "fp8-base":
                 view.say(how_multiplied(world.device))
             judge = Judge(

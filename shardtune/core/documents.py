@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-ATTENTION = "shardtune"
-"""The name by which transformers finds our attention function."""
+ATTENTION, ORDERED = "shardtune", "shardtune-ordered"
+"""The names by which transformers finds our attention functions: with torch's kernels, and with one
+that adds up in the same order each time."""
 FEWEST = 64  # documents that room is made for: lists of few sizes let few graphs be compiled
 
 
@@ -46,7 +47,7 @@ def told_of(positions: Tensor, send: Callable[[Tensor], Tensor]) -> dict[str, An
 def is_told(model: Any) -> bool:
     """Whether the model's attention takes boundaries in place of a mask."""
     config = getattr(model, "config", None)
-    return getattr(config, "_attn_implementation", None) == ATTENTION
+    return getattr(config, "_attn_implementation", None) in (ATTENTION, ORDERED)
 
 
 def document_ends(positions: Tensor) -> Tensor | None:

@@ -8,7 +8,8 @@ from shardtune.core.cache import cache_dir
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where torch looks for it: the name of today, and two older ones."""
-COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "compiled", "TRITON_CACHE_DIR": "kernels"}
+"""Where torch's compiler and triton keep what they have made, and what they have found fastest."""
 
 
 def torch_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -21,6 +22,7 @@ def torch_settings(environment: Mapping[str, str]) -> dict[str, str]:
     found = {}
     if not any(name in environment for name in ALLOCATOR):
         found[ALLOCATOR[0]] = "expandable_segments:True"
-    if COMPILED not in environment:
-        found[COMPILED] = str(cache_dir() / "compiled")
+    for name, folder in COMPILED.items():
+        if name not in environment:
+            found[name] = str(cache_dir() / folder)
     return found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardtune.core.documents import ATTENTION, is_told, told_of
+from shardtune.core.documents import ATTENTION, ORDERED, is_told, told_of
 from shardtune.models import flash
 
 _LOOK = "shardtune_look"
@@ -44,36 +44,50 @@ _varlen = _find_varlen()
 
 _masked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why a model keeps its mask."""
-_ordinary: str | None = "nobody has asked for it"
-"""Why attention isn't FlashAttention 4's; None if it is."""
+_ordinary: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Why a model's attention isn't FlashAttention 4's."""
 
 
 def use_boundaries(model: Any, device: str, compute: torch.dtype) -> None:
     """Lets `attend` compute the attention of a model as transformers has made it, before anything
     is wrapped or compiled, if nothing speaks against it."""
-    global _ordinary
     why = why_not(device, compute) or unsuited(model)
     if why is not None:
         _masked[model] = why
         return
-    _ordinary = flash.why_not(device, compute, *_heads(model.config.get_text_config()))
     register()
-    model.set_attn_implementation(ATTENTION)
+    why = flash.why_not(device, compute, *_heads(model.config.get_text_config()))
+    if why is not None:
+        _ordinary[model] = why
+    model.set_attn_implementation(ATTENTION if why else ORDERED)
 
 
 def how_kept_apart(model: Any) -> str:
     """In words, for whoever wonders why attention is slow."""
-    if is_told(model):
-        how = f"torch's kernels; FlashAttention 4: {_ordinary}" if _ordinary else "FlashAttention 4"
-        return f"attention: packed documents are kept apart by their boundaries ({how})"
     unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
-    why = _masked.get(unwrap() if unwrap else model, "the strategy cuts the model into stages")
+    base = unwrap() if unwrap else model
+    if is_told(model):
+        kernels = "FlashAttention 4"
+        if model.config._attn_implementation != ORDERED:
+            why = _ordinary.get(base, "nobody has asked for it")
+            kernels = f"torch's kernels; {kernels}: {why}"
+        return f"attention: packed documents are kept apart by their boundaries ({kernels})"
+    why = _masked.get(base, "the strategy cuts the model into stages")
     return f"attention: packed documents are kept apart by a dense mask ({why})"
+
+
+def agreed(said: list[str]) -> str:
+    """What all ranks say of their attention, or who says what."""
+    if len(set(said)) == 1:
+        return said[0]
+    ranks = {line: [n for n, each in enumerate(said) if each == line] for line in said}
+    parts = "; ".join(f"ranks {', '.join(map(str, who))}: {line}" for line, who in ranks.items())
+    return f"attention differs between ranks, and so does its speed: {parts}"
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
     """How many of queries, how many of keys and values, and how wide they are."""
-    heads: int = config.num_attention_heads
+    heads: int = getattr(config, "num_attention_heads", 0) or 1
     groups = getattr(config, "num_key_value_heads", None) or heads
     return heads, groups, getattr(config, "head_dim", None) or config.hidden_size // heads
 
@@ -83,8 +97,9 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    for name, function in ((ATTENTION, attend), (ORDERED, attend_in_order)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def why_not(device: str, compute: torch.dtype) -> str | None:
@@ -189,19 +204,19 @@ def attend(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    ordered: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer: `[rows, heads, length, dim]` to `[rows, length, heads, dim]`.
 
     With `max_length_q` the mask doesn't count: `cu_seq_lens_q` has the boundaries of documents over
-    all rows, or is None where each row is one document.
+    all rows, or is None where each row is one document. `ordered` is FlashAttention 4.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if max_length_q is None and attention_mask is not None and attention_mask.shape == (1,) * 4:
         assert key.shape[2] == 1, "a stand-in for a mask came without boundaries"
-    by_flash = _ordinary is None and query.is_cuda
-    if max_length_q is None or (cu_seq_lens_q is None and not by_flash):
+    if max_length_q is None or (cu_seq_lens_q is None and not ordered):
         mask = attention_mask if max_length_q is None else None
         answer: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
@@ -209,13 +224,18 @@ def attend(
         return answer
     assert not _beyond(dropout=dropout, **others), "`unsuited` has looked"
     query, key, value = (each.transpose(1, 2) for each in _cast(query, key, value))
-    if by_flash:
+    if ordered:
         found, _ = flash.attended(query, key, value, cu_seq_lens_q, max_length_q, scaling)
         return found, None
     assert cu_seq_lens_q is not None, "SDPA has taken the others"
     if query.is_cuda:
         return _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     return _by_mask(query, key, value, cu_seq_lens_q, scaling), None
+
+
+def attend_in_order(module: nn.Module, *given: Any, **told: Any) -> tuple[Tensor, None]:
+    """The same by the kernel whose gradients are the same each time."""
+    return attend(module, *given, ordered=True, **told)
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardtune.core.documents import attention_inputs, document_ends, is_told
 from shardtune.models import attention, flash
-from shardtune.models.attention import attend, how_kept_apart, use_boundaries
+from shardtune.models.attention import how_kept_apart, use_boundaries
 from shardtune.models.isolation import require_isolation
 
 pytestmark = [
@@ -34,8 +34,12 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             pytest.skip(why)
     else:
         monkeypatch.setattr(flash, "why_not", lambda *_: "a test wants it so")
-    monkeypatch.setattr(attention, "_ordinary", flash.why_not("cuda", torch.bfloat16, 4, 2, 64))
     return str(request.param)
+
+
+@pytest.fixture
+def attend(kernels: str) -> Callable[..., tuple[Tensor, None]]:
+    return attention.attend_in_order if kernels == FLASH else attention.attend
 
 
 LENGTHS = ((100, 28, 384), (512,), (1, 255, 256))
@@ -58,7 +62,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_as_float64_with_a_dense_mask(dim: int):
+def test_as_float64_with_a_dense_mask(attend, dim: int):
     torch.manual_seed(0)
     positions = positions_of()
     given = [
@@ -84,7 +88,7 @@ def test_as_float64_with_a_dense_mask(dim: int):
         assert distance < 0.01  # a bf16 number is within 0.004 of what it stands for
 
 
-def test_rows_of_one_document(kernels: str):
+def test_rows_of_one_document(attend):
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +31,9 @@ CYCLES = 2_000_000_000  # about a second of any GPU of today
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh() -> None:
     torch._dynamo.reset()
     torch.cuda.empty_cache()
-    yield
 
 
 def llama(*, checkpointing: bool, compiled: bool) -> nn.Module:

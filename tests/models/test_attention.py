@@ -39,7 +39,7 @@ from transformers import (
 
 from shardtune.core.documents import ATTENTION, attention_inputs
 from shardtune.models import attention
-from shardtune.models.attention import attend, how_kept_apart, register, unsuited
+from shardtune.models.attention import agreed, attend, how_kept_apart, register, unsuited
 from shardtune.models.isolation import require_isolation
 
 SMALL = {
@@ -251,9 +251,13 @@ def test_without_a_gpu_everything_stays_as_it_is():
     attention.use_boundaries(model, "cpu", torch.bfloat16)
     assert model.config._attn_implementation == "sdpa"
     assert how_kept_apart(model).endswith("by a dense mask (its weights are not on a GPU)")
-    assert how_kept_apart(by_boundaries(model)).endswith(
-        "FlashAttention 4: nobody has asked for it)"
-    )
+    told = how_kept_apart(by_boundaries(model))
+    assert told.endswith("boundaries (torch's kernels; FlashAttention 4: nobody has asked for it)")
+
+
+def test_ranks_that_differ_are_named():
+    assert agreed(["a", "a"]) == "a"
+    assert agreed(["a", "b", "a"]).endswith("ranks 0, 2: a; ranks 1: b")
 
 
 @pytest.mark.parametrize("asked", [{"sliding_window": 2}, {"dropout": 0.1}, {"is_causal": False}])

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardtune.errors import ModelError
 from shardtune.models import flash
 from shardtune.models.recompute import RULES, CheckpointPolicy
 
 HEADS = (4, 2, 32)
 """Of queries, of keys and values, and how wide."""
+TRIED = (2, 32)
+"""Heads of queries to one of keys and values, and how wide."""
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -89,7 +92,20 @@ class ByHand:
 @pytest.mark.parametrize(("deaf", "right"), [(False, True), (True, False)])
 def test_it_is_tried_before_it_is_trusted(monkeypatch, deaf: bool, right: bool):
     monkeypatch.setattr(flash, "_kernels", ByHand(deaf=deaf))
-    assert (flash._distance("cpu", torch.bfloat16, *HEADS) < flash.NEAR) is right
+    assert (flash._distance("cpu", torch.bfloat16, *TRIED) < flash.NEAR) is right
+
+
+def test_sums_in_any_order_are_refused(monkeypatch):
+    class AnyOrder(ByHand):
+        calls = 0
+
+        def _flash_attn_bwd(self, *given: Tensor, **told: Any) -> None:
+            super()._flash_attn_bwd(*given, **told)
+            self.calls += 1
+            told["dq"][0] *= 1 + 0.01 * self.calls  # less than results may be off
+
+    monkeypatch.setattr(flash, "_kernels", AnyOrder())
+    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.NEAR
 
 
 def test_numbers_that_are_none_are_far_from_right(monkeypatch):
@@ -98,7 +114,7 @@ def test_numbers_that_are_none_are_far_from_right(monkeypatch):
         _flash_attn_bwd=lambda *_, **__: None,
     )
     monkeypatch.setattr(flash, "_kernels", nothing)
-    assert not flash._distance("cpu", torch.bfloat16, *HEADS) < flash.NEAR
+    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.NEAR
 
 
 @pytest.mark.parametrize(
@@ -113,6 +129,21 @@ def test_what_speaks_against_it_is_told(monkeypatch, kind, package: str, why: st
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: kind)
     monkeypatch.setattr(flash, "PACKAGE", package)
     monkeypatch.setattr(flash, "_kernels", None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     found = flash._unfit("cuda", torch.bfloat16, *HEADS)
     assert found is not None
     assert found.startswith(why)
+
+
+def test_a_gpu_that_is_lost_is_told_as_such(monkeypatch):
+    """Nothing else can be computed by this process, so it can't go on with another kernel."""
+
+    def lost(_: str) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(flash, "PACKAGE", "json")
+    monkeypatch.setattr(flash, "_kernels", None)
+    with pytest.raises(ModelError, match=r"took the GPU with it(.|\n)*pip uninstall"):
+        flash._unfit("cuda", torch.bfloat16, *HEADS)
