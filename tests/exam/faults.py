@@ -94,8 +94,8 @@ def _first(path: Path, index: int) -> bool:
 
 
 def _slow(fault: Fault, pulse: Pulse, phase: Phase) -> None:
-    """Makes the phase that ends here `value` times as long, from its step on for 40 steps."""
-    if fault.step <= pulse.step < fault.step + 40 and pulse._phase == fault.phase:
+    """Makes the phase that ends here `value` times as long, from its step on for 22 steps."""
+    if fault.step <= pulse.step < fault.step + 22 and pulse._phase == fault.phase:
         time.sleep((fault.value - 1) * max(0.05, time.monotonic() - pulse._since))
 
 

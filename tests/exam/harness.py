@@ -165,6 +165,11 @@ class Lab:
         """The run without a fault, with whose trace the others are compared."""
         return self.run("whole")
 
+    @cached_property
+    def kept(self) -> Done:
+        """The same again, with a checkpoint of every step."""
+        return self.run("kept", "save.keep=24")
+
 
 def descendants(pid: int) -> list[psutil.Process]:
     try:

@@ -98,7 +98,7 @@ def full_disk(lab: Lab, found: Findings) -> None:
 
 def twice(lab: Lab, found: Findings) -> None:
     """20: the same run again, in other processes."""
-    again = lab.run("again")
+    again = lab.kept
     found.expect("it ends well", again.code == 0)
     found.expect("the traces are equal", again.trace == lab.whole.trace)
     found.show(f"{len(again.trace.splitlines())} steps equal to the bit")
@@ -106,7 +106,7 @@ def twice(lab: Lab, found: Findings) -> None:
 
 def resumed_at_every_step(lab: Lab, found: Findings) -> None:
     """21: from each checkpoint of the whole run two steps further, and to the end from the last."""
-    whole = lab.run("kept", "save.keep=24").folder
+    whole = lab.kept.folder
     expected = lab.whole.trace.splitlines()
     os.environ["XDG_CACHE_HOME"] = lab.environment()["XDG_CACHE_HOME"]
     good = 0

@@ -216,9 +216,9 @@ def pauses(lab: Lab, found: Findings) -> None:
         Fault("pause", 0, 2, "save", value=7.0),
         Fault("pause", 1, 3, "evaluate", value=7.0),
         Fault("slow", 1, 4, "forward", value=5.0),
-        Fault("slow", 0, 50, "data", value=5.0),
+        Fault("slow", 0, 28, "data", value=5.0),
     ]
-    changes = ("train.steps=90", "save.every=0", "save.trace=false", "evaluate.every=3")
+    changes = ("train.steps=52", "save.every=0", "save.trace=false", "evaluate.every=3")
     done = lab.run("pauses", *TWO, *changes, "launch.restarts=3", faults=faults)
     slow = [(event["rank"], event["phase"]) for event in done.events("slow")]
     found.expect("it ends well", done.code == 0)
