@@ -70,8 +70,8 @@ def how_kept_apart(model: Any) -> str:
         kernels = "FlashAttention 4"
         if model.config._attn_implementation != ORDERED:
             why = _ordinary.get(base, "nobody has asked for it")
-            kernels = f"torch's kernels; {kernels}: {why}"
-        return f"attention: packed documents are kept apart by their boundaries ({kernels})"
+            kernels = f"torch's kernels ({kernels}: {why})"
+        return f"attention: {kernels}; packed documents are kept apart by their boundaries"
     why = _masked.get(base, "the strategy cuts the model into stages")
     return f"attention: packed documents are kept apart by a dense mask ({why})"
 

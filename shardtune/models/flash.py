@@ -136,14 +136,7 @@ def attended(
 
 
 @attended.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor | None,
-    longest: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, *_: Any) -> Any:
     return _places(query, ends)
 
 
@@ -161,7 +154,7 @@ def attended_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values, added up in one order: a run that is resumed has
     to be the same to the bit. On an H200 any order would take 10 to 15 % less."""
-    places = [each.new_empty(each.shape) for each in (query, key, value)]
+    places = _gradients(query, key, value)
     _kernels._flash_attn_bwd(
         *(_flat(each, ends) for each in (query, key, value, answer, outer)),
         sums,
@@ -169,22 +162,18 @@ def attended_back(
         deterministic=True,
         **_told(ends, longest, scale),
     )
-    return places[0], places[1], places[2]
+    return places
 
 
 @attended_back.register_fake
-def _(
-    outer: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    answer: Tensor,
-    sums: Tensor,
-    ends: Tensor | None,
-    longest: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(outer: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    return _gradients(query, key, value)
+
+
+def _gradients(*given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the gradients of queries, keys and values come."""
+    query, key, value = (each.new_empty(each.shape) for each in given)
+    return query, key, value
 
 
 def _places(query: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -252,7 +252,8 @@ def test_without_a_gpu_everything_stays_as_it_is():
     assert model.config._attn_implementation == "sdpa"
     assert how_kept_apart(model).endswith("by a dense mask (its weights are not on a GPU)")
     told = how_kept_apart(by_boundaries(model))
-    assert told.endswith("boundaries (torch's kernels; FlashAttention 4: nobody has asked for it)")
+    assert "torch's kernels (FlashAttention 4: nobody has asked for it); packed" in told
+    assert told.endswith("by their boundaries")
 
 
 def test_ranks_that_differ_are_named():
