@@ -44,10 +44,21 @@ class DrawnWeights(NoFiles):
 def ours(
     case: Case, method: str, data: list[Batch], device: str, *, tiny: bool
 ) -> Callable[[int], Any]:
-    """Our engine as a job starts it, on drawn weights instead of files."""
+    """Our engine as a job starts it, on drawn weights instead of files. Batches are sent a step
+    ahead, as in a run; the peers' are all on the device already."""
     job = Job.model_validate_json(json.dumps(our_job(case, method, tiny=tiny)))
     engine = engine_of(job, config_of(case, tiny=tiny), device, told=device).__enter__()
-    return lambda number: engine.step([data[number % len(data)].ours])
+    staged: dict[int, Any] = {}
+
+    def stage(number: int) -> Any:
+        return engine.stage([data[number % len(data)].ours])
+
+    def step(number: int) -> Any:
+        result = engine.step(staged.pop(number, None) or stage(number))
+        staged[number + 1] = stage(number + 1)
+        return result
+
+    return step
 
 
 def engine_of(job: Job, config: Any, device: str, *, told: str, steps: int = 1000) -> Engine:

@@ -410,3 +410,14 @@ class Job(Section):
     backend: Backend | None = None
     """Ludwig's name for `launch` and `strategy`; give one or the other."""
     save: SaveSection = SaveSection()
+
+    def keeps_masters(self, ranks: int) -> bool:
+        """Whether the model computes with 16-bit copies that the update writes beside the weights
+        in fp32: where one rank trains all weights. Several would add up rounded gradients."""
+        rule = self.train.optimizer
+        return (
+            isinstance(self.strategy, DDP)
+            and isinstance(self.adapter, NoAdapter)
+            and isinstance(rule, AdamW)
+            and (self.train.precision, rule.bits, ranks) == ("bf16", 32, 1)
+        )

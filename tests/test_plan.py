@@ -39,3 +39,18 @@ def test_a_plan_carries_the_jobs_settings() -> None:
 def test_an_update_rule_keeps_to_its_own_fields() -> None:
     job = make_job(train={"optimizer": {"type": "sgd", "momentum": 0.9}})
     assert make_plan(job, 1, 1).setup.optimizer == OptimizerSetup("sgd", momentum=0.9)
+
+
+def test_who_gets_copies() -> None:
+    """One rank that trains all weights in bf16, with AdamW and moments of 32 bits."""
+    yes = {"train": {"precision": "bf16"}}
+    assert make_plan(make_job(**yes), 1, 9).setup.masters
+    assert not make_plan(make_job(**yes), 2, 9).setup.masters
+    for changes in (
+        {"train": {"precision": "fp32"}},
+        {"train": {"precision": "bf16", "optimizer": {"type": "sgd"}}},
+        {"train": {"precision": "bf16", "optimizer": {"type": "adamw", "bits": 8}}},
+        yes | {"adapter": {"type": "lora"}},
+        yes | {"strategy": {"type": "fsdp"}},
+    ):
+        assert not make_plan(make_job(**changes), 1, 9).setup.masters, changes

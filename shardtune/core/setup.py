@@ -56,3 +56,5 @@ class EngineSetup:
     """`fused` never has all logits of a micro-batch at once."""
     offload_activations: bool = False
     """What the forward pass saves waits for the backward pass in main memory."""
+    masters: bool = False
+    """Whether the model has 16-bit weights and the fp32 ones are the optimizer's own."""

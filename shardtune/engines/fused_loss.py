@@ -125,13 +125,22 @@ class _LinearLoss(torch.autograd.Function):
                 if to_bias is not None:
                     to_bias += gradient.sum(0)
         ctx.save_for_backward(to_hidden, to_weight, to_bias)
+        ctx.kinds = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: these tensors are ours alone, and the largest one is as large as the head.
-        scaled = [None if kept is None else kept.mul_(outer) for kept in ctx.saved_tensors]
+        scaled = [
+            None if kept is None else _times(kept, outer, kind)
+            for kept, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True)
+        ]
         return *scaled, None
+
+
+def _times(kept: Tensor, outer: Tensor, kind: torch.dtype) -> Tensor:
+    """In place if it can be: the tensor is ours alone, and may be as large as the head."""
+    place = kept if kept.dtype == kind else torch.empty_like(kept, dtype=kind)
+    return torch.mul(kept, outer, out=place)
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,9 +87,10 @@ class NativeEngine:
         self.device = torch.device(world.device)
         self.model = model
         self.trained = self._find_trained()
+        self.leaves = self._find_leaves()
         # The update knows nothing of other ranks: it sees the shares, as weights of their own.
         self.shares = {name: share_of(parameter) for name, parameter in self.trained.items()}
-        self.optimizer = make_optimizer(self.shares, setup.optimizer, setup.schedule.peak)
+        self.optimizer = self._make_optimizer()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._losses: list[Tensor] = []
@@ -102,6 +103,13 @@ class NativeEngine:
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def _find_leaves(self) -> dict[str, nn.Parameter]:
+        """Where the backward pass leaves the gradients of what is trained."""
+        return self.trained
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.shares, self.setup.optimizer, self.setup.schedule.peak)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's.
@@ -143,7 +151,7 @@ class NativeEngine:
     def _forget(self) -> None:
         """The engine as it was before the backward pass."""
         let_go(self.model)
-        for parameter in self.trained.values():
+        for parameter in self.leaves.values():
             parameter.grad = None
         self.model.eval()
         self._stopwatch.lap()
@@ -342,7 +350,7 @@ class NativeEngine:
 
     def _begin(self) -> None:
         self.model.train()
-        for parameter in self.trained.values():  # not the model's, which may be gathered ones
+        for parameter in self.leaves.values():  # not the model's, which may be gathered ones
             parameter.grad = None
 
     def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
@@ -383,7 +391,7 @@ class NativeEngine:
         return torch.stack([loss_sum(logits, targets), correct])
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        return {name: p.grad for name, p in self.leaves.items() if p.grad is not None}
 
     def _meet(self) -> None:
         """Brings gradients together that have not met in the backward pass."""

@@ -236,9 +236,12 @@ class _Step:
         """The first gradient that there is, while all activations are still there."""
         if self.work.adapter is not None or not self.cut.ends:
             return 0.0
-        # Autocast's backward pass ends in the width of the weight; so does our loss in pieces.
-        wide = self.work.autocast or self.work.loss == "pieces"
-        width = self.work.widths.gradients if wide else self.work.widths.compute
+        # Autocast's backward pass ends in the width of the weight; our loss in pieces adds up in
+        # fp32.
+        widths = self.work.widths
+        width = widths.gradients if self.work.autocast else widths.compute
+        if self.work.loss == "pieces":
+            width = 4
         return self.shape.vocab * self.shape.hidden * width / self.cut.tensor
 
     def _still_to_come(self) -> float:

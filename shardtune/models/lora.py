@@ -14,25 +14,29 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
 
-from shardtune.core.joined import ADDED, JOINED, TURNED
+from shardtune.core.joined import ADDED, JOINED
 from shardtune.models.across import Layers, stand_together
 from shardtune.models.adapters import NAME
 from shardtune.models.fp8 import FP8Linear, JointFP8
+from shardtune.models.joint import (
+    ATTENTION,
+    GATED,
+    JOINT,
+    Pieces,
+    by_token,
+    is_silu,
+    turns_at_once,
+    with_way,
+)
 from shardtune.models.products import Adapted, GatedProducts, Turned
 from shardtune.models.quantise import QuantisedLinear
-from shardtune.models.rotary import leave_turned
 
-GATED = ("gate_proj", "up_proj")
-ATTENTION = ("q_proj", "k_proj", "v_proj")
-JOINT = (ATTENTION, GATED)
-"""Names of layers that have one input, where they are in one module."""
 LAYER = [
     "residual = hidden_states",
     "hidden_states = self.input_layernorm(hidden_states)",
@@ -67,7 +71,7 @@ def _add_early(part: Any) -> None:
     kind: Any = type(part)
     if not isinstance(getattr(part, "mlp", None), GatedMLP) or not _is_known(kind):
         return
-    part.__class__ = _with(Adding, kind)
+    part.__class__ = with_way(Adding, kind)
     last = part.self_attn.o_proj
     if isinstance(last, AdaptedLinear):
         last.left = last.base_layer.bias is None
@@ -96,24 +100,13 @@ def _join(module: Any, names: tuple[str, ...]) -> None:
         layer.place = place
     closes = names == GATED and _is_gated(module)
     kind: Any = type(module)
-    module.__class__ = _with(GatedMLP if closes else Joining, kind)
+    module.__class__ = with_way(GatedMLP if closes else Joining, kind)
     module.joint = names
     if names == ATTENTION:
-        module.turns = _turns_at_once(module, layers)
+        module.turns = turns_at_once(module, [layer.base_layer for layer in layers])
     bases = [layer.base_layer for layer in layers]
     if all(isinstance(base, FP8Linear) for base in bases):
         module.add_module("joint_weights", JointFP8(bases))
-
-
-def _turns_at_once(module: Any, layers: list[Any]) -> bool:
-    """Whether queries and keys are turned by their positions with nothing in between."""
-    between = ("q_norm", "k_norm", "qk_norm")
-    return (
-        module.config.model_type in TURNED
-        and all(layer.base_layer.bias is None for layer in layers)
-        and not any(hasattr(module, name) for name in between)
-        and leave_turned(type(module).__module__)
-    )
 
 
 def _is_gated(module: Any) -> bool:
@@ -122,18 +115,10 @@ def _is_gated(module: Any) -> bool:
     layers = (module.gate_proj, module.up_proj, last)
     return (
         isinstance(last, AdaptedLinear)
-        and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+        and is_silu(module)
         and all(layer.base_layer.bias is None for layer in layers)
         and len({layer.r[NAME] for layer in layers[:2]}) == 1
     )
-
-
-class Pieces(NamedTuple):
-    """What layers with one input have made of it. It stands in the place of that input."""
-
-    shape: tuple[int, ...]
-    """Of the input."""
-    parts: tuple[Tensor, ...]
 
 
 class AdaptedLinear(Linear):  # type: ignore[misc]
@@ -199,7 +184,7 @@ class Joining(Together):
         if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
             heads = tuple(layer.out_features // self.head_dim for layer in layers)
             parts = Turned.apply(  # type: ignore[no-untyped-call]
-                _flat(hidden_states), *_matrices(layers), cos, sin, heads, _frozen(layers)
+                by_token(hidden_states), *_matrices(layers), cos, sin, heads, _frozen(layers)
             )
             kwargs["position_embeddings"] = (None, None)
         else:
@@ -292,12 +277,6 @@ def _all_adapting(layers: tuple[nn.Module, ...]) -> bool:
     return all(isinstance(layer, AdaptedLinear) and layer.adapting for layer in layers)
 
 
-@cache
-def _with(way: type, kind: type) -> type:
-    """`kind`, with another way to compute; by its own name, because transformers goes by names."""
-    return type(kind.__name__, (way, kind), {"__module__": kind.__module__})
-
-
 def product(x: Tensor, layers: tuple[AdaptedLinear, ...], past: Tensor | None = None) -> Tensor:
     """What `layers` make of their common input, side by side, without their biases; added to what
     went `past` them, if anything did."""
@@ -314,20 +293,12 @@ def _with_past(
     compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, past: Tensor | None
 ) -> Tensor:
     """Computes with a row for each token. What went past is added afterwards if it is finer."""
-    flat = _flat(x)
+    flat = by_token(x)
     if past is not None and past.dtype == flat.dtype:
         return compute(flat, past)
     y = compute(flat, None)
     y = y.view(*x.shape[:-1], y.shape[-1])
     return y if past is None else past + y
-
-
-def _flat(x: Tensor) -> Tensor:
-    """A row for each token, in the precision of the computation."""
-    compute = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        compute = torch.get_autocast_dtype(x.device.type)
-    return x.reshape(-1, x.shape[-1]).to(compute)
 
 
 def _matrices(layers: tuple[AdaptedLinear, ...]) -> tuple[Tensor, Tensor]:

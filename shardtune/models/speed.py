@@ -11,8 +11,9 @@ import torch._dynamo
 from torch import nn
 
 from shardtune.core.setup import Recompute
-from shardtune.job import Adapter, LoRA, TrainSection
+from shardtune.job import Adapter, LoRA, NoAdapter, TrainSection
 from shardtune.models.recompute import recompute
+from shardtune.models.whole import prepare
 
 GRAPHS = 64
 """How often the code of a layer may be compiled: with and without gradients, in training and
@@ -51,14 +52,17 @@ def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Sp
 
     Compiling itself happens when a layer first runs; layers that are alike share the result.
     """
-    what = speed.recompute
+    what, family = speed.recompute, causal.config.get_text_config().model_type
     if what == "full":
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     if speed.compiled and isinstance(adapter, LoRA):
         from shardtune.models.lora import quicken  # peft is slow to import
 
         for layer in layers:
-            quicken(layer, causal.config.get_text_config().model_type)
+            quicken(layer, family)
+    if speed.compiled and isinstance(adapter, NoAdapter):
+        for layer in layers:
+            prepare(layer, family)
     for number, layer in enumerate(layers):
         if speed.changes_layers:
             # A layer that is run again as a whole keeps for a moment what it would otherwise.

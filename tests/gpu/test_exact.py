@@ -11,9 +11,12 @@ from torch import Tensor
 from shardtune.core.documents import is_told
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.native import NativeEngine
+from shardtune.engines.ddp import native_engine
+from shardtune.job import NoAdapter
 from shardtune.models import flash
 from shardtune.models.attention import use_boundaries
+from shardtune.models.parts import decoder_layers
+from shardtune.models.speed import Speed, hasten
 from tests.engines.test_offload import SETUP
 from tests.synthetic import batch
 
@@ -49,13 +52,12 @@ def run(wide: int, rows: int, length: int, *, packed: bool) -> tuple[list[float]
         num_key_value_heads=512 // wide, intermediate_size=2048, vocab_size=1024,
         attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
+    model = LlamaForCausalLM(config).to(DEVICE)
     use_boundaries(model, DEVICE, torch.bfloat16)
     assert is_told(model)
-    for layer in model.model.layers:
-        layer.compile()
-    setup = replace(SETUP, precision="bf16", loss="fused")
-    made = NativeEngine(model, setup, World(device=DEVICE))
+    hasten(model, decoder_layers(model), NoAdapter(), Speed(compiled=True))
+    setup = replace(SETUP, precision="bf16", loss="fused", masters=True)
+    made = native_engine(model, setup, World(device=DEVICE))
     losses = [made.step([micro_batch(step, rows, length, packed=packed)]).loss for step in range(3)]
     return losses, [weight.cpu() for _, weight in made.trained_weights()]
 

@@ -15,7 +15,9 @@ from shardtune.models.added import added
 from shardtune.models.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
 from shardtune.models.gated import gated, gated_back
 from shardtune.models.products import Adapted, GatedProducts
+from shardtune.models.silu import opened_back
 from shardtune.models.unrounded import in_fp32
+from tests.engines.test_one_pass import KINDS, follows_torch
 from tests.engines.test_score import SHAPES, assert_right
 from tests.engines.test_score import given as rows_of
 from tests.models import exact
@@ -23,6 +25,7 @@ from tests.models.exact import distance, some, with_gradients
 from tests.models.test_gated import assert_right as assert_gated
 from tests.models.test_gated import given
 from tests.models.test_rotary import Order, assert_turned
+from tests.models.test_whole import assert_opened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -184,3 +187,17 @@ def test_sizes_that_the_matrix_unit_does_not_take_are_multiplied_as_wider_number
     assert distance(y.detach(), x.detach().double() @ weight.double().t()) < 0.06
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_adamw_in_one_pass(kind: torch.dtype) -> None:
+    """Beside torch's own, which computes some of it in float64."""
+    follows_torch("cuda", kind, near=1e-6)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("size", [(1, 8), (77, 4096), (5, 4100), (300, 8192)], ids=str)
+def test_the_way_back_through_an_activation(size: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, half = size
+    gradient, y = some(size, 1).to("cuda", dtype), some((rows, 2 * half), 2).to("cuda", dtype)
+    assert_opened(*opened_back(gradient, y), gradient, y, near=NEAR[dtype] / 2)

@@ -1,0 +1,61 @@
+"""Layers with one input, computed together by the module that holds them.
+
+It does so before its own forward pass runs, and hands on the joint result in the place of the
+input; each of the layers then only takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.core.joined import TURNED
+from shardtune.models.rotary import leave_turned
+
+GATED = ("gate_proj", "up_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+JOINT = (ATTENTION, GATED)
+"""Names of layers that have one input, where they are in one module."""
+
+
+class Pieces(NamedTuple):
+    """What layers with one input have made of it. It stands in the place of that input."""
+
+    shape: tuple[int, ...]
+    """Of the input."""
+    parts: tuple[Tensor, ...]
+
+
+def turns_at_once(module: Any, layers: Sequence[nn.Linear]) -> bool:
+    """Whether queries and keys are turned by their positions with nothing in between."""
+    between = ("q_norm", "k_norm", "qk_norm")
+    return (
+        module.config.model_type in TURNED
+        and all(layer.bias is None for layer in layers)
+        and not any(hasattr(module, name) for name in between)
+        and leave_turned(type(module).__module__)
+    )
+
+
+def is_silu(mlp: Any) -> bool:
+    from transformers.activations import SiLUActivation
+
+    return isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+
+
+@cache
+def with_way(way: type, kind: type) -> type:
+    """`kind`, with another way to compute; by its own name, because transformers goes by names."""
+    return type(kind.__name__, (way, kind), {"__module__": kind.__module__})
+
+
+def by_token(x: Tensor) -> Tensor:
+    """A row for each token, in the precision of the computation."""
+    compute = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        compute = torch.get_autocast_dtype(x.device.type)
+    return x.reshape(-1, x.shape[-1]).to(compute)

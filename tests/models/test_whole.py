@@ -1,0 +1,99 @@
+"""Layers all of whose weights are trained, those with one input together: the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardtune.core import joined as families
+from shardtune.models.parts import decoder_layers
+from shardtune.models.silu import opened_back
+from shardtune.models.whole import JointLinear, Opening, Together, WholeMLP, prepare
+from tests.models.exact import distance, some
+from tests.models.test_lora import IDS, OTHERS, SHAPE, kinds
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+TOGETHER = {
+    family: (Opening, Opening if family == "gemma" else WholeMLP) for family in families.JOINED
+} | {"phi3": (), "olmo": ()}
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        shape = SHAPE | OTHERS.get(family, {}) | changes
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def prepared(model: Any) -> Any:
+    for layer in decoder_layers(model):
+        prepare(layer, model.config.model_type)
+    return model
+
+
+def joined(model: Any) -> Any:
+    for module in prepared(model).modules():
+        if isinstance(module, Together):
+            module.join_copies()
+    return model
+
+
+def found(model: Any, **more: Any) -> dict[str, Tensor]:
+    answer = model(input_ids=IDS, labels=IDS, use_cache=False, **more)
+    names = [name for name, _ in model.named_parameters()]
+    gradients = torch.autograd.grad(answer.loss, list(model.parameters()))
+    return {"logits": answer.logits.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+@pytest.mark.parametrize("family", TOGETHER)
+def test_every_family_computes_the_same(family: str) -> None:
+    right = found(model_of(family))
+    waiting = prepared(model_of(family))
+    assert all(torch.equal(each, right[name]) for name, each in found(waiting).items())
+    model = joined(model_of(family))
+    ours = found(model)
+    assert ours.keys() == right.keys()
+    assert max(distance(each, right[name].double()) for name, each in ours.items()) < 1e-5
+    assert tuple(kinds(model, Opening, WholeMLP)) == TOGETHER[family] * SHAPE["num_hidden_layers"]
+
+
+def test_weights_stand_below_each_other_and_their_gradients_too() -> None:
+    model = joined(model_of("llama"))
+    attention = model.model.layers[0].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert all(isinstance(layer, JointLinear) for layer in layers)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    for kind in ("weight", "grad"):
+        at = [layer.weight if kind == "weight" else layer.weight.grad for layer in layers]
+        places = [each.data_ptr() for each in at if each is not None]
+        sizes = [layer.weight.numel() * 4 for layer in layers]
+        assert places[1:] == [places[0] + sizes[0], places[0] + sizes[0] + sizes[1]], kind
+
+
+def test_generating_takes_the_same_way() -> None:
+    told = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    right = model_of("llama").eval().generate(IDS, **told)
+    assert torch.equal(joined(model_of("llama")).eval().generate(IDS, **told), right)
+
+
+def test_in_bf16_the_activation_is_as_near_as_its_rounding() -> None:
+    gradient, y = some((9, 40), 1).bfloat16(), some((9, 80), 2).bfloat16()
+    back, active = opened_back(gradient, y)
+    assert_opened(back, active, gradient, y, near=0.004)
+
+
+def assert_opened(back: Tensor, active: Tensor, gradient: Tensor, y: Tensor, near: float) -> None:
+    given = y.double().requires_grad_()
+    gate, up = given.chunk(2, dim=1)
+    right = gate * torch.sigmoid(gate) * up
+    (expected,) = torch.autograd.grad(right, given, gradient.double())
+    assert distance(active, right.detach()) < near
+    assert distance(back, expected) < near
