@@ -214,8 +214,8 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     native = not isinstance(job.strategy, DeepSpeed)
     # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
     shared = "shard" in dict(mesh.axes)
-    copies = job.keeps_masters(mesh.size)  # nor here, where the update writes them
-    autocast = native and not shared and not copies and train.precision != "fp32"
+    halves = job.keeps_masters(mesh.size)  # nor here, where weights are halves of fp32
+    autocast = native and not shared and not halves and train.precision != "fp32"
     whole = mesh.data_ranks == mesh.size  # layers that are cut leave the logits to the model
     order = job.strategy.layout().pipelining
     quantised = {"none": None, "nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}[job.model.quantization]
@@ -223,7 +223,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         micro_batch=micro,
         sequence=job.data.sequence_length,
         microbatches=microbatches,
-        widths=widths(job, microbatches, copies=copies),
+        widths=widths(job, microbatches, halves=halves),
         adapter=adapter(job, shape),
         packed_bits=quantised,
         fp8=train.precision == "fp8-base",
@@ -242,7 +242,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     )
 
 
-def widths(job: Job, microbatches: int, *, copies: bool) -> Widths:
+def widths(job: Job, microbatches: int, *, halves: bool) -> Widths:
     """Bytes a number under each engine: docs/adr/0004-precision.md says what is held in what."""
     compute = 4 if job.train.precision == "fp32" else 2
     moments = _moments(job)
@@ -253,10 +253,10 @@ def widths(job: Job, microbatches: int, *, copies: bool) -> Widths:
             frozen=compute, trained=compute, gradients=compute, optimizer=masters + moments,
             gathered=compute, reduced=compute, compute=compute,
         )  # fmt: skip
-    if copies:
+    if halves:
         # One micro-batch leaves its gradients in 16 bits; several are added up in fp32.
         gradients = 2 if microbatches == 1 else 4
-        return Widths(trained=2, gradients=gradients, optimizer=4 + moments)
+        return Widths(trained=2, gradients=gradients, optimizer=2 + moments, loaded=4)
     return Widths(
         frozen=compute, trained=4, gradients=4, optimizer=moments,
         gathered=compute, reduced=4, compute=compute,

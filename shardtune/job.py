@@ -412,8 +412,8 @@ class Job(Section):
     save: SaveSection = SaveSection()
 
     def keeps_masters(self, ranks: int) -> bool:
-        """Whether the model computes with 16-bit copies that the update writes beside the weights
-        in fp32: where one rank trains all weights. Several would add up rounded gradients."""
+        """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones:
+        where one rank trains all weights. Several would add up rounded gradients."""
         rule = self.train.optimizer
         return (
             isinstance(self.strategy, DDP)

@@ -64,8 +64,12 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
         excepted = {"keep_layers": 0}
         yield train({**fused, **excepted})
     lean = fused
+    own = {key: value for key, value in fused.items() if key != "micro_batch"}
     for more in LEVELS if level == "auto" else LEVELS[LEVELS.index(level) + 1 :]:
-        lean = {**fused, **excepted, "gradient_checkpointing": more}
+        again = {**excepted, "gradient_checkpointing": more}
+        if smaller:  # the batch may be what it is; and several are added up in fp32
+            yield train({**own, **again})
+        lean = {**fused, **again}
         yield train(lean)
     if job.train.precision == "fp8-base":  # what follows divides weights, or packs them
         lean = {**lean, "precision": "bf16"}

@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
     )
     assert time.perf_counter() - begun < 5
     assert done.returncode == 2
-    assert re.search(r"needs 1\d{3}\.\d GiB on each \w+ and there are", done.stderr), done.stderr
+    assert re.search(r"needs 9\d{2}\.\d GiB on each \w+ and there are", done.stderr), done.stderr
     assert "fix: " in done.stderr
     assert not (tmp_path / "runs").exists()
 

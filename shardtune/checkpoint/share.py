@@ -55,7 +55,7 @@ def write_share(
         named = [(_name(piece), piece) for piece in some]
         files[file] = write_shard(
             folder / file,
-            [(name, piece.tensor) for name, piece in named],
+            [(name, piece.value()) for name, piece in named],
             shard_metadata(run, step, rank),
         )
         parts += (

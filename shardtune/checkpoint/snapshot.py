@@ -53,14 +53,14 @@ class Snapshot:
         places = [Place.of(piece) for piece in pieces]
         self._kept = {place.key: self._buffer(place) for place in places}
         copies = [
-            replace(piece, tensor=self._kept[place.key])
+            replace(piece, tensor=self._kept[place.key], made=None)
             for piece, place in zip(pieces, places, strict=True)
         ]
         if any(piece.tensor.is_cuda for piece in pieces):
             self._copy_beside(pieces, copies)
         else:
             for piece, copy in zip(pieces, copies, strict=True):
-                copy.tensor.copy_(piece.tensor)
+                copy.tensor.copy_(piece.value())
         return copies
 
     def make_room(self, places: Sequence[Place]) -> None:
@@ -86,9 +86,10 @@ class Snapshot:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for piece, copy in zip(pieces, copies, strict=True):
-                copy.tensor.copy_(piece.tensor, non_blocking=True)
-                if piece.tensor.is_cuda:
-                    piece.tensor.record_stream(self._stream)
+                value = piece.value()  # what is made here is let go here, and the next one fits
+                copy.tensor.copy_(value, non_blocking=True)
+                if value is piece.tensor and value.is_cuda:
+                    value.record_stream(self._stream)
             copied = self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
 

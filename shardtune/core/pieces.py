@@ -7,7 +7,7 @@ saves need not hold more than its own pieces, and who loads may want to cut othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -63,6 +63,12 @@ class Piece:
     shape: tuple[int, ...]
     cut: Cut
     tensor: Tensor
+    made: Callable[[], Tensor] | None = None
+    """Makes what is saved when it is copied or written, where it isn't there yet; `tensor` then
+    only has its form."""
+
+    def value(self) -> Tensor:
+        return self.tensor if self.made is None else self.made()
 
     @property
     def bytes(self) -> int:

@@ -57,4 +57,4 @@ class EngineSetup:
     offload_activations: bool = False
     """What the forward pass saves waits for the backward pass in main memory."""
     masters: bool = False
-    """Whether the model has 16-bit weights and the fp32 ones are the optimizer's own."""
+    """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones."""

@@ -60,6 +60,6 @@ class DDPEngine(NativeEngine):
 
 def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
     """The engine for a whole model on each rank, of which there may be only one."""
-    if setup.masters and hasattr(torch.Tensor, "grad_dtype"):  # from 2.10 on
+    if setup.masters:
         return MasterEngine(model, setup, world)
     return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

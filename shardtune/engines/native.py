@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,8 @@ class NativeEngine:
     """Whether the model's own forward pass ends with its output head."""
     alone = True
     """Whether a rank can run a micro-batch without the others."""
+    beside: Mapping[str, Tensor] = MappingProxyType({})
+    """What is kept of weights beside themselves and the moments."""
 
     def __init__(
         self,
@@ -87,7 +89,6 @@ class NativeEngine:
         self.device = torch.device(world.device)
         self.model = model
         self.trained = self._find_trained()
-        self.leaves = self._find_leaves()
         # The update knows nothing of other ranks: it sees the shares, as weights of their own.
         self.shares = {name: share_of(parameter) for name, parameter in self.trained.items()}
         self.optimizer = self._make_optimizer()
@@ -103,10 +104,6 @@ class NativeEngine:
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-
-    def _find_leaves(self) -> dict[str, nn.Parameter]:
-        """Where the backward pass leaves the gradients of what is trained."""
-        return self.trained
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.shares, self.setup.optimizer, self.setup.schedule.peak)
@@ -151,7 +148,7 @@ class NativeEngine:
     def _forget(self) -> None:
         """The engine as it was before the backward pass."""
         let_go(self.model)
-        for parameter in self.leaves.values():
+        for parameter in self.trained.values():
             parameter.grad = None
         self.model.eval()
         self._stopwatch.lap()
@@ -274,10 +271,10 @@ class NativeEngine:
         let_go(self.model)
         kept = by_weight(tensors)
         eight_bit = is_8bit(self.optimizer)
-        for name, parameter in self.trained.items():
+        for name in self.trained:
             found = {kind: self._share(tensors, kind, name) for kind in kept[name]}
             with torch.no_grad():
-                local(parameter).copy_(found.pop("weight"))
+                self._put(name, found.pop("weight"))
             if found:
                 state = packed(found, self.optimizer) if eight_bit else found
                 self.optimizer.state[self.shares[name]] = state
@@ -286,6 +283,10 @@ class NativeEngine:
             scaler = self.scaler.state_dict()
             scaler |= {"scale": numbers["scale"], "_growth_tracker": int(numbers["growth"])}
             self.scaler.load_state_dict(scaler)
+
+    def _put(self, name: str, weight: Tensor) -> None:
+        """Takes over this rank's share of a weight."""
+        local(self.trained[name]).copy_(weight)
 
     def __enter__(self) -> NativeEngine:
         return self
@@ -350,7 +351,7 @@ class NativeEngine:
 
     def _begin(self) -> None:
         self.model.train()
-        for parameter in self.leaves.values():  # not the model's, which may be gathered ones
+        for parameter in self.trained.values():  # not the model's, which may be gathered ones
             parameter.grad = None
 
     def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
@@ -391,7 +392,7 @@ class NativeEngine:
         return torch.stack([loss_sum(logits, targets), correct])
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.leaves.items() if p.grad is not None}
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
 
     def _meet(self) -> None:
         """Brings gradients together that have not met in the backward pass."""

@@ -1,7 +1,7 @@
-"""AdamW that reads 16-bit gradients and writes 16-bit copies beside the weights, in one pass.
+"""AdamW on fp32 weights in two halves (`halves`), with gradients in 16 bits, in one pass.
 
-torch's own wants gradients in the precision of the weights and knows of no copies: two passes more,
-and on an H200 it comes to 70 % of the memory's speed where this kernel has nearly all of it.
+torch's own wants gradients in the precision of the weights, and a model that computes in 16 bits
+would have to be given copies afterwards: two passes more over all weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardtune.engines.halves import NAN, joined, split
 
 try:
     import triton
@@ -24,15 +26,14 @@ BLOCK = 1024
 class OnePassAdamW(torch.optim.AdamW):
     """Keeps the same state as torch's, under the same names."""
 
-    def __init__(
-        self, usual: torch.optim.Optimizer, copy_of: Mapping[nn.Parameter, nn.Parameter]
-    ) -> None:
+    def __init__(self, usual: torch.optim.Optimizer, lower: Mapping[nn.Parameter, Tensor]) -> None:
+        """As `usual` is told, on weights of bf16 whose lower halves are given."""
         super().__init__(usual.param_groups, fused=True)
-        self._copy_of = dict(copy_of)
+        self._lower = dict(lower)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        one = torch.ones((), device=next(iter(self._copy_of)).device)
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        one = torch.ones((), device=next(iter(self._lower)).device)
         divisor = getattr(self, "grad_scale", None)
         veto = getattr(self, "found_inf", None)
         for group in self.param_groups:
@@ -48,7 +49,7 @@ class OnePassAdamW(torch.optim.AdamW):
                 [weight.grad for weight in weights],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [self._copy_of[weight] for weight in weights],
+                [self._lower[weight] for weight in weights],
                 counts,
                 one if divisor is None else divisor,
                 one * 0 if veto is None else veto,
@@ -59,20 +60,18 @@ class OnePassAdamW(torch.optim.AdamW):
         state: dict[str, Tensor] = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros_like(weight)
+            state["exp_avg"] = torch.zeros_like(weight, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=torch.float32)
         return state
 
 
-@torch.library.custom_op(
-    "shardtune::adamw", mutates_args=("weights", "firsts", "seconds", "copies")
-)
+@torch.library.custom_op("shardtune::adamw", mutates_args=("weights", "firsts", "seconds", "lower"))
 def write(
     weights: list[Tensor],
     gradients: list[Tensor],
     firsts: list[Tensor],
     seconds: list[Tensor],
-    copies: list[Tensor],
+    lower: list[Tensor],
     counts: list[Tensor],
     divisor: Tensor,
     veto: Tensor,
@@ -84,31 +83,35 @@ def write(
 ) -> None:
     """`counts` are the steps of each weight, this one included. Gradients are divided by `divisor`;
     a `veto` of one leaves all as it is."""
-    every = list(zip(weights, gradients, firsts, seconds, copies, counts, strict=True))
+    every = list(zip(weights, gradients, firsts, seconds, lower, counts, strict=True))
     if triton is None or not weights[0].is_cuda:
-        for weight, gradient, first, second, copy, count in every:
+        for weight, gradient, first, second, low, count in every:
+            number = joined(weight, low)
             own = gradient.to(torch.float32, copy=True)  # torch divides it in place
             torch._fused_adamw_(
-                [weight], [own], [first], [second], [], [count],
+                [number], [own], [first], [second], [], [count],
                 lr=rate, beta1=beta, beta2=beta_squares, weight_decay=decay, eps=eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=veto,
             )  # fmt: skip
-            copy.copy_(weight)
+            split(number, weight, low)
         return
     # In float64, as are the differences from one below: in fp32 they would lose their digits.
     steps = torch.stack(counts).double()
     bias = torch.stack([1 - beta**steps, (1 - beta_squares**steps).sqrt()], dim=1).float()
     numbers = (rate, 1 - beta, beta_squares, 1 - beta_squares, eps, rate * decay)
-    for row, (*each, _) in enumerate(every):
-        size = each[0].numel()
+    for row, (weight, *others, _) in enumerate(every):
+        assert all(each.is_contiguous() for each in (weight, *others))
+        size = weight.numel()
         _update[(triton.cdiv(size, BLOCK),)](
-            *each, bias[row], divisor, veto, size, *numbers, BLOCK, num_warps=4
-        )
+            weight.view(torch.int16), *others, bias[row], divisor, veto, size, *numbers,
+            NAN, BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 def _update_kernel(  # type: ignore[no-untyped-def]
-    weight, gradient, first, second, copy, bias, divisor, veto,
-    size, rate, new, old_square, new_square, eps, decay, BLOCK: tl.constexpr,
+    upper, gradient, first, second, lower, bias, divisor, veto,
+    size, rate, new, old_square, new_square, eps, decay,
+    nan: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(veto) == 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -116,15 +119,19 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) / tl.load(divisor)
         m = tl.load(first + place, mask=inside, other=0.0)
         v = tl.load(second + place, mask=inside, other=0.0)
-        w = tl.load(weight + place, mask=inside, other=0.0)
+        high = tl.load(upper + place, mask=inside, other=0).to(tl.int32) << 16
+        low = tl.load(lower + place, mask=inside, other=0).to(tl.int32)
+        w = (high + low).to(tl.float32, bitcast=True)
         m += new * (g - m)
         v = old_square * v + new_square * g * g
         w -= decay * w
         w -= rate / tl.load(bias) * m / (tl.sqrt(v) / tl.load(bias + 1) + eps)
+        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), nan)
+        low = (bits << 16) >> 16
         tl.store(first + place, m, mask=inside)
         tl.store(second + place, v, mask=inside)
-        tl.store(weight + place, w, mask=inside)
-        tl.store(copy + place, w.to(copy.dtype.element_ty), mask=inside)
+        tl.store(lower + place, low.to(tl.int16), mask=inside)
+        tl.store(upper + place, ((bits - low) >> 16).to(tl.int16), mask=inside)
 
 
 _update: Any = triton.jit(_update_kernel) if triton is not None else None

@@ -92,6 +92,9 @@ def _at_place(
     passing = peak["activations"] + peak["logits"] + peak["buffers"]
     cached = _cached(shape, work, cut, held, moments["forward"]["logits"], peak, k)
     neighbours = min(mesh.size, NODE)
+    wider = 0.0
+    if work.widths.loaded is not None:
+        wider = work.trained(shape) * (work.widths.loaded - work.widths.trained)
     return Memory(
         gpu=peak,
         fragmentation=passing * k.fragmentation,
@@ -101,8 +104,10 @@ def _at_place(
         moment=moment,
         moments={name: sum(sizes.values()) for name, sizes in moments.items()},
         host=_at(held, "cpu") + waiting_bytes(shape, work, cut),
-        host_building=part.params / max(1, layout.divisor("params", mesh)) + _at(held, "cpu"),
-        host_building_whole=whole_bytes(shape, work).params + _at(held, "cpu"),
+        host_building=part.params / max(1, layout.divisor("params", mesh))
+        + wider * share
+        + _at(held, "cpu"),
+        host_building_whole=whole_bytes(shape, work).params + wider + _at(held, "cpu"),
         nvme=_at(held, "nvme"),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -55,6 +56,10 @@ def moments_of(
         "evaluation": step.evaluation(),
         "save": step.sizes(buffers=step.gathered),
     }
+
+
+FEW_TOKENS = 3072
+"""Up to so many our engine adds up an embedding's gradient in fp32 (`engines/masters.py`)."""
 
 
 def on_gpu(held: Held, state: State) -> float:
@@ -128,7 +133,24 @@ class _Step:
             activations=self.layer + self.working,
             buffers=self.gathered + self.sending + self.casts.layer,
         )
-        return start, end
+        return (start, end, *self._embedding())
+
+    def _embedding(self) -> Iterator[Sizes]:
+        """The embedding comes last: its gradient is made, rounded, and added to the head's where
+        both are one weight."""
+        work, widths = self.work, self.work.widths
+        whole = self.cut.pipeline == self.cut.tensor == 1
+        if not work.counted or work.adapter is not None or not whole or self.bucketed:
+            return
+        numbers = self.shape.parameters_in("embedding")
+        each = widths.gradients if work.autocast else widths.compute
+        found = each * (3 if self.shape.tied else 1)
+        if widths.loaded is not None and work.tokens <= FEW_TOKENS:
+            found = max(found, 4 + each * (1 + self.shape.tied))  # added up in fp32
+        yield self.sizes(
+            gradients=max(self.before, self.grads - numbers * widths.gradients),
+            buffers=numbers * found,
+        )
 
     def _turns_in_shares(self) -> tuple[Sizes, ...]:
         """A layer's gradients are cast, sent and in shares before the next layer's come; those of

@@ -54,6 +54,8 @@ class Widths:
     """Gradients on their way to where they are summed."""
     compute: float = 2
     """Activations."""
+    loaded: float | None = None
+    """Weights that are trained, while they are read; as they are held later, if None."""
 
 
 MIXED = Widths()

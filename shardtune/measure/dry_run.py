@@ -107,7 +107,7 @@ def replay(
         model = engine.module()
         # Some are older than the ledger, and transformers loads weights in other threads.
         ledger.adopt((*_shares(model.parameters()), *model.buffers()))
-        ledger.classify(_shares(model.parameters()), ())
+        ledger.classify(_shares(model.parameters()), (), getattr(engine, "beside", {}).values())
         hook = model.register_forward_pre_hook(lambda *_: ledger.begin_forward())
         built = len(ledger.events)
         for _ in range(STEPS):

@@ -94,14 +94,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             self._note(tensor, made_by_us=False)
 
-    def classify(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+    def classify(
+        self,
+        parameters: Iterable[Tensor],
+        gradients: Iterable[Tensor],
+        beside: Iterable[Tensor] = (),
+    ) -> None:
         """Says what the storages are that outlive a step. Call after building and after each step.
 
-        What came with an update and stayed belongs to the optimizer.
+        What came with an update and stayed belongs to the optimizer; so does what it keeps of
+        weights `beside` the model.
         """
         for number in self._number.values():
             if self._born[number] == "optimizer":
                 self._class[number] = "optimizer"
+        for tensor in beside:
+            self._class[self._number_of(tensor)] = "optimizer"
         for tensor in parameters:
             self._class[self._number_of(tensor)] = "params"
         for tensor in gradients:

@@ -1,5 +1,5 @@
-"""Products with frozen weights. A compiler doesn't look into them, so what is kept for the backward
-pass can be chosen product by product.
+"""Products of layers with one input. A compiler doesn't look into them, so what is kept for the
+backward pass can be chosen product by product.
 
 Weights that are multiplied with one input stand below each other in memory: there and back it is
 one product then, instead of several that read and write the same numbers. Below them is room for
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardtune.models.added import added
 
 Layers = tuple[nn.Linear, ...]
-"""Frozen layers that have one input. Their outputs stand side by side."""
+"""Layers that have one input. Their outputs stand side by side."""
 LINE = 64
 """Of 16-bit numbers: 128 bytes."""
 

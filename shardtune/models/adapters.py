@@ -8,13 +8,13 @@ alone: a model that is built in parts starts as one that is built at once, on ev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import wraps
 from hashlib import sha256
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from shardtune.engines.mixed import answer_under_autocast
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.job import IA3, Adapter, LoRA, NoAdapter
 from shardtune.models.tokens import ends
@@ -53,23 +53,10 @@ def insert(model: nn.Module, adapter: Adapter) -> nn.Module:
 
 
 def answer_in(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Lets a model with trained copies of whole modules answer whoever calls it.
-
-    The copies are in fp32, what is around them in `dtype`, and torch multiplies no such pair.
-    While it is trained the engine sees to that; who generates or compares logits wouldn't.
-    """
-    if dtype == torch.float32 or not (isinstance(adapter, LoRA) and adapter.modules_to_save):
-        return
-    causal = adapted.get_base_model()
-    forward = causal.forward
-
-    @wraps(forward)  # transformers looks at the names of its arguments
-    def mixed(*given: Any, **named: Any) -> Any:
-        tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
-        with torch.autocast(next(tensors).device.type, dtype):
-            return forward(*given, **named)
-
-    causal.forward = mixed
+    """Lets a model with trained copies of whole modules answer: those are in fp32, what is around
+    them in `dtype`."""
+    if dtype != torch.float32 and isinstance(adapter, LoRA) and adapter.modules_to_save:
+        answer_under_autocast(adapted.get_base_model(), dtype)
 
 
 def check_names(model: nn.Module, adapter: Adapter) -> None:

@@ -47,6 +47,48 @@ def is_silu(mlp: Any) -> bool:
     return isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
 
 
+class Ahead:
+    """A module that computes its layers with one input before its own forward pass."""
+
+    joint: tuple[str, ...]
+    """Their names."""
+    turns = False
+    """Whether queries and keys are turned by their positions here, and not later."""
+    head_dim: int
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.joint)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can."""
+        raise NotImplementedError
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
+        """What the layers make of `x`, which has a row for each token: by head, and turned."""
+        raise NotImplementedError
+
+    def product(self, hidden_states: Tensor) -> Tensor:
+        """What they make of it, side by side, without their biases."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_ready:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        angles: Any = kwargs.get("position_embeddings") or (None, None)
+        cos, sin = angles
+        sizes = [layer.out_features for layer in self.layers]
+        if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
+            heads = tuple(size // self.head_dim for size in sizes)
+            parts = self.turned(by_token(hidden_states), cos, sin, heads)
+            kwargs["position_embeddings"] = (None, None)
+        else:
+            parts = torch.split(self.product(hidden_states), sizes, dim=-1)
+        pieces = Pieces(tuple(hidden_states.shape), tuple(parts))
+        return super().forward(pieces, *args, **kwargs)  # type: ignore[misc]
+
+
 @cache
 def with_way(way: type, kind: type) -> type:
     """`kind`, with another way to compute; by its own name, because transformers goes by names."""

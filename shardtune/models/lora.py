@@ -28,6 +28,7 @@ from shardtune.models.joint import (
     ATTENTION,
     GATED,
     JOINT,
+    Ahead,
     Pieces,
     by_token,
     is_silu,
@@ -102,9 +103,9 @@ def _join(module: Any, names: tuple[str, ...]) -> None:
     kind: Any = type(module)
     module.__class__ = with_way(GatedMLP if closes else Joining, kind)
     module.joint = names
-    if names == ATTENTION:
-        module.turns = turns_at_once(module, [layer.base_layer for layer in layers])
     bases = [layer.base_layer for layer in layers]
+    if names == ATTENTION:
+        module.turns = turns_at_once(module, bases)
     if all(isinstance(base, FP8Linear) for base in bases):
         module.add_module("joint_weights", JointFP8(bases))
 
@@ -169,29 +170,20 @@ class Together:
             stand_together(frozen, sum(layer.r[NAME] for layer in self.layers))
 
 
-class Joining(Together):
+class Joining(Together, Ahead):
     """A module whose layers with one input are computed together."""
 
-    turns = False
-    """Whether what it makes is turned by its positions here, and not later."""
-    head_dim: int
+    @property
+    def is_ready(self) -> bool:
+        return _all_adapting(self.layers)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layers = self.layers
-        if not _all_adapting(layers):
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        cos, sin = kwargs.get("position_embeddings") or (None, None)
-        if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
-            heads = tuple(layer.out_features // self.head_dim for layer in layers)
-            parts = Turned.apply(  # type: ignore[no-untyped-call]
-                by_token(hidden_states), *_matrices(layers), cos, sin, heads, _frozen(layers)
-            )
-            kwargs["position_embeddings"] = (None, None)
-        else:
-            y = product(hidden_states, layers)
-            parts = torch.split(y, [layer.out_features for layer in layers], dim=-1)
-        pieces = Pieces(tuple(hidden_states.shape), tuple(parts))
-        return super().forward(pieces, *args, **kwargs)  # type: ignore[misc]
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
+        return Turned.apply(  # type: ignore[no-untyped-call]
+            x, *_matrices(self.layers), cos, sin, heads, _frozen(self.layers)
+        )
+
+    def product(self, hidden_states: Tensor) -> Tensor:
+        return product(hidden_states, self.layers)
 
 
 class GatedMLP(Together):

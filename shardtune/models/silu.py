@@ -23,7 +23,7 @@ BLOCK = 4096
 @torch.library.custom_op("shardtune::opened_back", mutates_args=())
 def opened_back(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `y`, and the activation. `gradient` is that of the latter."""
-    back, active = torch.empty_like(y), torch.empty_like(gradient)
+    back, active = y.new_empty(y.shape), y.new_empty(gradient.shape)
     rows, half = gradient.shape
     if triton is None or not y.is_cuda:
         gate, up = y.float().chunk(2, dim=1)
@@ -34,13 +34,13 @@ def opened_back(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         active.copy_(smooth * up)
     else:
         grid = (rows, triton.cdiv(half, BLOCK))
-        _row[grid](gradient.contiguous(), y, back, active, half, BLOCK, num_warps=8)
+        _row[grid](gradient.contiguous(), y.contiguous(), back, active, half, BLOCK, num_warps=8)
     return back, active
 
 
 @opened_back.register_fake
 def _(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), torch.empty_like(gradient)
+    return y.new_empty(y.shape), y.new_empty(gradient.shape)
 
 
 def _row_kernel(gradient, y, back, active, half, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -19,6 +19,7 @@ from shardtune.models.joint import (
     ATTENTION,
     GATED,
     JOINT,
+    Ahead,
     Pieces,
     by_token,
     is_silu,
@@ -90,32 +91,21 @@ class Together:
         self.joined = True
 
 
-class Opening(Together):
+class Opening(Together, Ahead):
     """A module whose layers with one input are computed together."""
 
-    turns = False
-    """Whether what it makes is turned by its positions here, and not later."""
-    head_dim: int
+    @property
+    def is_ready(self) -> bool:
+        return self.joined
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.joined:
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        layers = self.layers
-        x = by_token(hidden_states)
-        cos, sin = kwargs.get("position_embeddings") or (None, None)
-        parts: Any
-        if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
-            heads = tuple(layer.out_features // self.head_dim for layer in layers)
-            parts = TurnedProducts.apply(  # type: ignore[no-untyped-call]
-                x, cos, sin, heads, *self.weights
-            )
-            kwargs["position_embeddings"] = (None, None)
-        else:
-            y = Products.apply(x, *self.weights)  # type: ignore[no-untyped-call]
-            y = y.view(*hidden_states.shape[:-1], -1)
-            parts = torch.split(y, [layer.out_features for layer in layers], dim=-1)
-        pieces = Pieces(tuple(hidden_states.shape), tuple(parts))
-        return super().forward(pieces, *args, **kwargs)  # type: ignore[misc]
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
+        return TurnedProducts.apply(x, cos, sin, heads, *self.weights)  # type: ignore[no-untyped-call]
+
+    def product(self, hidden_states: Tensor) -> Tensor:
+        y: Tensor = Products.apply(  # type: ignore[no-untyped-call]
+            by_token(hidden_states), *self.weights
+        )
+        return y.view(*hidden_states.shape[:-1], -1)
 
 
 class WholeMLP(Together):
@@ -136,7 +126,9 @@ class Products(torch.autograd.Function):
     """`x @ weight.T` for each of the weights, side by side."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor, *others: Tensor) -> Tensor:
+        # Told one by one: a compiler that counts arguments would take `ctx` for one of them.
+        weights = (first, second, *others)
         ctx.save_for_backward(x, *weights)
         y: Tensor = across(None, None, x, weights)
         return y

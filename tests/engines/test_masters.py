@@ -1,4 +1,4 @@
-"""All weights on one rank: 16-bit copies in the model, fp32 masters with the optimizer."""
+"""All weights on one rank: upper halves in the model, lower ones with the optimizer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardtune.checkpoint.result import probe_logits
+from shardtune.checkpoint.snapshot import Snapshot
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
@@ -20,6 +22,7 @@ from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.parts import decoder_layers
 from shardtune.models.whole import prepare
 from tests.engines.test_native import batch
+from tests.models.exact import distance
 
 RATE = 1e-2
 
@@ -31,7 +34,6 @@ def make(
     together: bool = False,
     rate: float = RATE,
     loss: Any = "fused",
-    clip: float | None = 1.0,
 ) -> NativeEngine:
     train = TrainSection(precision=precision)
     model: Any = ModelBlueprint(ModelSection(name="tiny"), NoAdapter(), train).whole("cpu")
@@ -40,7 +42,7 @@ def make(
             prepare(layer, model.config.model_type)
     rule = OptimizerSetup(betas=(0.9, 0.95), weight_decay=0.1)
     schedule = Schedule("constant", rate, 0, 100)
-    setup = EngineSetup(precision, rule, schedule, clip, 0, loss=loss, masters=masters)
+    setup = EngineSetup(precision, rule, schedule, 1.0, 0, loss=loss, masters=masters)
     return native_engine(model, setup, World())
 
 
@@ -54,33 +56,41 @@ def taken(engine: NativeEngine, count: int) -> list[tuple[float, float]]:
     return [(result.loss, result.grad_norm) for result in results]
 
 
+def gradients(engine: NativeEngine, *given: MicroBatch) -> dict[str, Tensor]:
+    engine._begin()
+    engine._backward(given, torch.ones(()))
+    return {name: each.clone() for name, each in engine._gradients().items()}
+
+
 def rounded(engine: NativeEngine) -> bool:
-    """Whether the model computes with what is trained, rounded once."""
+    """Whether the model computes with what is trained, rounded once; what is in the middle between
+    two numbers (one in 65,536) goes either way."""
     inside = dict(engine.module().named_parameters())
-    return all(torch.equal(w.to(torch.bfloat16), inside[n]) for n, w in engine.trained.items())
+    return all(
+        ((weight - inside[name].float()).abs() <= weight.abs() / 256).all()
+        for name, weight in engine.trained_weights()
+    )
 
 
 @pytest.mark.parametrize("loss", ["fused", "plain"])
 @pytest.mark.parametrize("together", [False, True])
-def test_in_fp32_nothing_is_different(loss: str, together: bool) -> None:
-    ours = taken(make("fp32", together=together, loss=loss), 6)
-    theirs = taken(make("fp32", masters=False, loss=loss), 6)
-    assert ours == [pytest.approx(each, rel=2e-5) for each in theirs]
+def test_gradients_are_as_near_to_fp32_as_autocasts(together: bool, loss: str) -> None:
+    """Weight by weight. Half of the tokens are one: its row is the sum of hundreds."""
+    given = batch(3, 8, 128)
+    given.input_ids[:, ::2] = 7
+    engines = (make("fp32", masters=False), make(masters=False), make(together=together, loss=loss))
+    right, autocast, ours = (gradients(engine, given) for engine in engines)
+    for name, exact in right.items():
+        near = distance(autocast[name], exact.double())
+        assert distance(ours[name], exact.double()) < 1.5 * near + 0.004, name
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_in_bf16_it_is_as_near_to_fp32_as_autocast(together: bool) -> None:
-    """The first step, from the same weights; later ones drift apart as any two 16-bit runs do."""
-    given = steps(2)[1]
-    right = make("fp32", masters=False).step(given)
-    results = [make(together=together), make(masters=False)]
-    ours, autocast = (engine.step(given) for engine in results)
-    assert ours.loss == pytest.approx(right.loss, rel=3e-4)
-    assert autocast.loss == pytest.approx(right.loss, rel=3e-4)
-    assert ours.grad_norm == pytest.approx(right.grad_norm, rel=0.01)
+def test_losses_follow_those_of_autocast() -> None:
+    ours, theirs = taken(make(), 6), taken(make(masters=False), 6)
+    assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in theirs], rel=0.01)
 
 
-def test_the_model_has_copies_and_the_names_stay() -> None:
+def test_the_model_has_upper_halves_and_the_names_stay() -> None:
     engine = make()
     assert isinstance(engine, MasterEngine)
     inside = dict(engine.module().named_parameters())
@@ -94,7 +104,7 @@ def test_the_model_has_copies_and_the_names_stay() -> None:
     assert causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
 
 
-def test_updates_below_the_copies_precision_are_not_lost() -> None:
+def test_updates_below_the_models_precision_are_not_lost() -> None:
     engine = make(rate=1e-7)
     before = {name: weight.clone() for name, weight in engine.trained_weights()}
     copies = [each.detach().clone() for each in engine.module().parameters()]
@@ -106,17 +116,10 @@ def test_updates_below_the_copies_precision_are_not_lost() -> None:
 
 
 def test_micro_batches_are_added_up_in_fp32() -> None:
-    engine = make(clip=None)
-    one = torch.ones(())
-
-    def gradients(*given: MicroBatch) -> dict[str, Tensor]:
-        engine._begin()
-        engine._backward(given, one)
-        return {name: each.clone() for name, each in engine._gradients().items()}
-
-    first, second = gradients(batch(1)), gradients(batch(2))
+    engine = make()
+    first, second = gradients(engine, batch(1)), gradients(engine, batch(2))
     assert {each.dtype for each in first.values()} == {torch.bfloat16}
-    for name, both in gradients(batch(1), batch(2)).items():
+    for name, both in gradients(engine, batch(1), batch(2)).items():
         assert both.dtype == torch.float32
         assert torch.equal(both, first[name].float() + second[name].float()), name
 
@@ -125,7 +128,7 @@ def test_a_step_that_is_left_out_leaves_everything() -> None:
     engine = make()
     taken(engine, 2)
     before = {name: each.clone() for name, each in engine.state()[0].items()}
-    weight = next(iter(engine.leaves.values()))
+    weight = next(iter(engine.trained.values()))
     handle = weight.register_hook(lambda gradient: gradient * float("nan"))
     assert not engine.step([batch(1)]).applied
     handle.remove()
@@ -142,12 +145,13 @@ def test_a_state_goes_on_to_the_bit_and_elsewhere(masters: bool) -> None:
     tensors, numbers = engine.state()
     other = make(masters=masters)
     other.load_state({name: each.clone() for name, each in tensors.items()}, numbers)
-    for name, weight in other.trained_weights():
-        assert torch.equal(weight, engine.trained[name])
+    before = dict(engine.trained_weights())
+    assert all(torch.equal(weight, before[name]) for name, weight in other.trained_weights())
     mine, theirs = engine.step([batch(7)]), other.step([batch(7)])
     if masters:
         assert (mine.loss, mine.grad_norm) == (theirs.loss, theirs.grad_norm)
-        assert all(torch.equal(w, engine.trained[n]) for n, w in other.trained_weights())
+        after = dict(engine.trained_weights())
+        assert all(torch.equal(weight, after[name]) for name, weight in other.trained_weights())
     else:
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-3)
 
@@ -158,7 +162,7 @@ def test_what_is_held() -> None:
     engine.step([batch(1)])
     one = {state: engine.held().of(state) / numbers for state in ("params", "grads", "optim")}
     engine.step([batch(1), batch(2)])
-    assert one == {"params": 2, "grads": 2, "optim": 12}
+    assert one == {"params": 2, "grads": 2, "optim": 10}
     assert engine.held().of("grads") == 4 * numbers
 
 
@@ -174,3 +178,36 @@ def test_a_micro_batch_without_labels_is_nothing() -> None:
     )
     result = make().step([empty])
     assert (result.loss, result.grad_norm) == (0.0, 0.0)
+
+
+def test_pieces_are_the_state() -> None:
+    """Weights are put together as they are copied; until then a piece has their form alone."""
+    engine = make()
+    taken(engine, 2)
+    pieces, numbers = engine.pieces()
+    tensors, same = engine.state()
+    assert numbers == same
+    assert {piece.key for piece in pieces} == tensors.keys()
+    assert all(piece.bytes == tensors[piece.key].nbytes for piece in pieces)
+    weights = [piece for piece in pieces if piece.key.startswith("weight.")]
+    assert all(piece.tensor.untyped_storage().nbytes() == 4 for piece in weights)
+    for copy in Snapshot().take(pieces):
+        assert torch.equal(copy.tensor, tensors[copy.key])
+        assert copy.value() is copy.tensor
+
+
+def test_a_model_with_fp32_buffers_answers() -> None:
+    """It multiplies them with its weights; only an engine computes under autocast by itself."""
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+    config = OpenAIGPTConfig(vocab_size=67, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    model = OpenAIGPTLMHeadModel(config)
+    schedule = Schedule("constant", RATE, 0, 100)
+    setup = EngineSetup("bf16", OptimizerSetup(), schedule, 1.0, 0, masters=True)
+    engine = native_engine(model, setup, World())
+    given = batch(1)
+    probe = MicroBatch(
+        given.input_ids % 67, given.position_ids, given.targets % 67, (), given.tokens, given.labels
+    )
+    assert engine.step([probe]).loss > 0
+    assert probe_logits(engine.module(), probe).isfinite().all()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardtune.core.cluster import parse_cluster
-from shardtune.engines import fused_loss
-from shardtune.estimate import activations
+from shardtune.engines import fused_loss, masters
+from shardtune.estimate import activations, moments
 from shardtune.forecast import forecast
 from shardtune.job import Job
 from shardtune.measure.dry_run import dry_run
@@ -35,6 +35,7 @@ def job(
     loss: str = "plain",
     recompute: str = "none",
     steps: int = 1,
+    precision: str = "bf16",
     **sections: Any,
 ) -> Job:
     document = {
@@ -47,7 +48,7 @@ def job(
             "loss": loss,
             "kernels": "eager",
             "gradient_checkpointing": recompute,
-            "precision": "bf16",
+            "precision": precision,
         },
         "launch": {"processes": ranks},
         **sections,
@@ -59,6 +60,7 @@ QUICK = {
     "all, plain": job(QWEN, 4, 1024),
     "all, fused": job(SMALL, 4, 2048, loss="fused"),
     "all, recomputed, plain": job(SMALL, 2, 4096, recompute="full"),
+    "all, few tokens, fused": job(SMALL, 1, 512, loss="fused", recompute="full"),
     "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
     "lora, mlp, fused": job(QWEN, 8, 1024, loss="fused", recompute="mlp", **LORA),
@@ -86,6 +88,8 @@ LONG = {
     "lora, most, fused": job(LARGE, 8, 2048, loss="fused", recompute="most", **LORA),
     "all, norms of queries and keys": job(QK_NORMS, 2, 2048),
     "all, two micro-batches": job(SMALL, 2, 2048, steps=2),
+    "all, few tokens, two micro-batches": job(SMALL, 1, 512, loss="fused", steps=2),
+    "all, few tokens, fp32": job(SMALL, 1, 512, precision="fp32"),
     "lora, plain": job(LARGE, 4, 2048, **LORA),
     "lora, fused, norms of queries and keys": job(QK_NORMS, 4, 2048, loss="fused", **LORA),
     "lora, recomputed, fused": job(LARGE, 8, 2048, loss="fused", recompute="full", **LORA),
@@ -131,6 +135,7 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
 
 def test_the_closed_form_has_the_pieces_of_the_loss() -> None:
     assert activations.PIECE == fused_loss.PIECE
+    assert moments.FEW_TOKENS == masters.FEW
     shape = shape_of(job(SMALL, 1, 8).model)
     first = next(fused_loss._pieces(1 << 20, shape.vocab))
     assert activations.piece_rows(shape) == first.stop

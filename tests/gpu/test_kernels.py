@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardtune.engines.masters import FEW, add_up_rows
 from shardtune.engines.score import score_in_place
 from shardtune.models.across import stand_together
 from shardtune.models.added import added
@@ -17,7 +18,7 @@ from shardtune.models.gated import gated, gated_back
 from shardtune.models.products import Adapted, GatedProducts
 from shardtune.models.silu import opened_back
 from shardtune.models.unrounded import in_fp32
-from tests.engines.test_one_pass import KINDS, follows_torch
+from tests.engines.test_one_pass import KINDS, LIMIT, follows_torch
 from tests.engines.test_score import SHAPES, assert_right
 from tests.engines.test_score import given as rows_of
 from tests.models import exact
@@ -189,10 +190,26 @@ def test_sizes_that_the_matrix_unit_does_not_take_are_multiplied_as_wider_number
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("limit", [LIMIT, None])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_adamw_in_one_pass(kind: torch.dtype) -> None:
+def test_adamw_in_one_pass(kind: torch.dtype, limit: float | None) -> None:
     """Beside torch's own, which computes some of it in float64."""
-    follows_torch("cuda", kind, near=1e-6)
+    follows_torch("cuda", kind, limit, near=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [FEW, 4 * FEW])
+def test_rows_of_an_embedding_are_added_up_in_fp32(tokens: int) -> None:
+    """A token that is every second one: beyond `FEW` tokens torch does so by itself."""
+    table = nn.Embedding(50, 64, device="cuda", dtype=torch.bfloat16)
+    add_up_rows(table)
+    ids = torch.arange(tokens, device="cuda") % 50
+    ids[::2] = 7
+    outer = some((tokens, 64), 1).to("cuda", torch.bfloat16)
+    (found,) = torch.autograd.grad(table(ids), table.weight, outer)
+    right = torch.zeros(50, 64, device="cuda", dtype=torch.float64).index_add_(
+        0, ids, outer.double()
+    )
+    assert distance(found, right) < 0.004
 
 
 @pytest.mark.parametrize("dtype", NEAR)

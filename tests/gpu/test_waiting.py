@@ -154,7 +154,7 @@ def test_what_was_sent_ahead_is_what_is_computed() -> None:
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     engine = ready("all", "eager")
     before = {name: weight.clone() for name, weight in engine.state()[0].items()}
-    weight = next(iter(engine.leaves.values()))
+    weight = next(iter(engine.trained.values()))
     handle = weight.register_hook(lambda gradient: gradient * float("nan"))
     results = [engine.step(given) for given in steps(2)]
     handle.remove()

@@ -34,10 +34,16 @@ CASES: dict[str, tuple[Adapter, str]] = {
 }
 
 
-def setup(loss: Loss = "plain") -> EngineSetup:
+def setup(loss: Loss = "plain", *, masters: bool = False) -> EngineSetup:
     # A norm of 2 is what a dry run sees; a real one is clipped at next to nothing, as surely.
     schedule = Schedule("cosine", 1e-4, 0, 9)
-    return EngineSetup("bf16", OptimizerSetup("adamw"), schedule, 1e-3, 0, loss=loss)
+    rule = OptimizerSetup("adamw")
+    return EngineSetup("bf16", rule, schedule, 1e-3, 0, loss=loss, masters=masters)
+
+
+def alone(strategy: Strategy, ranks: int, case: str) -> bool:
+    """Whether a job of this case has its weights in halves."""
+    return (strategy, ranks, case) == (DDP(), 1, "full")
 
 
 def train(checkpointing: str = "none") -> TrainSection:
@@ -60,7 +66,7 @@ def dry(
     return dry_run(
         blueprint,
         strategy,
-        setup(loss),
+        setup(loss, masters=alone(strategy, ranks, case)),
         ranks=ranks,
         rows=ROWS,
         length=LENGTH,
@@ -83,7 +89,8 @@ def real(
     section = ModelSection.model_validate({"name": "tiny", "quantization": quantization})
     blueprint = ModelBlueprint(section, adapter, train(checkpointing))
     batches = [micro_batch(ROWS, LENGTH, packed=packed)] * microbatches
-    return replay(blueprint, strategy, setup(loss), world, batches, vocabulary=tiny.VOCABULARY)
+    told = setup(loss, masters=alone(strategy, world.size, case))
+    return replay(blueprint, strategy, told, world, batches, vocabulary=tiny.VOCABULARY)
 
 
 def needs(case: str) -> None:

@@ -84,6 +84,21 @@ def test_generating_takes_the_same_way() -> None:
     assert torch.equal(joined(model_of("llama")).eval().generate(IDS, **told), right)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch tells of what its compiler does itself
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])  # turned, with biases, with GELU
+def test_a_compiler_sees_one_graph(family: str) -> None:
+    """With and without gradients: `fullgraph` refuses to go on in pieces."""
+    torch._dynamo.reset()
+    model = joined(model_of(family, num_hidden_layers=1))
+    right = model(input_ids=IDS, use_cache=False).logits.detach()
+    for layer in decoder_layers(model):
+        layer.compile(backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert distance(model(input_ids=IDS, use_cache=False).logits, right.double()) < 1e-5
+    assert found(model)
+    torch._dynamo.reset()
+
+
 def test_in_bf16_the_activation_is_as_near_as_its_rounding() -> None:
     gradient, y = some((9, 40), 1).bfloat16(), some((9, 80), 2).bfloat16()
     back, active = opened_back(gradient, y)

@@ -1,0 +1,27 @@
+"""An fp32 number as two halves of 16 bits, of which the upper one is the number, rounded to bf16.
+
+The lower one are its last 16 bits, read as a signed number: what has to be added to the upper one's
+bits. So nothing is held twice. A number in the middle between two of bf16 is rounded away from
+zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NAN = 0x7FC00000
+"""One of the numbers that aren't: of others the upper half might be one."""
+
+
+def split(number: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Writes both halves."""
+    bits = torch.where(number.isnan(), NAN, number.contiguous().view(torch.int32))
+    lower.copy_(bits)  # its last 16 bits
+    upper.view(torch.int16).copy_((bits - lower.to(torch.int32)) >> 16)
+
+
+def joined(upper: Tensor, lower: Tensor) -> Tensor:
+    """The number, to the bit."""
+    high = upper.contiguous().view(torch.int16).to(torch.int32)
+    return high.bitwise_left_shift_(16).add_(lower).view(torch.float32)
