@@ -12,12 +12,15 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Phase = Literal[
-    "start", "data", "forward", "backward", "collective", "update", "evaluate", "save", "finish"
-]
+    "start", "data", "forward", "backward", "collective", "update", "evaluate", "save", "finish",
+    "compile",
+]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
 IN_A_STEP = frozenset({"data", "forward", "backward", "collective", "update"})
 
@@ -61,6 +64,8 @@ class Pulse:
         self._phase: Phase = "start"
         self._since = time.monotonic()
         self._data = self._forward = 0.0
+        self._compiling = 0
+        self._interrupted: Phase = "start"
 
     def begin(self, step: int) -> None:
         """A step is next, and its data first."""
@@ -74,6 +79,22 @@ class Pulse:
 
     def enter(self, phase: Phase) -> None:
         """One phase ends, the next begins; the same one again is a sign of life."""
+        self._within += 1
+        self._write(phase)
+
+    def compile_began(self, *_: object) -> None:
+        """A compiler interrupts whatever it is: for another shape, in any step."""
+        if self._compiling == 0:
+            self._interrupted = self._phase
+            self._write("compile")
+        self._compiling += 1
+
+    def compile_ended(self, *_: object) -> None:
+        self._compiling -= 1
+        if self._compiling == 0:
+            self._write(self._interrupted)
+
+    def _write(self, phase: Phase) -> None:
         now = time.monotonic()
         if self._phase == "forward":
             self._forward += now - self._since
@@ -81,7 +102,6 @@ class Pulse:
             self._data += now - self._since
         self._phase, self._since = phase, now
         self._beats += 1
-        self._within += 1
         _SLOT.pack_into(
             self._memory, self._offset, self._beats, self._within, self._step, _NUMBER[phase],
             self._rows, self._width, now, self._data, self._forward,
@@ -121,9 +141,30 @@ class Pulses:
 
 def open_pulse(file: int, rank: int, ranks: int) -> Pulse:
     """The pulse of a rank that inherited the open file; it is of no further use then."""
+    global _own
     memory = mmap.mmap(file, ranks * _SLOT.size)
     os.close(file)
-    return Pulse(memory, rank)
+    _own = Pulse(memory, rank)
+    return _own
+
+
+_own = Pulse()
+
+
+def own_pulse() -> Pulse:
+    """This process's, for what happens far from whoever has opened it: compilers."""
+    return _own
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, this process may take its time."""
+    pulse = own_pulse()
+    pulse.compile_began()
+    try:
+        yield
+    finally:
+        pulse.compile_ended()
 
 
 def _nameless_file() -> int:

@@ -1,8 +1,8 @@
 """Watches the pulses of the ranks from outside: who is hung, who is slow.
 
 A rank is hung when its pulse stands still for longer than it may. Inside a step that is a few
-seconds, or a few steps where these are long; the first step (which compiles), evaluating and saving
-may take their time. A rank that the kernel reports as stopped is hung wherever it is. Time in which
+seconds, or a few steps where these are long; the first step, compiling, evaluating and saving may
+take their time. A rank that the kernel reports as stopped is hung wherever it is. Time in which
 a rank waited for a processor doesn't count: a machine that is too busy hangs nobody.
 
 When one rank is hung the others soon wait for it, so all pulses stand still. The one to blame is

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
+from shardtune.core.pulse import own_pulse
 from shardtune.core.setup import Recompute
 from shardtune.job import Adapter, LoRA, NoAdapter, TrainSection
 from shardtune.models.recompute import recompute
@@ -71,8 +73,18 @@ def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Sp
         if speed.compiled:
             layer.compile()
     if speed.compiled:
+        tell_of_compiling()
         read_rows_once()
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+
+
+def tell_of_compiling() -> None:
+    """Lets whoever watches the process know: a row count that is new is compiled in any step, and
+    takes longer than a step may."""
+    pulse, calls = own_pulse(), callback_handler
+    if pulse.compile_began not in calls.start_callbacks:
+        calls.register_start_callback(pulse.compile_began)
+        calls.register_end_callback(pulse.compile_ended)
 
 
 WHOLE_ROW = 8192

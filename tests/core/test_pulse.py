@@ -7,7 +7,7 @@ import timeit
 
 import pytest
 
-from shardtune.core.pulse import Beat, Pulse, Pulses, open_pulse
+from shardtune.core.pulse import Beat, Pulse, Pulses, compiling, open_pulse, own_pulse
 
 
 @pytest.fixture
@@ -38,6 +38,19 @@ def test_own_time_is_counted_by_phase(pulses: Pulses) -> None:
     assert found.data_seconds > 0
     assert found.forward_seconds > 0
     assert found.data_seconds + found.forward_seconds < found.since
+
+
+def test_a_compiler_interrupts_a_phase(pulses: Pulses) -> None:
+    pulse = open_pulse(os.dup(pulses.file), 0, 3)
+    assert own_pulse() is pulse
+    pulse.begin(1)
+    pulse.forward(4, 96)
+    with compiling(), compiling():
+        inside = pulses.read(0)
+    after = pulses.read(0)
+    assert (inside.phase, after.phase) == ("compile", "forward")
+    assert inside.within == after.within == 2  # by which ranks are compared
+    assert (after.beats, after.rows, after.width) == (4, 4, 96)
 
 
 def test_a_beat_costs_next_to_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardtune.core.documents import attention_inputs, document_ends, is_told
+from shardtune.core.documents import document_ends, is_told, told_of
+from shardtune.engines.staging import sent
 from shardtune.models import attention, flash
 from shardtune.models.attention import how_kept_apart, use_boundaries
 from shardtune.models.isolation import require_isolation
@@ -122,8 +124,9 @@ def model() -> Iterator[LlamaForCausalLM]:
 
 
 def logits(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
-    told = attention_inputs(model, positions, "cuda")
-    there = positions.to("cuda", non_blocking=True)
+    send = partial(sent, device=torch.device("cuda"))
+    told = told_of(positions, send) if is_told(model) else {}
+    there = send(positions)
     return model(input_ids=ids, position_ids=there, use_cache=False, **told).logits
 
 

@@ -124,7 +124,10 @@ def test_transformers_own_mask_is_all_that_asks() -> None:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_step_is_enqueued_while_the_gpu_is_held_up(adapter: str) -> None:
     engine = ready(adapter, "eager")
-    staged = engine.stage(steps(1)[0][:1])  # a driver's queue has an end: some thousand kernels
+    # One micro-batch: a driver's queue has an end, some thousand kernels. And not the first such
+    # step: another precision of gradients is another kernel, and to load it waits.
+    engine.step(engine.stage(steps(1)[0][:1])).read()
+    staged = engine.stage(steps(1)[0][:1])
     begun = time.perf_counter()
     torch.cuda._sleep(CYCLES)
     result = engine.step(staged)

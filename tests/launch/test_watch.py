@@ -90,6 +90,25 @@ def test_what_takes_its_time_is_no_alarm(scene: Scene, phase: Phase) -> None:
     assert scene.look(2.0) is not None
 
 
+def test_nor_is_a_compiler_in_any_step(scene: Scene) -> None:
+    """One rank has rows of a length that is new; the others wait for it."""
+    for step in range(1, 6):
+        assert scene.step(step, 0.2) is None
+    for pulse in scene.ranks:
+        pulse.begin(6)
+        pulse.enter("forward")
+    slow, *others = scene.ranks
+    slow.compile_began()
+    for pulse in others:
+        pulse.enter("collective")
+    assert scene.look(600.0) is None
+    slow.compile_ended()
+    assert scene.look(3.5) is None
+    found = scene.look(1.0)
+    assert found is not None
+    assert (found.rank, found.beat.phase) == (0, "forward")
+
+
 def test_nor_is_the_first_step(scene: Scene) -> None:
     assert scene.look(600.0) is None
     assert scene.step(4, 600.0, but=1) is None  # a resumed run's first is any

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-from shardtune.models.speed import WHOLE_ROW, read_rows_once
+from shardtune.core.pulse import Pulses, open_pulse
+from shardtune.models.speed import WHOLE_ROW, read_rows_once, tell_of_compiling
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +61,28 @@ def test_everything_else_is_as_torch_has_it() -> None:
     with compiling_for("cpu"):
         assert not held_at_once(4096)
         assert held_at_once(1024)
+
+
+def test_a_watcher_hears_of_every_compilation() -> None:
+    """Also of the one for another length, in any step."""
+    pulses = Pulses(1)
+    pulse = open_pulse(os.dup(pulses.file), 0, 1)
+    torch._dynamo.reset()
+    tell_of_compiling()
+    tell_of_compiling()  # once is enough
+    seen = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(pulses.read(0).phase)
+        return graph
+
+    double = torch.compile(lambda x: x + x, backend=backend, dynamic=False)
+    pulse.begin(3)
+    pulse.forward(2, 8)
+    for length in (3, 4, 3):
+        double(torch.ones(length))
+        assert pulses.read(0).phase == "forward"
+    assert seen == ["compile", "compile"]
+    assert pulses.read(0).beats == 2 + 2 * 2
+    torch._dynamo.reset()
+    pulses.close()
