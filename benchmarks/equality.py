@@ -97,6 +97,7 @@ def main(given: list[str] | None = None) -> int:
             f"same weights, {options.model}'s shape, "
             f"{'LoRA of rank 16' if case.lora else 'all weights'}, bf16: how far the loss of a "
             "step is from that of the plain path in fp32, and from that of the plain path in bf16.",
+            command="equality" if case.lora else "equality --all-weights",
         )
     print(json.dumps(runs))
     off = {way: mean(apart(runs["plain, fp32"], runs[way])) for way in ways}
