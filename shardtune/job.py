@@ -295,7 +295,7 @@ class LocalLaunch(Section):
     the third failure in the same step it ends in any case."""
     patience: Annotated[float, Field(ge=1)] = 4.0
     """Seconds of silence inside a step (or 2.5 median steps, if that is more) after which a process
-    counts as hung. The first step, evaluating and saving may take longer."""
+    counts as hung. The first step, compiling, evaluating and saving may take longer."""
     grace: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after SIGTERM in which the step has to end and its checkpoint to be written."""
     rejoin: Annotated[float, Field(ge=0)] = 600.0
