@@ -63,9 +63,9 @@ QUICK = {
     "all, few tokens, fused": job(SMALL, 1, 512, loss="fused", recompute="full"),
     "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
-    "lora, mlp, fused": job(QWEN, 8, 1024, loss="fused", recompute="mlp", **LORA),
 }
 LONG = {
+    "lora, mlp, fused": job(QWEN, 8, 1024, loss="fused", recompute="mlp", **LORA),
     "all, ddp on 4": job(QWEN, 2, 2048, ranks=4),
     "all, fsdp hybrid on 4": job(
         SMALL, 2, 2048, ranks=4, strategy={"type": "fsdp", "sharding": "hybrid", "replicas": 2}
