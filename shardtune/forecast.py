@@ -214,7 +214,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     native = not isinstance(job.strategy, DeepSpeed)
     # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
     shared = "shard" in dict(mesh.axes)
-    halves = job.keeps_masters(mesh.size)  # nor here, where weights are halves of fp32
+    halves = job.halves_weights(mesh.size)  # nor here, where weights are halves of fp32
     autocast = native and not shared and not halves and train.precision != "fp32"
     whole = mesh.data_ranks == mesh.size  # layers that are cut leave the logits to the model
     order = job.strategy.layout().pipelining

@@ -411,7 +411,7 @@ class Job(Section):
     """Ludwig's name for `launch` and `strategy`; give one or the other."""
     save: SaveSection = SaveSection()
 
-    def keeps_masters(self, ranks: int) -> bool:
+    def halves_weights(self, ranks: int) -> bool:
         """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones:
         where one rank trains all weights. Several would add up rounded gradients."""
         rule = self.train.optimizer

@@ -43,6 +43,6 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
         accumulation=max(1, -(-train.global_batch // (mesh.data_ranks * micro_batch))),
         loss="fused" if train.loss == "fused" else "plain",
         offload_activations=train.offload_activations,
-        masters=job.keeps_masters(mesh.size),
+        halves=job.halves_weights(mesh.size),
     )
     return Plan(job.strategy, mesh, job.strategy.layout(), setup)

@@ -56,5 +56,5 @@ class EngineSetup:
     """`fused` never has all logits of a micro-batch at once."""
     offload_activations: bool = False
     """What the forward pass saves waits for the backward pass in main memory."""
-    masters: bool = False
+    halves: bool = False
     """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones."""

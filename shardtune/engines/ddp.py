@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.masters import MasterEngine
+from shardtune.engines.halved import HalvedEngine
 from shardtune.engines.native import NativeEngine
 
 
@@ -60,6 +60,6 @@ class DDPEngine(NativeEngine):
 
 def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
     """The engine for a whole model on each rank, of which there may be only one."""
-    if setup.masters:
-        return MasterEngine(model, setup, world)
+    if setup.halves:
+        return HalvedEngine(model, setup, world)
     return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

@@ -59,7 +59,7 @@ def moments_of(
 
 
 FEW_TOKENS = 3072
-"""Up to so many our engine adds up an embedding's gradient in fp32 (`engines/masters.py`)."""
+"""Up to so many our engine adds up an embedding's gradient in fp32 (`engines/halved.py`)."""
 
 
 def on_gpu(held: Held, state: State) -> float:

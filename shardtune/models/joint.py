@@ -47,18 +47,23 @@ def is_silu(mlp: Any) -> bool:
     return isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
 
 
-class Ahead:
-    """A module that computes its layers with one input before its own forward pass."""
+class Together:
+    """A module with layers that have one input."""
 
     joint: tuple[str, ...]
     """Their names."""
-    turns = False
-    """Whether queries and keys are turned by their positions here, and not later."""
-    head_dim: int
 
     @property
     def layers(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.joint)
+
+
+class Ahead(Together):
+    """A module that computes them before its own forward pass."""
+
+    turns = False
+    """Whether queries and keys are turned by their positions here, and not later."""
+    head_dim: int
 
     @property
     def is_ready(self) -> bool:

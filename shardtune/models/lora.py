@@ -30,6 +30,7 @@ from shardtune.models.joint import (
     JOINT,
     Ahead,
     Pieces,
+    Together,
     by_token,
     is_silu,
     turns_at_once,
@@ -154,14 +155,8 @@ class AdaptedLinear(Linear):  # type: ignore[misc]
         return y if bias is None else y + bias.to(y.dtype)
 
 
-class Together:
-    """A module with layers that have one input."""
-
-    joint: tuple[str, ...]
-
-    @property
-    def layers(self) -> tuple[AdaptedLinear, ...]:
-        return tuple(getattr(self, name) for name in self.joint)
+class OnFrozen(Together):
+    """Their frozen weights can stand below each other."""
 
     def join_weights(self) -> None:
         """Once they are there."""
@@ -170,7 +165,7 @@ class Together:
             stand_together(frozen, sum(layer.r[NAME] for layer in self.layers))
 
 
-class Joining(Together, Ahead):
+class Joining(OnFrozen, Ahead):
     """A module whose layers with one input are computed together."""
 
     @property
@@ -186,7 +181,7 @@ class Joining(Together, Ahead):
         return product(hidden_states, self.layers)
 
 
-class GatedMLP(Together):
+class GatedMLP(OnFrozen):
     """An MLP with adapters on all its layers, whose activation is computed with them."""
 
     down_proj: AdaptedLinear

@@ -2,7 +2,7 @@
 
 `lora` does the same for frozen weights with adapters beside them; here the weights' own gradients
 come out of one product, too. It takes 16-bit weights that stand below each other, which only an
-engine with copies of its own can give (`join_copies`); until then nothing is different.
+engine with weights in halves can give (`join_halves`); until then nothing is different.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shardtune.models.joint import (
     JOINT,
     Ahead,
     Pieces,
+    Together,
     by_token,
     is_silu,
     turns_at_once,
@@ -70,28 +71,23 @@ class JointLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-class Together:
-    """A module with layers that have one input."""
+class OnHalves(Together):
+    """Their weights, upper halves, can stand below each other."""
 
-    joint: tuple[str, ...]
     joined = False
-    """Whether their weights stand together."""
-
-    @property
-    def layers(self) -> tuple[nn.Linear, ...]:
-        return tuple(getattr(self, name) for name in self.joint)
+    """Whether they do."""
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         return tuple(layer.weight for layer in self.layers)
 
-    def join_copies(self) -> None:
+    def join_halves(self) -> None:
         """Once weights are as they stay."""
         stand_together(self.layers, 0)
         self.joined = True
 
 
-class Opening(Together, Ahead):
+class Opening(OnHalves, Ahead):
     """A module whose layers with one input are computed together."""
 
     @property
@@ -108,7 +104,7 @@ class Opening(Together, Ahead):
         return y.view(*hidden_states.shape[:-1], -1)
 
 
-class WholeMLP(Together):
+class WholeMLP(OnHalves):
     """A gated MLP without biases. What its activation gives isn't kept."""
 
     down_proj: nn.Linear

@@ -51,7 +51,7 @@ def make(
         1.0,
         0,
         loss=loss,
-        masters=(type(adapter), precision, optimizer) == (NoAdapter, "bf16", "adamw"),
+        halves=(type(adapter), precision, optimizer) == (NoAdapter, "bf16", "adamw"),
     )
     return native_engine(model, setup, World(device=device))
 

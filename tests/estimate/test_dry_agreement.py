@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardtune.core.cluster import parse_cluster
-from shardtune.engines import fused_loss, masters
+from shardtune.engines import fused_loss, halved
 from shardtune.estimate import activations, moments
 from shardtune.forecast import forecast
 from shardtune.job import Job
@@ -135,7 +135,7 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
 
 def test_the_closed_form_has_the_pieces_of_the_loss() -> None:
     assert activations.PIECE == fused_loss.PIECE
-    assert moments.FEW_TOKENS == masters.FEW
+    assert moments.FEW_TOKENS == halved.FEW
     shape = shape_of(job(SMALL, 1, 8).model)
     first = next(fused_loss._pieces(1 << 20, shape.vocab))
     assert activations.piece_rows(shape) == first.stop

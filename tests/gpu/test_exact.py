@@ -56,7 +56,7 @@ def run(wide: int, rows: int, length: int, *, packed: bool) -> tuple[list[float]
     use_boundaries(model, DEVICE, torch.bfloat16)
     assert is_told(model)
     hasten(model, decoder_layers(model), NoAdapter(), Speed(compiled=True))
-    setup = replace(SETUP, precision="bf16", loss="fused", masters=True)
+    setup = replace(SETUP, precision="bf16", loss="fused", halves=True)
     made = native_engine(model, setup, World(device=DEVICE))
     losses = [made.step([micro_batch(step, rows, length, packed=packed)]).loss for step in range(3)]
     return losses, [weight.cpu() for _, weight in made.trained_weights()]

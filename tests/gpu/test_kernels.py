@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardtune.engines.masters import FEW, add_up_rows
+from shardtune.engines.halved import FEW, add_up_rows
 from shardtune.engines.score import score_in_place
 from shardtune.models.across import stand_together
 from shardtune.models.added import added

@@ -34,11 +34,11 @@ CASES: dict[str, tuple[Adapter, str]] = {
 }
 
 
-def setup(loss: Loss = "plain", *, masters: bool = False) -> EngineSetup:
+def setup(loss: Loss = "plain", *, halves: bool = False) -> EngineSetup:
     # A norm of 2 is what a dry run sees; a real one is clipped at next to nothing, as surely.
     schedule = Schedule("cosine", 1e-4, 0, 9)
     rule = OptimizerSetup("adamw")
-    return EngineSetup("bf16", rule, schedule, 1e-3, 0, loss=loss, masters=masters)
+    return EngineSetup("bf16", rule, schedule, 1e-3, 0, loss=loss, halves=halves)
 
 
 def alone(strategy: Strategy, ranks: int, case: str) -> bool:
@@ -66,7 +66,7 @@ def dry(
     return dry_run(
         blueprint,
         strategy,
-        setup(loss, masters=alone(strategy, ranks, case)),
+        setup(loss, halves=alone(strategy, ranks, case)),
         ranks=ranks,
         rows=ROWS,
         length=LENGTH,
@@ -89,7 +89,7 @@ def real(
     section = ModelSection.model_validate({"name": "tiny", "quantization": quantization})
     blueprint = ModelBlueprint(section, adapter, train(checkpointing))
     batches = [micro_batch(ROWS, LENGTH, packed=packed)] * microbatches
-    told = setup(loss, masters=alone(strategy, world.size, case))
+    told = setup(loss, halves=alone(strategy, world.size, case))
     return replay(blueprint, strategy, told, world, batches, vocabulary=tiny.VOCABULARY)
 
 

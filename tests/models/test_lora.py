@@ -63,7 +63,8 @@ JOINED = {
 IDS = torch.tensor([[3, 9, 27, 14, 42, 59, 43, 62, 52], [5, 25, 58, 22, 43, 14, 3, 15, 8]])
 
 
-def model_of(family: str, adapter: LoRA | None = None, **changes: Any) -> Any:
+def base_of(family: str, **changes: Any) -> Any:
+    """A small model with weights of a size that shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng():
@@ -72,7 +73,13 @@ def model_of(family: str, adapter: LoRA | None = None, **changes: Any) -> Any:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
-        adapted = add_adapter(model, adapter or LoRA(rank=4, alpha=8), seed=0)
+    return model
+
+
+def model_of(family: str, adapter: LoRA | None = None, **changes: Any) -> Any:
+    adapted = add_adapter(base_of(family, **changes), adapter or LoRA(rank=4, alpha=8), seed=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:  # zeros, which would hide the adapters
                 nn.init.normal_(parameter, std=0.2)

@@ -6,31 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardtune.core import joined as families
 from shardtune.models.parts import decoder_layers
 from shardtune.models.silu import opened_back
-from shardtune.models.whole import JointLinear, Opening, Together, WholeMLP, prepare
+from shardtune.models.whole import JointLinear, OnHalves, Opening, WholeMLP, prepare
 from tests.models.exact import distance, some
-from tests.models.test_lora import IDS, OTHERS, SHAPE, kinds
+from tests.models.test_lora import IDS, SHAPE, kinds
+from tests.models.test_lora import base_of as model_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 TOGETHER = {
     family: (Opening, Opening if family == "gemma" else WholeMLP) for family in families.JOINED
 } | {"phi3": (), "olmo": ()}
-
-
-def model_of(family: str, **changes: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        shape = SHAPE | OTHERS.get(family, {}) | changes
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 def prepared(model: Any) -> Any:
@@ -41,8 +30,8 @@ def prepared(model: Any) -> Any:
 
 def joined(model: Any) -> Any:
     for module in prepared(model).modules():
-        if isinstance(module, Together):
-            module.join_copies()
+        if isinstance(module, OnHalves):
+            module.join_halves()
     return model
 
 

@@ -15,7 +15,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.engines.ddp import native_engine
-from shardtune.engines.masters import MasterEngine
+from shardtune.engines.halved import HalvedEngine
 from shardtune.engines.native import NativeEngine
 from shardtune.job import ModelSection, NoAdapter, TrainSection
 from shardtune.models.blueprint import ModelBlueprint
@@ -30,7 +30,7 @@ RATE = 1e-2
 def make(
     precision: Precision = "bf16",
     *,
-    masters: bool = True,
+    halves: bool = True,
     together: bool = False,
     rate: float = RATE,
     loss: Any = "fused",
@@ -42,7 +42,7 @@ def make(
             prepare(layer, model.config.model_type)
     rule = OptimizerSetup(betas=(0.9, 0.95), weight_decay=0.1)
     schedule = Schedule("constant", rate, 0, 100)
-    setup = EngineSetup(precision, rule, schedule, 1.0, 0, loss=loss, masters=masters)
+    setup = EngineSetup(precision, rule, schedule, 1.0, 0, loss=loss, halves=halves)
     return native_engine(model, setup, World())
 
 
@@ -78,7 +78,7 @@ def test_gradients_are_as_near_to_fp32_as_autocasts(together: bool, loss: str) -
     """Weight by weight. Half of the tokens are one: its row is the sum of hundreds."""
     given = batch(3, 8, 128)
     given.input_ids[:, ::2] = 7
-    engines = (make("fp32", masters=False), make(masters=False), make(together=together, loss=loss))
+    engines = (make("fp32", halves=False), make(halves=False), make(together=together, loss=loss))
     right, autocast, ours = (gradients(engine, given) for engine in engines)
     for name, exact in right.items():
         near = distance(autocast[name], exact.double())
@@ -86,13 +86,13 @@ def test_gradients_are_as_near_to_fp32_as_autocasts(together: bool, loss: str) -
 
 
 def test_losses_follow_those_of_autocast() -> None:
-    ours, theirs = taken(make(), 6), taken(make(masters=False), 6)
+    ours, theirs = taken(make(), 6), taken(make(halves=False), 6)
     assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in theirs], rel=0.01)
 
 
 def test_the_model_has_upper_halves_and_the_names_stay() -> None:
     engine = make()
-    assert isinstance(engine, MasterEngine)
+    assert isinstance(engine, HalvedEngine)
     inside = dict(engine.module().named_parameters())
     assert inside.keys() == engine.trained.keys()
     assert {each.dtype for each in inside.values()} == {torch.bfloat16}
@@ -138,17 +138,17 @@ def test_a_step_that_is_left_out_leaves_everything() -> None:
     assert engine.step([batch(1)]).applied
 
 
-@pytest.mark.parametrize("masters", [True, False])
-def test_a_state_goes_on_to_the_bit_and_elsewhere(masters: bool) -> None:
+@pytest.mark.parametrize("halves", [True, False])
+def test_a_state_goes_on_to_the_bit_and_elsewhere(halves: bool) -> None:
     engine = make()
     taken(engine, 3)
     tensors, numbers = engine.state()
-    other = make(masters=masters)
+    other = make(halves=halves)
     other.load_state({name: each.clone() for name, each in tensors.items()}, numbers)
     before = dict(engine.trained_weights())
     assert all(torch.equal(weight, before[name]) for name, weight in other.trained_weights())
     mine, theirs = engine.step([batch(7)]), other.step([batch(7)])
-    if masters:
+    if halves:
         assert (mine.loss, mine.grad_norm) == (theirs.loss, theirs.grad_norm)
         after = dict(engine.trained_weights())
         assert all(torch.equal(weight, after[name]) for name, weight in other.trained_weights())
@@ -203,7 +203,7 @@ def test_a_model_with_fp32_buffers_answers() -> None:
     config = OpenAIGPTConfig(vocab_size=67, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     model = OpenAIGPTLMHeadModel(config)
     schedule = Schedule("constant", RATE, 0, 100)
-    setup = EngineSetup("bf16", OptimizerSetup(), schedule, 1.0, 0, masters=True)
+    setup = EngineSetup("bf16", OptimizerSetup(), schedule, 1.0, 0, halves=True)
     engine = native_engine(model, setup, World())
     given = batch(1)
     probe = MicroBatch(

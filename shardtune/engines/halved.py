@@ -31,7 +31,7 @@ FEW = 3072
 """Tokens up to which torch adds up an embedding's gradient on a GPU in its own precision."""
 
 
-class MasterEngine(NativeEngine):
+class HalvedEngine(NativeEngine):
     """What is trained is a weight of the model and its lower half beside it."""
 
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
@@ -109,7 +109,7 @@ def halve(model: nn.Module) -> dict[str, Tensor]:
         for module, leaf in found:  # shared ones stay shared
             setattr(module, leaf, upper)
     for module in model.modules():
-        join: Any = getattr(module, "join_copies", None)
+        join: Any = getattr(module, "join_halves", None)
         if join is not None:
             join()
     return beside
