@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from shardtune.launch.without_bf16 import widen_products
 from tests import async_io
+
+widen_products()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

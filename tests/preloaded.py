@@ -21,8 +21,10 @@ import torch.distributed.tensor
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import tests.numerics.test_factorisations  # noqa: F401
+from shardtune.launch.without_bf16 import widen_products
 
 torch.set_num_threads(1)
+widen_products()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for package in ("deepspeed", "bitsandbytes"):

@@ -26,6 +26,7 @@ from shardtune.launch import PULSE, STARTED_BY_US
 from shardtune.launch.meet import meet
 from shardtune.launch.process import answer_with_stack
 from shardtune.launch.settings import torch_settings
+from shardtune.launch.without_bf16 import widen_products
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -108,6 +109,7 @@ def join(threads: int) -> Iterator[JoinedWorld]:
         die_with_parent(int(launcher))
     answer_with_stack()
     torch.set_num_threads(threads)
+    widen_products()
     device = "cpu"
     if torch.cuda.is_available():
         # torch reads them with its first tensor. Our launcher has set them; others have not.

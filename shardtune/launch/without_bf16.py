@@ -1,0 +1,70 @@
+"""Products in bf16 on an ARM CPU that has no instructions for them (Graviton 2, Ampere Altra).
+
+torch asks oneDNN for each in vain, warns of it in fifty lines, and then multiplies number by
+number: a hundred times slower than in fp32. Here what goes in is widened, and the result is rounded
+once, as it is where a product is added up in fp32.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROUNDED = {
+    "mm": 1,
+    "addmm": 1,
+    "bmm": 1,
+    "baddbmm": 1,
+    "_scaled_dot_product_flash_attention_for_cpu": 1,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 3,
+}
+"""Operations, and how many of their results, the first ones, are as precise as what went in."""
+
+_registered: list[Any] = []
+
+
+def is_slow() -> bool:
+    """Whether this CPU is of that kind."""
+    asked: Any = torch.ops.mkldnn
+    known = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return known and platform.machine() == "aarch64" and not asked._is_mkldnn_bf16_supported()
+
+
+def widen_products() -> None:
+    """For this process, where it is worth it."""
+    if not _registered and is_slow():
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        _registered.append(library)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there was another one before
+            for name, rounded in ROUNDED.items():
+                library.impl(name, _widened(name, rounded), "CPU", with_keyset=True)
+
+
+def _widened(name: str, rounded: int) -> Callable[..., Any]:
+    kernel: Any = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def called(keys: Any, *given: Any, **named: Any) -> Any:
+        if not any(map(_narrow, (*given, *named.values()))):
+            return kernel.call_boxed(keys, *given, **named)
+        wide = {name: _wide(each) for name, each in named.items()}
+        found = kernel.call_boxed(keys, *map(_wide, given), **wide)
+        if isinstance(found, Tensor):
+            return found.bfloat16()
+        return (*(each.bfloat16() for each in found[:rounded]), *found[rounded:])
+
+    return called
+
+
+def _wide(given: Any) -> Any:
+    return given.float() if _narrow(given) else given
+
+
+def _narrow(given: object) -> bool:
+    return isinstance(given, Tensor) and given.dtype == torch.bfloat16
