@@ -74,6 +74,10 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
     if job.train.precision == "fp8-base":  # what follows divides weights, or packs them
         lean = {**lean, "precision": "bf16"}
     names, leaner = train(lean)
+    if job.halves_weights(cluster.gpus) and cluster.gpu.name != "CPU":
+        paged = job.train.optimizer.model_copy(update={"paged": True})
+        update = {"train": leaner.train.model_copy(update={"optimizer": paged})}
+        yield {**names, "train.optimizer.paged": True}, leaner.model_copy(update=update)
     for strategy in _sharded(cluster):
         yield (
             {**names, "strategy.type": strategy.type, **_settings(strategy)},

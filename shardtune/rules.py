@@ -97,6 +97,22 @@ def _bits(job: Job) -> int:
     return job.train.optimizer.bits if isinstance(job.train.optimizer, AdamW) else 32
 
 
+def _paged(job: Job) -> bool:
+    return isinstance(job.train.optimizer, AdamW) and job.train.optimizer.paged
+
+
+def _not_all(job: Job) -> str:
+    """What keeps one rank from training all weights with halves of them in main memory."""
+    reasons = {
+        f"an adapter ({job.adapter.type}) is trained": not isinstance(job.adapter, NoAdapter),
+        f"precision is {job.train.precision}": job.train.precision != "bf16",
+        f"moments have {_bits(job)} bits": _bits(job) != 32,
+        f"strategy is {job.strategy.type}": job.strategy.type != "ddp",
+        f"there are {_processes(job)} ranks": _processes(job) > 1,
+    }
+    return " and ".join(reason for reason, holds in reasons.items() if holds)
+
+
 def _offload(job: Job) -> ZeRO:
     """Where DeepSpeed is to keep what; nowhere else than usual under other strategies."""
     return job.strategy.zero_optimization if isinstance(job.strategy, DeepSpeed) else ZeRO()
@@ -295,6 +311,16 @@ RULES: tuple[Rule, ...] = (
             "share would be unpacked to 32 bits in every update"
         ),
         "set train.optimizer.bits: 32, or offload_optimizer.device: none",
+    ),
+    Rule(
+        "paged-where-one-gpu-trains-all",
+        ("train", "optimizer", "paged"),
+        lambda job: _paged(job) and not job.halves_weights(_processes(job)),
+        lambda job: (
+            "a GPU reads the update's memory over the bus where it alone trains all weights in "
+            f"bf16; here {_not_all(job)}"
+        ),
+        "leave paged out; with several GPUs use strategy: {type: fsdp, offload: cpu}",
     ),
     Rule(
         "tensor-has-no-loss-scale",

@@ -202,6 +202,21 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.optimizer.bits: 32, or offload_optimizer.device: none",
         ),
     ),
+    "paged-where-one-gpu-trains-all": (
+        {
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp"},
+            "launch": {"processes": 2},
+            "train": {"optimizer": {"type": "adamw", "bits": 8, "paged": True}},
+        },
+        Problem(
+            "train.optimizer.paged",
+            "a GPU reads the update's memory over the bus where it alone trains all weights in "
+            "bf16; here an adapter (lora) is trained and moments have 8 bits and strategy is fsdp "
+            "and there are 2 ranks",
+            "leave paged out; with several GPUs use strategy: {type: fsdp, offload: cpu}",
+        ),
+    ),
     "tensor-has-no-loss-scale": (
         {
             "strategy": {"type": "tensor", "degree": 2},

@@ -30,6 +30,8 @@ class OptimizerSetup:
     weight_decay: float = 0.0
     bits: Bits = 32
     """Of each moment; 8 adds an fp32 scale for each block of them."""
+    paged: bool = False
+    """All that the update remembers lies in main memory, where the GPU reads and writes it."""
 
     def moment_bytes(self, weights: Iterable[int]) -> int:
         """What the moments of weights of so many elements take, undivided."""

@@ -8,7 +8,7 @@ products left them; where several micro-batches are added up they become fp32 be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardtune.engines.halves import joined, split
 from shardtune.engines.mixed import answer_under_autocast
 from shardtune.engines.native import COMPUTE, NativeEngine
 from shardtune.engines.one_pass import OnePassAdamW
+from shardtune.engines.paged import in_main_memory
 from shardtune.engines.tensors import size_of
 
 FEW = 3072
@@ -36,14 +37,14 @@ class HalvedEngine(NativeEngine):
 
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
         assert COMPUTE[setup.precision] == torch.bfloat16
-        self.beside = halve(model)
+        self.beside = halve(model, paged=setup.optimizer.paged)
         add_up_rows(model)
         answer_under_autocast(model, torch.bfloat16)  # buffers are in fp32
         super().__init__(model, setup, world)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
+    def _make_optimizer(self) -> OnePassAdamW:
         lower = {self.trained[name]: half for name, half in self.beside.items()}
-        return OnePassAdamW(super()._make_optimizer(), lower)
+        return OnePassAdamW(super()._make_optimizer(), lower, paged=self.setup.optimizer.paged)
 
     def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, upper in self.trained.items():
@@ -64,10 +65,20 @@ class HalvedEngine(NativeEngine):
     def _put(self, name: str, weight: Tensor) -> None:
         split(weight, self.trained[name], self.beside[name])
 
+    def _remember(self, name: str, moments: dict[str, Tensor]) -> None:
+        assert isinstance(self.optimizer, OnePassAdamW)
+        self.optimizer.take_over(self.trained[name], moments)
+
+    def _moments(self, name: str) -> Mapping[str, Tensor]:
+        if self.setup.optimizer.paged and self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # a GPU may still write to main memory
+        return super()._moments(name)
+
     def held(self) -> Held:
         found = dict(super().held().bytes)
-        found["optim", self._home()] += sum(size_of(each) for each in self.beside.values())
-        return Held(found)
+        home = self._home()
+        size = found.pop(("optim", home)) + sum(size_of(each) for each in self.beside.values())
+        return Held({**found, ("optim", "cpu" if self.setup.optimizer.paged else home): size})
 
     def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
         loss = super()._pass(batch, scale, last=last)
@@ -87,8 +98,9 @@ class HalvedEngine(NativeEngine):
         return norm
 
 
-def halve(model: nn.Module) -> dict[str, Tensor]:
-    """Leaves the upper half of each trained weight in the model; returns the lower ones by name."""
+def halve(model: nn.Module, *, paged: bool = False) -> dict[str, Tensor]:
+    """Leaves the upper half of each trained weight in the model; returns the lower ones by name, in
+    main memory where they are `paged`."""
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     first: dict[nn.Parameter, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -101,7 +113,8 @@ def halve(model: nn.Module) -> dict[str, Tensor]:
     for name, found in places.items():
         weight = model.get_parameter(name)
         upper = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16))
-        beside[name] = torch.empty_like(weight, dtype=torch.int16, requires_grad=False)
+        room = in_main_memory if paged else torch.empty_like
+        beside[name] = room(weight.detach(), dtype=torch.int16)
         with torch.no_grad():
             split(weight, upper, beside[name])
         free: Any = upper

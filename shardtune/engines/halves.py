@@ -17,11 +17,17 @@ NAN = 0x7FC00000
 def split(number: Tensor, upper: Tensor, lower: Tensor) -> None:
     """Writes both halves."""
     bits = torch.where(number.isnan(), NAN, number.contiguous().view(torch.int32))
-    lower.copy_(bits)  # its last 16 bits
-    upper.view(torch.int16).copy_((bits - lower.to(torch.int32)) >> 16)
+    last = bits.to(torch.int16)
+    lower.copy_(last)  # which may lie in main memory
+    upper.view(torch.int16).copy_((bits - last.to(torch.int32)) >> 16)
 
 
 def joined(upper: Tensor, lower: Tensor) -> Tensor:
     """The number, to the bit."""
     high = upper.contiguous().view(torch.int16).to(torch.int32)
-    return high.bitwise_left_shift_(16).add_(lower).view(torch.float32)
+    return high.bitwise_left_shift_(16).add_(_beside(lower, upper)).view(torch.float32)
+
+
+def _beside(lower: Tensor, upper: Tensor) -> Tensor:
+    """It may lie in main memory, pinned: nobody has to wait for it."""
+    return lower.to(upper.device, non_blocking=True)

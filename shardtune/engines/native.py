@@ -270,14 +270,12 @@ class NativeEngine:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         let_go(self.model)
         kept = by_weight(tensors)
-        eight_bit = is_8bit(self.optimizer)
         for name in self.trained:
             found = {kind: self._share(tensors, kind, name) for kind in kept[name]}
             with torch.no_grad():
                 self._put(name, found.pop("weight"))
             if found:
-                state = packed(found, self.optimizer) if eight_bit else found
-                self.optimizer.state[self.shares[name]] = state
+                self._remember(name, found)
         self.taken = int(numbers["taken"])
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
@@ -287,6 +285,11 @@ class NativeEngine:
     def _put(self, name: str, weight: Tensor) -> None:
         """Takes over this rank's share of a weight."""
         local(self.trained[name]).copy_(weight)
+
+    def _remember(self, name: str, moments: dict[str, Tensor]) -> None:
+        """Takes over this rank's share of a weight's moments."""
+        state = packed(moments, self.optimizer) if is_8bit(self.optimizer) else moments
+        self.optimizer.state[self.shares[name]] = state
 
     def __enter__(self) -> NativeEngine:
         return self

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.engines.halves import NAN, joined, split
+from shardtune.engines.paged import in_main_memory
 
 try:
     import triton
@@ -21,15 +22,28 @@ except ImportError:  # on a machine without a GPU
     triton = None
 
 BLOCK = 1024
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OnePassAdamW(torch.optim.AdamW):
     """Keeps the same state as torch's, under the same names."""
 
-    def __init__(self, usual: torch.optim.Optimizer, lower: Mapping[nn.Parameter, Tensor]) -> None:
-        """As `usual` is told, on weights of bf16 whose lower halves are given."""
+    def __init__(
+        self,
+        usual: torch.optim.Optimizer,
+        lower: Mapping[nn.Parameter, Tensor],
+        *,
+        paged: bool = False,
+    ) -> None:
+        """As `usual` is told, on weights of bf16 whose lower halves are given. `paged` moments lie
+        in main memory, which is asked for at once: that there is too little shows early."""
         super().__init__(usual.param_groups, fused=True)
         self._lower = dict(lower)
+        self._places: dict[nn.Parameter, list[Tensor]] = {}
+        if paged:
+            self._places = {
+                weight: [in_main_memory(weight, torch.float32) for _ in MOMENTS] for weight in lower
+            }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -60,9 +74,20 @@ class OnePassAdamW(torch.optim.AdamW):
         state: dict[str, Tensor] = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(weight, dtype=torch.float32)
+            made = self._places.get(weight) or [
+                torch.zeros_like(weight, dtype=torch.float32) for _ in MOMENTS
+            ]
+            state.update(zip(MOMENTS, made, strict=True))
         return state
+
+    def take_over(self, weight: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """A state from elsewhere; paged moments stay where they are."""
+        if not self._places:
+            self.state[weight] = dict(state)
+            return
+        mine = self._state_of(weight)
+        for key, value in state.items():
+            mine[key].copy_(value)
 
 
 @torch.library.custom_op("shardtune::adamw", mutates_args=("weights", "firsts", "seconds", "lower"))

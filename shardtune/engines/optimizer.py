@@ -82,7 +82,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def future_moments(shares: Iterable[Tensor], setup: OptimizerSetup) -> list[Tensor]:
-    """Room for what an optimizer will hold once it has taken a step; nothing is in it."""
+    """Room for what an optimizer will hold once it has taken a step; nothing is in it. What is to
+    be paged is there already, and not on the device."""
+    if setup.paged:
+        return []
     count = 2 if setup.type == "adamw" else int(setup.momentum > 0)
     kind = torch.uint8 if setup.bits == 8 else torch.float32
     return [torch.empty_like(local(each), dtype=kind) for each in shares for _ in range(count)]

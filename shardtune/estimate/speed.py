@@ -231,17 +231,20 @@ class _Step:
     # Updating ----------------------------------------------------------------------------------
 
     def _update(self) -> tuple[float, float]:
-        """The optimizer on the GPU; or the way to the host, the update there, and the way back."""
+        """The optimizer on the GPU, which may read its states from the host and write them back; or
+        the way to the host, the update there, and the way back."""
         widths = self.work.widths
         trained = self.work.trained(self.shape) * held_share(self.shape, self.cut)
         own = trained / self.layout.divisor("optim", self.mesh)
         passed = own * (2 * widths.gradients + 2 * widths.optimizer + 2 * widths.trained)
         home = self.layout.home.get("optim", "gpu")
+        # Gradients of every micro-batch are added to those before.
+        kept = trained / self.layout.divisor("grads", self.mesh)
+        sums = self.work.microbatches * kept * (2 + 2 * widths.gradients)
         if home == "gpu":
-            # Gradients of every micro-batch are added to those before.
-            kept = trained / self.layout.divisor("grads", self.mesh)
-            sums = self.work.microbatches * kept * (2 + 2 * widths.gradients)
             return (passed + sums) / self.on.bytes, self._from_host()
+        if self.work.paged:  # both ways at once, and nothing else takes as long
+            return sums / self.on.bytes, own * widths.optimizer / self._host
         neighbours = min(self.mesh.size, self.cluster.gpus_per_node)
         way = own * (widths.gradients + widths.trained) / self._host
         update = passed * neighbours / self.on.time.cpu_bytes

@@ -17,6 +17,8 @@ from shardtune.core.world import World
 from shardtune.engines.ddp import native_engine
 from shardtune.engines.halved import HalvedEngine
 from shardtune.engines.native import NativeEngine
+from shardtune.engines.one_pass import OnePassAdamW
+from shardtune.engines.optimizer import future_moments
 from shardtune.job import ModelSection, NoAdapter, TrainSection
 from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.parts import decoder_layers
@@ -34,13 +36,14 @@ def make(
     together: bool = False,
     rate: float = RATE,
     loss: Any = "fused",
+    paged: bool = False,
 ) -> NativeEngine:
     train = TrainSection(precision=precision)
     model: Any = ModelBlueprint(ModelSection(name="tiny"), NoAdapter(), train).whole("cpu")
     if together:
         for layer in decoder_layers(model):
             prepare(layer, model.config.model_type)
-    rule = OptimizerSetup(betas=(0.9, 0.95), weight_decay=0.1)
+    rule = OptimizerSetup(betas=(0.9, 0.95), weight_decay=0.1, paged=paged)
     schedule = Schedule("constant", rate, 0, 100)
     setup = EngineSetup(precision, rule, schedule, 1.0, 0, loss=loss, halves=halves)
     return native_engine(model, setup, World())
@@ -164,6 +167,35 @@ def test_what_is_held() -> None:
     engine.step([batch(1), batch(2)])
     assert one == {"params": 2, "grads": 2, "optim": 10}
     assert engine.held().of("grads") == 4 * numbers
+
+
+def test_paged_states_are_the_same_and_lie_elsewhere() -> None:
+    """Here on a CPU, where it makes no difference; `tests/gpu/test_paged.py` has a bus."""
+    plain, paged = make(), make(paged=True)
+    assert taken(plain, 3) == taken(paged, 3)
+    home: dict[Any, int] = paged.held().bytes
+    assert home["optim", "cpu"] == plain.held().of("optim")
+    assert ("optim", "gpu") not in home
+    tensors, numbers = paged.state()
+    assert all(torch.equal(each, tensors[name]) for name, each in plain.state()[0].items())
+    other = make(paged=True)
+    places = {name: each.data_ptr() for name, each in moments(other).items()}
+    other.load_state({name: each.clone() for name, each in tensors.items()}, numbers)
+    assert {name: each.data_ptr() for name, each in moments(other).items()} == places
+    mine, theirs = paged.step([batch(7)]), other.step([batch(7)])
+    assert (mine.loss, mine.grad_norm) == (theirs.loss, theirs.grad_norm)
+
+
+def test_nothing_on_the_device_is_kept_free_for_what_is_paged() -> None:
+    setup = OptimizerSetup(paged=True)
+    assert future_moments(make().trained.values(), setup) == []
+
+
+def moments(engine: NativeEngine) -> dict[str, Tensor]:
+    """Where they are to lie."""
+    assert isinstance(engine.optimizer, OnePassAdamW)
+    places = engine.optimizer._places
+    return {name: places[weight][0] for name, weight in engine.trained.items()}
 
 
 def test_a_micro_batch_without_labels_is_nothing() -> None:

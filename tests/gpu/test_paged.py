@@ -1,0 +1,116 @@
+"""The optimizer's states in main memory, which a real GPU reads and writes over its bus."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardtune.checkpoint.snapshot import Snapshot
+from shardtune.core.world import World
+from shardtune.engines.halved import HalvedEngine
+from shardtune.engines.native import NativeEngine
+from shardtune.engines.paged import in_main_memory
+from shardtune.models import flash
+from shardtune.models.attention import use_boundaries
+from tests.engines.test_offload import SETUP
+from tests.synthetic import batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+DEVICE = "cuda:0"
+CYCLES = 2_000_000_000  # about a second of any GPU of today
+
+
+def make(*, paged: bool) -> HalvedEngine:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8,
+        intermediate_size=4096, vocab_size=1024, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).to(DEVICE)
+    use_boundaries(model, DEVICE, torch.bfloat16)
+    rule = replace(SETUP.optimizer, paged=paged)
+    setup = replace(SETUP, precision="bf16", loss="fused", halves=True, optimizer=rule)
+    return HalvedEngine(model, setup, World(device=DEVICE))
+
+
+def run(made: NativeEngine) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses, all that is trained and remembered, and what stays allocated."""
+    losses = [made.step([batch(step, rows=2, length=512)]).loss for step in range(4)]
+    tensors = {name: each.cpu().clone() for name, each in made.state()[0].items()}
+    for weight in made.trained.values():
+        weight.grad = None
+    gc.collect()
+    torch.cuda.synchronize()
+    return losses, tensors, torch.cuda.memory_allocated()
+
+
+def test_steps_are_the_same_to_the_bit_in_ten_bytes_a_weight_less() -> None:
+    why = flash.why_not(DEVICE, torch.bfloat16, 8, 8, 128)
+    if why is not None:
+        pytest.skip(f"no attention that gives the same gradient twice: {why}")
+    losses, tensors, most = run(make(paged=False))
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine = make(paged=True)
+    found, mine, least = run(engine)
+    assert found == losses
+    assert all(torch.equal(mine[name], tensors[name]) for name in tensors)
+    numbers = sum(weight.numel() for weight in engine.trained.values())
+    assert most - least == pytest.approx(10 * numbers, rel=0.02)
+    assert engine.held().bytes["optim", "cpu"] == 10 * numbers
+    assert all(each.is_pinned() for each in engine.beside.values())
+
+
+def test_a_copy_waits_for_the_update_and_the_next_update_for_the_copy() -> None:
+    """A GPU that is held up writes late; what is saved is what it wrote."""
+    engine = make(paged=True)
+    engine.step([batch(0, rows=2, length=512)]).read()  # type: ignore[attr-defined]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    engine.step([batch(1, rows=2, length=512)])
+    snapshot = Snapshot()
+    copies = snapshot.take(engine.pieces()[0])
+    torch.cuda._sleep(CYCLES)
+    engine.step([batch(2, rows=2, length=512)])
+    snapshot.settle()
+    other = make(paged=True)
+    for number in range(2):
+        other.step([batch(number, rows=2, length=512)])
+    right = other.state()[0]
+    for copy in copies:
+        torch.testing.assert_close(copy.tensor, right[copy.key].cpu(), rtol=1e-2, atol=1e-4)
+    assert any(copy.key.startswith("exp_avg.") for copy in copies)
+
+
+def test_a_state_that_is_read_stays_in_main_memory() -> None:
+    engine = make(paged=True)
+    for number in range(2):
+        engine.step([batch(number, rows=2, length=512)])
+    tensors, numbers = engine.state()
+    kept = {name: each.cpu().clone() for name, each in tensors.items()}
+    other = make(paged=True)
+    before = torch.cuda.memory_allocated()
+    other.load_state(kept, numbers)
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    again = other.state()[0]
+    assert all(torch.equal(each, again[name].cpu()) for name, each in kept.items())
+
+
+def test_memory_is_given_back() -> None:
+    weight = nn.Parameter(torch.empty(1 << 20, device=DEVICE))
+    made = in_main_memory(weight.detach(), torch.float32)
+    assert made.is_pinned()
+    storage = made.untyped_storage()
+    del made
+    assert not torch.empty(0).set_(storage).is_pinned()
