@@ -14,6 +14,7 @@ NF4: Sections = {"quantization": "nf4"}
 FULL: Sections = {"gradient_checkpointing": "full"}
 FP8: dict[str, Sections] = {"shardtune": {"train": {"precision": "fp8-base"}}}
 WIDE: Sections = {"gradient_checkpointing": "mlp"}
+PAGED: Sections = {"optimizer": {"type": "adamw", "paged": True}}
 LEAST: Sections = {"gradient_checkpointing": "most", "offload_activations": True}
 
 OURS: dict[str, dict[str, Sections]] = {
@@ -25,7 +26,7 @@ OURS: dict[str, dict[str, Sections]] = {
     "fp8 2x8192": FP8,
     "nf4 8x2048": {"shardtune": {}},
     "70B nf4 4x2048": {"shardtune": {"train": WIDE}},
-    "1B all 8x2048": {"shardtune": {}},
+    "1B all 8x2048": {"shardtune": {}, "shardtune, paged": {"train": PAGED}},
     "packed 8x2048": {"shardtune": {}},
 }
 """What our job says beyond the row's model, batch, adapter and base; several names, several runs.

@@ -3,10 +3,12 @@
     shardtune bench --out machine.yaml
     python -m benchmarks.planner_gpu machine.yaml > log
     python -m benchmarks.planner_gpu machine.yaml --compare log
+    python -m benchmarks.planner_gpu machine.yaml --records docs/benchmarks/gpu.json
 
 Every job runs on the ordinary engine, in a process of its own, on random weights of the true shape.
 The forecast is made before, from the profile that `shardtune bench` has written. `--compare` sets
-today's forecast beside what an earlier run measured, without a GPU.
+today's forecast beside what an earlier run measured, without a GPU; so does `--records`, beside
+what `benchmarks.gpu` has measured of ours.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_card import clocked
-from benchmarks.table import write_table
+from benchmarks.gpu_cases import CASES, OURS, our_job
+from benchmarks.gpu_report import latest
+from benchmarks.table import DOCS, write_table
 from shardtune.core.cluster import Cluster, parse_cluster
 from shardtune.core.known_models import catalogue, known_model
 from shardtune.core.world import World
@@ -60,9 +64,12 @@ PLAIN = {"loss": "plain", "kernels": "eager"}
 MLP, MOST = ({"gradient_checkpointing": level} for level in ("mlp", "most"))
 KEPT = MLP | {"keep_layers": 12}
 AWAY = {"offload_activations": True}
+PAGED = {"optimizer": {"type": "adamw", "paged": True}}
 FP8 = {"precision": "fp8-base"}
 JOBS: dict[str, dict[str, Any]] = {
     "1 B, all weights, 8 x 2048": job(SMALL, 8, 2048),
+    "1 B, all weights, paged, 8 x 2048": job(SMALL, 8, 2048, train=PAGED),
+    "8 B, all weights, paged, 8 x 2048": job(LARGE, 8, 2048, train=PAGED),
     "1 B, all weights, plain, 4 x 2048": job(SMALL, 4, 2048, train=PLAIN),
     "1 B, all weights, recomputed, 2 x 16384": job(SMALL, 2, 16384, train=FULL),
     "3 B, all weights, recomputed, 8 x 2048": job(MIDDLE, 8, 2048, train=FULL),
@@ -142,8 +149,11 @@ def measure(what: Job) -> dict[str, float]:
 
 
 def row(name: str, found: Forecast, measured: dict[str, float]) -> list[str]:
+    """What else the card has given away isn't known of every run; then it is what torch had."""
     allocated, used = found.memory.allocated / GIB, found.memory.peak / GIB
     seconds = found.speed.step.total
+    if "used" not in measured:
+        measured, used = measured | {"used": measured["reserved"]}, found.memory.reserved / GIB
     return [
         name,
         f"{allocated:.2f}",
@@ -180,6 +190,22 @@ def compare(log: Path, cluster: Cluster) -> None:
             print(" | ".join(row(name, foretold(name, cluster), measured)))
 
 
+def beside(file: Path, cluster: Cluster) -> list[list[str]]:
+    """Forecasts of our jobs of `benchmarks.gpu`, and what they came to. Which documents share a row
+    no forecast knows: packed ones are left out."""
+    rows = []
+    for record in latest(json.loads(file.read_text(encoding="utf-8"))):
+        case, method = CASES[record["case"]], record["method"]
+        if method not in OURS[case.name] or case.packed or "error" in record:
+            continue
+        what = Job.model_validate_json(json.dumps(our_job(case, method)))
+        found = forecast(what, known_model(case.model), cluster)
+        name = case.name + method.removeprefix("shardtune")
+        measured = {key: record[f"{key}_gib"] for key in ("allocated", "reserved")}
+        rows.append(row(name, found, measured | {"seconds": record["seconds"]}))
+    return rows
+
+
 def measure_all(cluster: Cluster, chosen: list[str]) -> list[list[str]]:
     """Forecast first, then measured, one job after the other."""
     rows = []
@@ -209,6 +235,8 @@ def main() -> int:
     parser.add_argument("machine", nargs="?", help="profile of this machine, by `shardtune bench`")
     parser.add_argument("jobs", nargs="*", help="words of the jobs to run; all if there are none")
     parser.add_argument("--compare", type=Path, metavar="LOG", help="what an earlier run printed")
+    parser.add_argument("--records", type=Path, metavar="JSON", help="of benchmarks.gpu")
+    parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")
     parser.add_argument("--one", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -220,15 +248,23 @@ def main() -> int:
     if options.compare:
         compare(options.compare, cluster)
         return 0
+    command = machine = ""
+    used = "all that the card had given away after the run: what the allocator reserved, and CUDA's"
+    if options.records:
+        used = "what the allocator had reserved"
+        command = f"planner_gpu {Path(options.machine).name} --records {options.records}"
+        machine = f"for {cluster.name}, beside [what was measured](gpu.md)"
     write_table(
         "planner_gpu",
         "Predicted and measured on a GPU",
         HEADINGS,
-        measure_all(cluster, options.jobs),
+        beside(options.records, cluster) if options.records else measure_all(cluster, options.jobs),
         "Memory in GiB. *Allocated* is what torch's allocator handed out at the peak of a step; "
-        "*in use* is all that the card had given away after the run: what the allocator reserved, "
-        "and CUDA's own. Random weights of the true shape, every token trained, bf16; median of "
-        f"{STEPS} steps, from mark to mark on the card. LoRA of rank 16 on all linear layers.",
+        f"*in use* is {used}. Random weights of the true shape, every token trained, bf16; median "
+        "of some steps, from mark to mark on the card. LoRA of rank 16 on all linear layers.",
+        command=command,
+        machine=machine,
+        folder=options.out,
     )
     return 0
 
