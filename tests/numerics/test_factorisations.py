@@ -134,6 +134,14 @@ def reference_run(adapter: str, packing: bool) -> list[list[float]]:
     return found
 
 
+def near(found: list[list[float]], expected: list[list[float]]) -> None:
+    """The norm is a sum in fp32 over all weights, which an ARM CPU rounds otherwise."""
+    losses, norms = np.transpose(found)
+    right, lengths = np.transpose(expected)
+    np.testing.assert_allclose(losses, right, rtol=1e-6)
+    np.testing.assert_allclose(norms, lengths, rtol=2e-6)
+
+
 @pytest.mark.parametrize(("ranks", "micro_batch"), FACTORISATIONS)
 @pytest.mark.parametrize("packing", [False, True], ids=["single", "packed"])
 def test_every_factorisation_equals_the_full_batch(
@@ -141,7 +149,7 @@ def test_every_factorisation_equals_the_full_batch(
 ) -> None:
     expected = reference_run("none", packing)
     for found in on_ranks(ranks, engine_run, "none", packing, micro_batch):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        near(found, expected)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 3), (2, 2), (3, 4)])
