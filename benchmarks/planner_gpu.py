@@ -237,6 +237,7 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, metavar="LOG", help="what an earlier run printed")
     parser.add_argument("--records", type=Path, metavar="JSON", help="of benchmarks.gpu")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")
+    parser.add_argument("--note", default="", help="a paragraph to put below the table")
     parser.add_argument("--one", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -253,7 +254,7 @@ def main() -> int:
     if options.records:
         used = "what the allocator had reserved"
         command = f"planner_gpu {Path(options.machine).name} --records {options.records}"
-        machine = f"for {cluster.name}, beside [what was measured](gpu.md)"
+        machine = "from a profile by `shardtune bench`, beside [what was measured](gpu.md)"
     write_table(
         "planner_gpu",
         "Predicted and measured on a GPU",
@@ -261,7 +262,8 @@ def main() -> int:
         beside(options.records, cluster) if options.records else measure_all(cluster, options.jobs),
         "Memory in GiB. *Allocated* is what torch's allocator handed out at the peak of a step; "
         f"*in use* is {used}. Random weights of the true shape, every token trained, bf16; median "
-        "of some steps, from mark to mark on the card. LoRA of rank 16 on all linear layers.",
+        "of some steps, from mark to mark on the card. LoRA of rank 16 on all linear layers."
+        + (f"\n\n{options.note}" if options.note else ""),
         command=command,
         machine=machine,
         folder=options.out,

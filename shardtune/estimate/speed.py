@@ -244,7 +244,8 @@ class _Step:
         if home == "gpu":
             return (passed + sums) / self.on.bytes, self._from_host()
         if self.work.paged:  # both ways at once, and nothing else takes as long
-            return sums / self.on.bytes, own * widths.optimizer / self._host
+            way = own * widths.optimizer / (self._host * self.on.time.paged)
+            return sums / self.on.bytes, way
         neighbours = min(self.mesh.size, self.cluster.gpus_per_node)
         way = own * (widths.gradients + widths.trained) / self._host
         update = passed * neighbours / self.on.time.cpu_bytes
