@@ -31,7 +31,12 @@ class Change:
     """Whether training gives the same as before."""
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.values.items())
+        """As it would be written behind a command."""
+        words = {
+            key: str(value).lower() if value is True else value
+            for key, value in self.values.items()
+        }
+        return " ".join(f"{key}={value}" for key, value in words.items())
 
 
 def smallest_change(job: Job, shape: ModelShape, cluster: Cluster) -> Change | None:
@@ -75,15 +80,22 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
         lean = {**lean, "precision": "bf16"}
     names, leaner = train(lean)
     if job.halves_weights(cluster.gpus) and cluster.gpu.name != "CPU":
-        paged = job.train.optimizer.model_copy(update={"paged": True})
-        update = {"train": leaner.train.model_copy(update={"optimizer": paged})}
-        yield {**names, "train.optimizer.paged": True}, leaner.model_copy(update=update)
+        for update in ({}, own, fused, lean):  # nothing else has to be given up, if that is enough
+            yield _paged(*train(update))
     for strategy in _sharded(cluster):
         yield (
             {**names, "strategy.type": strategy.type, **_settings(strategy)},
             leaner.model_copy(update={"strategy": strategy}),
         )
     yield from _other_results(names, leaner, cluster)
+
+
+def _paged(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
+    """What the update remembers lies in main memory."""
+    told = {"train.optimizer.type": "adamw", "train.optimizer.paged": True}
+    rule = job.train.optimizer.model_copy(update={"paged": True})
+    train = job.train.model_copy(update={"optimizer": rule})
+    return {**names, **told}, job.model_copy(update={"train": train})
 
 
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:

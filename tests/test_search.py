@@ -185,6 +185,20 @@ def test_the_smallest_change_leaves_the_result_alone_where_it_can() -> None:
     assert list(change.values) == ["train.micro_batch"]
 
 
+def test_all_weights_of_8_b_fit_into_80_gb_where_the_states_lie_elsewhere() -> None:
+    """By themselves: nothing has to be computed again, and no row taken off."""
+    what = job("llama-3.1-8b", train={"micro_batch": 1, "global_batch": 1, "loss": "fused"})
+    shape, cluster = known_model("llama-3.1-8b"), parse_cluster("1xA100-80GB")
+    change = smallest_change(what, shape, cluster)
+    assert change is not None
+    assert str(change) == "train.optimizer.type=adamw train.optimizer.paged=true"
+    assert change.same_result
+    whole, found = forecast(what, shape, cluster), change.found
+    assert found.memory.gpu["optimizer"] == 0
+    assert found.memory.host - whole.memory.host == pytest.approx(10 * shape.parameters)
+    assert found.speed.step.offload > 10 * whole.speed.step.optimizer
+
+
 def test_8_bit_weights_that_do_not_fit_are_given_up_for_others() -> None:
     """Only whole weights are held so; what divides or packs them needs another precision."""
     what = job(
