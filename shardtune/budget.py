@@ -2,7 +2,7 @@
 
 Every level that the engine has is forecast, those between `none` and `full` with as many layers as
 fit that keep all. Of what fits the fastest is taken. A little is left free: forecasts of our own
-jobs were off by 3 % of what was in use.
+jobs were off by 2 % of what was allocated, and the allocator may reserve some more.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _pair(predicted: float, measured: float) -> dict[str, float | None]:
 
 def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """What `job` will hold, send and take on all GPUs of `cluster`."""
-    mesh, layout = job.strategy.mesh(cluster.gpus), job.layout()
+    mesh, layout = job.strategy.mesh(cluster.gpus), job.layout(cluster.gpus)
     mesh.require(cluster.gpus)
     require_cuttable(shape, mesh, layout.pipelining)
     work = workload(job, shape, mesh)
@@ -230,7 +230,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         checkpointing="none" if level == "auto" else level,
         kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,
-        paged=isinstance(train.optimizer, AdamW) and train.optimizer.paged,
+        paged=job.pages_states(mesh.size),
         attention="eager" if job.model.attention == "eager" else "sdpa",
         loss="pieces" if train.loss == "fused" and whole else "plain",
         kernels="compiled" if train.kernels == "compiled" else "eager",

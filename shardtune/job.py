@@ -417,13 +417,17 @@ class Job(Section):
     """Ludwig's name for `launch` and `strategy`; give one or the other."""
     save: SaveSection = SaveSection()
 
-    def layout(self) -> Layout:
+    def layout(self, ranks: int) -> Layout:
         """What the strategy declares, and where the optimizer's part of it lies."""
         found = self.strategy.layout()
-        rule = self.train.optimizer
-        if isinstance(rule, AdamW) and rule.paged:
+        if self.pages_states(ranks):
             return replace(found, home={**found.home, "optim": "cpu"})
         return found
+
+    def pages_states(self, ranks: int) -> bool:
+        """Whether the update remembers in main memory. On several ranks it is refused."""
+        rule = self.train.optimizer
+        return isinstance(rule, AdamW) and rule.paged and self.halves_weights(ranks)
 
     def halves_weights(self, ranks: int) -> bool:
         """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones:

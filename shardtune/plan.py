@@ -45,4 +45,4 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
         offload_activations=train.offload_activations,
         halves=job.halves_weights(mesh.size),
     )
-    return Plan(job.strategy, mesh, job.layout(), setup)
+    return Plan(job.strategy, mesh, job.layout(mesh.size), setup)

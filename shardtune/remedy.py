@@ -10,7 +10,7 @@ from shardtune.budget import BETWEEN, LEVELS
 from shardtune.core.cluster import Cluster, find_gpu, parse_cluster
 from shardtune.core.shape import ModelShape
 from shardtune.forecast import Forecast
-from shardtune.job import Job, LoRA, NoAdapter
+from shardtune.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.search import Candidate, rank, tried
 from shardtune.strategies import FSDP, Strategy
 
@@ -33,7 +33,7 @@ class Change:
     def __str__(self) -> str:
         """As it would be written behind a command."""
         words = {
-            key: str(value).lower() if value is True else value
+            key: str(value).lower() if isinstance(value, bool) else value
             for key, value in self.values.items()
         }
         return " ".join(f"{key}={value}" for key, value in words.items())
@@ -68,10 +68,11 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
     if job.train.keep_layers and level in BETWEEN:
         excepted = {"keep_layers": 0}
         yield train({**fused, **excepted})
-    lean = fused
+    lean, levels = fused, []
     own = {key: value for key, value in fused.items() if key != "micro_batch"}
     for more in LEVELS if level == "auto" else LEVELS[LEVELS.index(level) + 1 :]:
         again = {**excepted, "gradient_checkpointing": more}
+        levels.append({**own, **again})
         if smaller:  # the batch may be what it is; and several are added up in fp32
             yield train({**own, **again})
         lean = {**fused, **again}
@@ -80,8 +81,9 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
         lean = {**lean, "precision": "bf16"}
     names, leaner = train(lean)
     if job.halves_weights(cluster.gpus) and cluster.gpu.name != "CPU":
-        for update in ({}, own, fused, lean):  # nothing else has to be given up, if that is enough
+        for update in ({}, own, *levels, lean):  # the least beside it that is enough
             yield _paged(*train(update))
+    names, leaner = _unpaged(names, leaner)
     for strategy in _sharded(cluster):
         yield (
             {**names, "strategy.type": strategy.type, **_settings(strategy)},
@@ -96,6 +98,15 @@ def _paged(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
     rule = job.train.optimizer.model_copy(update={"paged": True})
     train = job.train.model_copy(update={"optimizer": rule})
     return {**names, **told}, job.model_copy(update={"train": train})
+
+
+def _unpaged(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
+    """For what can't have them."""
+    rule = job.train.optimizer
+    if not isinstance(rule, AdamW) or not rule.paged:
+        return names, job
+    train = job.train.model_copy(update={"optimizer": rule.model_copy(update={"paged": False})})
+    return {**names, "train.optimizer.paged": False}, job.model_copy(update={"train": train})
 
 
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:

@@ -66,6 +66,10 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int 
     if train.offload_activations and not machine.gpus and job.strategy.type in ("ddp", "auto"):
         reasons["train", "offload_activations"] = "no GPU was found"
         train = train.model_copy(update={"offload_activations": False})
+    if job.pages_states(processes) and not machine.gpus:
+        reasons["train", "optimizer", "paged"] = "no GPU was found"
+        rule = train.optimizer.model_copy(update={"paged": False})
+        train = train.model_copy(update={"optimizer": rule})
 
     evaluate = job.evaluate
     if evaluate.every == "auto":

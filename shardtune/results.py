@@ -12,6 +12,7 @@ from shardtune.errors import Problem, RunError
 from shardtune.evaluate.generate import answer, prompt_ids
 from shardtune.job import Job, NoAdapter
 from shardtune.jobfile import load_job
+from shardtune.launch.without_bf16 import widen_products
 from shardtune.models.load import own_dtype
 from shardtune.models.result import load_result, load_result_tokenizer, unquantised
 
@@ -20,6 +21,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     """One answer of the trained model."""
     import torch
 
+    widen_products()
     run, job = _open(directory)
     model = load_result(str(run.result), job.model, job.train.precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,6 +48,7 @@ def merge(directory: Path, target: Path) -> float:
     image: that keeps the digits which quantisation dropped. What comes out is an ordinary model; it
     answers a little otherwise than the one that was trained.
     """
+    widen_products()
     run, job = _open(directory)
     if isinstance(job.adapter, NoAdapter):
         fact = "this run trained all weights: there is no adapter to merge"

@@ -199,6 +199,38 @@ def test_all_weights_of_8_b_fit_into_80_gb_where_the_states_lie_elsewhere() -> N
     assert found.speed.step.offload > 10 * whole.speed.step.optimizer
 
 
+def test_with_paged_states_the_batch_may_stay_what_it_is() -> None:
+    """Of several micro-batches gradients would be added up in fp32."""
+    what = job(
+        "llama-3.1-8b",
+        train={"micro_batch": 8, "global_batch": 8, "loss": "fused", "kernels": "compiled"},
+    )
+    change = smallest_change(what, known_model("llama-3.1-8b"), parse_cluster("1xA40"))
+    assert change is not None
+    assert change.values["train.optimizer.paged"] is True
+    assert "train.micro_batch" not in change.values
+
+
+def test_a_paged_job_that_does_not_fit_is_offered_what_cannot_be_paged() -> None:
+    paged = {"type": "adamw", "paged": True}
+    what = job("llama-3.1-8b", train={"micro_batch": 1, "loss": "fused", "optimizer": paged})
+    change = smallest_change(what, known_model("llama-3.1-8b"), parse_cluster("1xRTX4090"))
+    assert change is not None
+    assert change.values["train.optimizer.paged"] is False
+    assert change.values["strategy.type"] == "fsdp"
+    assert "train.optimizer.paged=false" in str(change)
+
+
+def test_what_is_loaded_is_counted() -> None:
+    """Weights come in fp32, and the largest is there in halves, too, before it goes."""
+    shape = known_model("gemma-2-9b")
+    largest = shape.vocab * shape.hidden
+    for paged, halves in ((True, 2), (False, 4)):
+        what = job("gemma-2-9b", train={"optimizer": {"type": "adamw", "paged": paged}})
+        found = forecast(what, shape, H200).memory.moments["building"]
+        assert found == 4 * shape.parameters + halves * largest
+
+
 def test_8_bit_weights_that_do_not_fit_are_given_up_for_others() -> None:
     """Only whole weights are held so; what divides or packs them needs another precision."""
     what = job(

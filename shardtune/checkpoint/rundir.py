@@ -42,6 +42,7 @@ _FILES = (
 _FREE = {
     *(("train", key) for key in ("micro_batch", "gradient_checkpointing", "keep_layers")),
     *(("train", key) for key in ("memory_gib", "log_every", "rehearse", "offload_activations")),
+    ("train", "optimizer", "paged"),
     ("data", "workers"),
 }
 _FOLDERS = ("checkpoints", "result", "logs")

@@ -13,9 +13,23 @@ from torch import Tensor
 NAN = 0x7FC00000
 """One of the numbers that aren't: of others the upper half might be one."""
 
+AT_ONCE = 1 << 24
+"""Numbers whose halves are made at once."""
+
 
 def split(number: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """Writes both halves."""
+    """Writes both halves, some rows at a time: what lies between takes no memory to speak of."""
+    rows = max(1, AT_ONCE * max(1, len(number)) // max(1, number.numel())) if number.ndim else 0
+    parts = [(number, upper, lower)]
+    if number.numel() > AT_ONCE:
+        parts = list(
+            zip(*(torch.split(each, rows) for each in (number, upper, lower)), strict=True)
+        )
+    for part in parts:
+        _split(*part)
+
+
+def _split(number: Tensor, upper: Tensor, lower: Tensor) -> None:
     bits = torch.where(number.isnan(), NAN, number.contiguous().view(torch.int32))
     last = bits.to(torch.int16)
     lower.copy_(last)  # which may lie in main memory

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardtune.engines.halves import NAN, joined, split
 from shardtune.engines.paged import in_main_memory
+from shardtune.errors import JobError, Problem
 
 try:
     import triton
@@ -36,12 +37,15 @@ class OnePassAdamW(torch.optim.AdamW):
         paged: bool = False,
     ) -> None:
         """As `usual` is told, on weights of bf16 whose lower halves are given. `paged` moments lie
-        in main memory, which is asked for at once: that there is too little shows early."""
+        in main memory, at `places` that are asked for at once: too little of it shows early."""
         super().__init__(usual.param_groups, fused=True)
         self._lower = dict(lower)
-        self._places: dict[nn.Parameter, list[Tensor]] = {}
+        self.places: dict[nn.Parameter, list[Tensor]] = {}
         if paged:
-            self._places = {
+            if triton is None and any(weight.is_cuda for weight in lower):
+                fact = "Triton is missing, and only its kernel reads main memory"
+                raise JobError(Problem("train.optimizer.paged", fact, "pip install triton"))
+            self.places = {
                 weight: [in_main_memory(weight, torch.float32) for _ in MOMENTS] for weight in lower
             }
 
@@ -74,7 +78,7 @@ class OnePassAdamW(torch.optim.AdamW):
         state: dict[str, Tensor] = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            made = self._places.get(weight) or [
+            made = self.places.get(weight) or [
                 torch.zeros_like(weight, dtype=torch.float32) for _ in MOMENTS
             ]
             state.update(zip(MOMENTS, made, strict=True))
@@ -82,7 +86,7 @@ class OnePassAdamW(torch.optim.AdamW):
 
     def take_over(self, weight: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """A state from elsewhere; paged moments stay where they are."""
-        if not self._places:
+        if not self.places:
             self.state[weight] = dict(state)
             return
         mine = self._state_of(weight)

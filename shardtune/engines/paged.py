@@ -18,21 +18,23 @@ from shardtune.errors import JobError, Problem
 def in_main_memory(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros of the form of `like`. Of exactly that size: torch's own pinned memory is rounded up to
     a power of two."""
-    made = torch.zeros(like.shape, dtype=dtype, device="cpu")
-    if like.is_cuda and type(made) is Tensor:  # a fake one has no memory
-        _register(made, like.device)
+    try:
+        made = torch.zeros(like.shape, dtype=dtype, device="cpu")
+    except RuntimeError as error:
+        raise _none(like, dtype, str(error).strip().splitlines()[0]) from error
+    if like.is_cuda and type(made) is Tensor and made.nbytes:  # a fake one has no memory
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        place = made.data_ptr()
+        with torch.cuda.device(like.device):
+            failed = int(runtime.cudaHostRegister(place, made.nbytes, 0))
+        if failed:
+            raise _none(like, dtype, f"CUDA's error {failed} for memory that the GPU may read")
+        weakref.finalize(made, runtime.cudaHostUnregister, place).atexit = False
     return made
 
 
-def _register(made: Tensor, device: torch.device) -> None:
-    if not made.nbytes:
-        return
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    place = made.data_ptr()
-    with torch.cuda.device(device):
-        failed = int(runtime.cudaHostRegister(place, made.nbytes, 0))
-    if failed:
-        fact = f"CUDA's error {failed}: the GPU can't be given {made.nbytes:,} bytes of main memory"
-        fix = "raise the limit of locked memory (ulimit -l), or set train.optimizer.paged: false"
-        raise JobError(Problem("train.optimizer.paged", fact, fix))
-    weakref.finalize(made, runtime.cudaHostUnregister, place).atexit = False
+def _none(like: Tensor, dtype: torch.dtype, reason: str) -> JobError:
+    size = like.numel() * dtype.itemsize
+    fact = f"no {size:,} bytes of main memory more for what the update remembers: {reason}"
+    fix = "free main memory (10 bytes a weight), raise a container's limit, or set it to false"
+    return JobError(Problem("train.optimizer.paged", fact, fix))

@@ -33,7 +33,7 @@ from shardtune.estimate.constants import MemoryConstants
 from shardtune.estimate.parts import Cut, end_parameters, held_share
 from shardtune.estimate.workload import Workload
 
-Moment = Literal["forward", "backward", "optimizer", "evaluation", "save"]
+Moment = Literal["building", "forward", "backward", "optimizer", "evaluation", "save"]
 Class = Literal["params", "gradients", "optimizer", "activations", "logits", "buffers"]
 Sizes = dict[Class, float]
 
@@ -49,13 +49,16 @@ def moments_of(
 ) -> dict[Moment, Sizes]:
     """Of the rank that holds most; `held` is what it holds between steps."""
     step = _Step(layout, shape, mesh, work, cut, held, k)
-    return {
+    found: dict[Moment, Sizes] = {
         "forward": _largest(step.loss(), step.last_layer()),
         "backward": _largest(*step.turns()),
         "optimizer": step.optimizer(),
         "evaluation": step.evaluation(),
         "save": step.sizes(buffers=step.gathered),
     }
+    if work.widths.loaded is not None:
+        found["building"] = step.building(work.widths.loaded)
+    return found
 
 
 FEW_TOKENS = 3072
@@ -93,6 +96,15 @@ class _Step:
             "buffers": 0.0,
         }
         return base | classes  # type: ignore[return-value]
+
+    def building(self, loaded: float) -> Sizes:
+        """Weights as they are read, and the halves of the largest beside them."""
+        widths, largest = self.work.widths, self.shape.vocab * self.shape.hidden
+        lower = 0.0 if self.work.paged else 2.0
+        return self.sizes(
+            params=on_gpu(self.held, "params") * loaded / widths.trained + largest * widths.trained,
+            optimizer=largest * lower,
+        )
 
     def loss(self) -> Sizes:
         """All activations are there, and the loss takes most."""

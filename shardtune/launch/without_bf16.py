@@ -2,7 +2,8 @@
 
 torch asks oneDNN for each in vain, warns of it in fifty lines, and then multiplies number by
 number: a hundred times slower than in fp32. Here what goes in is widened, and the result is rounded
-once, as it is where a product is added up in fp32.
+once, as it is where a product is added up in fp32. Products that write into given memory (`out=`)
+stay slow.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def is_slow() -> bool:
     """Whether this CPU is of that kind."""
     asked: Any = torch.ops.mkldnn
     known = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    known = known and hasattr(torch.library, "get_kernel")
     return known and platform.machine() == "aarch64" and not asked._is_mkldnn_bf16_supported()
 
 
@@ -48,10 +50,14 @@ def widen_products() -> None:
 
 
 def _widened(name: str, rounded: int) -> Callable[..., Any]:
+    attends = "attention" in name
     kernel: Any = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def called(keys: Any, *given: Any, **named: Any) -> Any:
-        if not any(map(_narrow, (*given, *named.values()))):
+        tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
+        narrow = [each.dtype == torch.bfloat16 for each in tensors]
+        # Numbers of two kinds are refused, as elsewhere; a mask or a sum may be wider.
+        if not (all(narrow) or (attends and any(narrow))):
             return kernel.call_boxed(keys, *given, **named)
         wide = {name: _wide(each) for name, each in named.items()}
         found = kernel.call_boxed(keys, *map(_wide, given), **wide)
@@ -63,8 +69,5 @@ def _widened(name: str, rounded: int) -> Callable[..., Any]:
 
 
 def _wide(given: Any) -> Any:
-    return given.float() if _narrow(given) else given
-
-
-def _narrow(given: object) -> bool:
-    return isinstance(given, Tensor) and given.dtype == torch.bfloat16
+    narrow = isinstance(given, Tensor) and given.dtype == torch.bfloat16
+    return given.float() if narrow else given

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from shardtune.core.blueprint import Blueprint
+from shardtune.core.engine import Engine
 from shardtune.core.footprint import Held
 from shardtune.core.layout import State
 from shardtune.core.setup import EngineSetup
@@ -107,7 +109,7 @@ def replay(
         model = engine.module()
         # Some are older than the ledger, and transformers loads weights in other threads.
         ledger.adopt((*_shares(model.parameters()), *model.buffers()))
-        ledger.classify(_shares(model.parameters()), (), getattr(engine, "beside", {}).values())
+        ledger.classify(_shares(model.parameters()), (), _beside(engine))
         hook = model.register_forward_pre_hook(lambda *_: ledger.begin_forward())
         built = len(ledger.events)
         for _ in range(STEPS):
@@ -115,6 +117,12 @@ def replay(
             ledger.classify(_shares(model.parameters()), _shares(_gradients(model)))
         hook.remove()
         return _summary(ledger, built, engine.held())
+
+
+def _beside(engine: Engine) -> list[Tensor]:
+    """What the optimizer has before its first step."""
+    places = getattr(getattr(engine, "optimizer", None), "places", {})
+    return [*getattr(engine, "beside", {}).values(), *chain.from_iterable(places.values())]
 
 
 def micro_batch(rows: int, length: int, *, packed: bool) -> MicroBatch:

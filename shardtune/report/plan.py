@@ -52,6 +52,7 @@ def _verdict(found: Forecast) -> Text:
     needed, room = found.memory.required / GIB, found.capacity / GIB
     words = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
     moment = {
+        "building": "while it is loaded",
         "forward": "at the end of the forward pass",
         "backward": "in the backward pass",
         "optimizer": "in the update",

@@ -109,6 +109,7 @@ def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None
     [
         {"train": {"micro_batch": 1}},
         {"train": {"gradient_checkpointing": "full"}},
+        {"train": {"optimizer": {"type": "adamw", "paged": True}}},
         {"data": {"workers": 2}},
         {"launch": {"processes": 2}},
         {"save": {"every": 7}},

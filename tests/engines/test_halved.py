@@ -19,6 +19,8 @@ from shardtune.engines.halved import HalvedEngine
 from shardtune.engines.native import NativeEngine
 from shardtune.engines.one_pass import OnePassAdamW
 from shardtune.engines.optimizer import future_moments
+from shardtune.engines.paged import in_main_memory
+from shardtune.errors import JobError
 from shardtune.job import ModelSection, NoAdapter, TrainSection
 from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.parts import decoder_layers
@@ -179,9 +181,12 @@ def test_paged_states_are_the_same_and_lie_elsewhere() -> None:
     tensors, numbers = paged.state()
     assert all(torch.equal(each, tensors[name]) for name, each in plain.state()[0].items())
     other = make(paged=True)
-    places = {name: each.data_ptr() for name, each in moments(other).items()}
     other.load_state({name: each.clone() for name, each in tensors.items()}, numbers)
-    assert {name: each.data_ptr() for name, each in moments(other).items()} == places
+    assert isinstance(other.optimizer, OnePassAdamW)
+    for weight, places in other.optimizer.places.items():
+        kept = other.optimizer.state[weight]
+        found = [kept[key].data_ptr() for key in ("exp_avg", "exp_avg_sq")]
+        assert found == [place.data_ptr() for place in places]
     mine, theirs = paged.step([batch(7)]), other.step([batch(7)])
     assert (mine.loss, mine.grad_norm) == (theirs.loss, theirs.grad_norm)
 
@@ -191,11 +196,22 @@ def test_nothing_on_the_device_is_kept_free_for_what_is_paged() -> None:
     assert future_moments(make().trained.values(), setup) == []
 
 
-def moments(engine: NativeEngine) -> dict[str, Tensor]:
-    """Where they are to lie."""
-    assert isinstance(engine.optimizer, OnePassAdamW)
-    places = engine.optimizer._places
-    return {name: places[weight][0] for name, weight in engine.trained.items()}
+@pytest.mark.parametrize("refused", [RuntimeError("can't allocate memory: you tried"), None])
+def test_memory_that_can_not_be_had_is_said_with_its_size(
+    refused: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the driver answers comes the same way; that needs a GPU."""
+
+    def zeros(*_: object, **__: object) -> Tensor:
+        assert refused is not None
+        raise refused
+
+    if refused is None:
+        assert in_main_memory(torch.empty(3, 5), torch.int16).equal(torch.zeros(3, 5))
+        return
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(JobError, match=r"no 60 bytes of main memory more.*can't allocate"):
+        in_main_memory(torch.empty(3, 5), torch.float32)
 
 
 def test_a_micro_batch_without_labels_is_nothing() -> None:

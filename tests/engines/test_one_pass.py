@@ -90,6 +90,16 @@ def test_halves_are_the_number() -> None:
     assert upper.detach()[tie].abs().ge(right[tie].abs()).all()
 
 
+def test_many_numbers_are_split_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = torch.randn(7, 33)
+    whole = halves(some)
+    for most in (1, 40, 100, 231):
+        monkeypatch.setattr("shardtune.engines.halves.AT_ONCE", most)
+        assert all(map(torch.equal, halves(some), whole)), most
+    upper, lower = halves(torch.tensor(1.5))
+    assert joined(upper.detach(), lower) == 1.5
+
+
 def test_no_number_stays_none() -> None:
     """Whichever of the many it is."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000], dtype=torch.int32)

@@ -36,6 +36,7 @@ def job(
     recompute: str = "none",
     steps: int = 1,
     precision: str = "bf16",
+    paged: bool = False,
     **sections: Any,
 ) -> Job:
     document = {
@@ -49,6 +50,7 @@ def job(
             "kernels": "eager",
             "gradient_checkpointing": recompute,
             "precision": precision,
+            "optimizer": {"type": "adamw", "paged": paged},
         },
         "launch": {"processes": ranks},
         **sections,
@@ -61,6 +63,7 @@ QUICK = {
     "all, fused": job(SMALL, 4, 2048, loss="fused"),
     "all, recomputed, plain": job(SMALL, 2, 4096, recompute="full"),
     "all, few tokens, fused": job(SMALL, 1, 512, loss="fused", recompute="full"),
+    "all, paged": job(QWEN, 4, 1024, loss="fused", paged=True),
     "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
 }

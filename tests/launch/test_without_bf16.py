@@ -48,6 +48,11 @@ def test_results_and_gradients_are_rounded_once(name: str) -> None:
         torch.testing.assert_close(mine.grad.float(), exact.grad, rtol=0.02, atol=0.02)
 
 
+def test_numbers_of_two_kinds_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.mm(drawn(8, 8), drawn(8, 8).float())
+
+
 def test_other_numbers_take_the_old_way() -> None:
     a = torch.randn(8, 8)
     assert (a @ a).dtype == torch.float32
