@@ -28,7 +28,7 @@ TINY = {
 """The tiny model has two key-value heads, not three."""
 LONG = {
     *("zeropp_2nodes", "fsdp_hybrid", "fsdp_tensor", "fsdp_pipeline", "zero3_long", "zero2"),
-    *("zero3_offload_cpu", "zero1"),  # which the conformance table has, too
+    *("zero3_offload_cpu", "zero1", "zero2_qlora"),  # which the conformance table has, too
 }
 """Four ranks, or cut as another that is here: `tests/conformance` has a row of each."""
 
