@@ -8,11 +8,11 @@ from typing import Any
 from shardtune.checkpoint.merge import merge_adapter
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.data.formats import plain_prompt
+from shardtune.engines.without_bf16 import widen_products
 from shardtune.errors import Problem, RunError
 from shardtune.evaluate.generate import answer, prompt_ids
 from shardtune.job import Job, NoAdapter
 from shardtune.jobfile import load_job
-from shardtune.launch.without_bf16 import widen_products
 from shardtune.models.load import own_dtype
 from shardtune.models.result import load_result, load_result_tokenizer, unquantised
 

@@ -22,11 +22,11 @@ from shardtune.core.orphan import die_with_parent
 from shardtune.core.pulse import Pulse, open_pulse
 from shardtune.core.wish import Wish
 from shardtune.core.world import World, outside_nodes
+from shardtune.engines.without_bf16 import widen_products
 from shardtune.launch import PULSE, STARTED_BY_US
 from shardtune.launch.meet import meet
 from shardtune.launch.process import answer_with_stack
 from shardtune.launch.settings import torch_settings
-from shardtune.launch.without_bf16 import widen_products
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
