@@ -158,11 +158,28 @@ def hf_losses(model: Any, case: Case, peer: Peer, device: str) -> Losses:
         given = {"input_ids": batch.ours.input_ids, "labels": batch.labels}
         if case.packed:
             given["position_ids"] = batch.ours.position_ids
-            if peer.attention != "sdpa":  # with those transformers keeps apart in one row only
-                given = {name: tensor.flatten()[None] for name, tensor in given.items()}
+            if peer.attention != "sdpa":
+                yield _call(model, flattened(given), device, **_longest(batch))
+                return
         yield _call(model, given, device)
 
     return losses
+
+
+def flattened(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows as one, with the places where documents begin, as transformers' collator for
+    FlashAttention has them: without them it keeps apart in one row only, and may pass a tensor
+    where the kernels' package wants a number."""
+    made = {name: tensor.flatten()[None] for name, tensor in given.items()}
+    starts = (made["position_ids"][0] == 0).nonzero().flatten()
+    bounds = nn.functional.pad(starts, (0, 1), value=made["position_ids"].numel()).int()
+    return made | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+
+
+def _longest(batch: Batch) -> dict[str, int]:
+    """No document is longer; one number for all batches, so that nothing is compiled again."""
+    longest = batch.ours.input_ids.shape[1]
+    return {"max_length_q": longest, "max_length_k": longest}
 
 
 def _call(model: Any, given: dict[str, Tensor], device: str, **extra: int) -> Callable[[], Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,6 +17,7 @@ from benchmarks import gpu
 from benchmarks.gpu import Child, left_out, main, what_failed
 from benchmarks.gpu_cases import CASES, OURS, PEERS, chosen, our_job
 from benchmarks.gpu_data import batches, config_of, draw, flops
+from benchmarks.gpu_peers import flattened
 from benchmarks.gpu_report import latest, ratio, rows
 from benchmarks.gpu_run import measure
 from shardtune.core.known_models import find_model
@@ -173,6 +175,19 @@ def test_packed_and_padded_rows_hold_the_same_documents() -> None:
         trained = labels_there != IGNORED
         assert torch.equal(labels_there[trained], ids[trained])
         assert batch.ours.position_ids[trained].min() == 1  # no document's first token
+
+
+def test_one_long_row_keeps_the_bounds_of_its_documents() -> None:
+    batch = batches(CASES["packed 8x2048"], 512, tiny=True)[0]
+    given = {"input_ids": batch.ours.input_ids, "position_ids": batch.ours.position_ids}
+    made = flattened(given)
+    bounds = made["cu_seq_lens_q"].tolist()
+    pieces = [made["input_ids"][0, a:b].tolist() for a, b in pairwise(bounds)]
+    assert bounds[0] == 0
+    assert bounds[-1] == batch.ours.input_ids.numel()
+    for document in batch.documents:
+        pieces.remove(document.tolist())
+    assert not any(map(any, pieces))  # only padding is left
 
 
 def test_flops_of_a_step() -> None:
