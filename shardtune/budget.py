@@ -1,16 +1,19 @@
-"""The least recomputation that fits: what `gradient_checkpointing: auto` stands for.
+"""What the memory is spent on: `gradient_checkpointing: auto`, and `micro_batch: auto` on GPUs.
 
-Every level that the engine has is forecast, those between `none` and `full` with as many layers as
-fit that keep all. Of what fits the fastest is taken. A little is left free: forecasts of our own
-jobs were off by 2 % of what was allocated, and the allocator may reserve some more.
+Every level of recomputation that the engine has is forecast, those between `none` and `full` with
+as many layers as fit that keep all; likewise every micro-batch of up to 16,384 tokens. Of what fits
+the fastest is taken. A little is left free: forecasts of our own jobs were off by 2 % of what was
+allocated, and the allocator may reserve some more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardtune.core.cluster import Cluster
 from shardtune.core.document import KeyPath
+from shardtune.core.profile import Measured
 from shardtune.core.setup import Recompute
 from shardtune.core.shape import ModelShape
 from shardtune.forecast import GIB, Forecast, forecast
@@ -23,6 +26,11 @@ SPARE = 0.03
 """Share of the memory that is left free where there is a choice."""
 BETWEEN: tuple[Recompute, ...] = ("mlp", "most")
 KEY: KeyPath = ("train", "gradient_checkpointing")
+ROWS: KeyPath = ("train", "micro_batch")
+TOKENS = 16_384
+"""Of a micro-batch, at most: about what was measured on large GPUs. More gains next to nothing."""
+ALIKE = 0.02
+"""Share of a step's time that is no reason to take more rows."""
 
 
 def levels_of(job: Job, ranks: int) -> tuple[Recompute, ...]:
@@ -71,7 +79,12 @@ def least(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
 
 
 def within_memory(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
-    """The job with a level in place of `auto`, and the numbers that speak for it."""
+    """The job with a micro-batch and a level in the place of `auto`, and the numbers that speak for
+    them."""
+    if resolved.rows_open:
+        found = best_rows(resolved.job, shape, cluster)
+        job = _with_rows(resolved.job, found.work.micro_batch)
+        resolved = ResolvedJob(job, {**resolved.reasons, ROWS: _why_rows(found)})
     if resolved.job.train.gradient_checkpointing != "auto":
         return resolved
     found = least(resolved.job, shape, cluster)
@@ -81,12 +94,66 @@ def within_memory(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) ->
     return replace(resolved, job=found.job, reasons=reasons)
 
 
+def best_rows(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
+    """The smallest micro-batch that is about as fast as any with room, or the leanest where none
+    has. Measured rates don't count: all nodes have to come to the same number."""
+    unmeasured = replace(cluster, measured=Measured())
+    auto = job.train.gradient_checkpointing == "auto"
+    found = [
+        (least if auto else forecast)(_with_rows(job, rows), shape, unmeasured)
+        for rows in _sizes(job, cluster.gpus)
+    ]
+    roomy = [each for each in found if has_room(each)]
+    if not roomy:
+        return min(found, key=lambda each: max(each.over, each.host_over))
+    enough = (1 + ALIKE) * min(each.speed.step.total for each in roomy)
+    return next(each for each in roomy if each.speed.step.total <= enough)
+
+
+def powers(most: int) -> Iterator[int]:
+    """1, 2, 4, 8 and so on."""
+    power = 1
+    while power <= most:
+        yield power
+        power *= 2
+
+
+def _sizes(job: Job, ranks: int) -> list[int]:
+    """Micro-batches in question, the smallest first."""
+    rows, most = _rows_of(job, ranks), max(1, TOKENS // job.data.sequence_length)
+    return sorted({min(rows, most), *powers(min(rows, most))})
+
+
+def _rows_of(job: Job, ranks: int) -> int:
+    """Rows of a rank in a step, where they are spread evenly; a rank may have one less."""
+    return max(1, job.train.global_batch // job.strategy.mesh(ranks).data_ranks)
+
+
+def _with_rows(job: Job, rows: int) -> Job:
+    return job.model_copy(update={"train": job.train.model_copy(update={"micro_batch": rows})})
+
+
+def _why_rows(found: Forecast) -> str:
+    ranks, taken, length = found.cluster.gpus, found.work.micro_batch, found.work.sequence
+    rows, size = _rows_of(found.job, ranks), found.memory.required / GIB
+    start = f"a rank has {rows} rows a step; {taken} x {length} tokens take {size:.1f}"
+    if not found.fits:
+        return f"{start} GiB, and fewer aren't to be had"
+    start += f" of {found.capacity / GIB:.1f} GiB"
+    for next_up in (each for each in _sizes(found.job, ranks) if each > taken):
+        more = forecast(_with_rows(found.job, next_up), found.shape, found.cluster)
+        if not has_room(more):
+            return f"{start}, {next_up} rows would take {more.memory.required / GIB:.1f}"
+    return start if taken == rows else f"{start}, and more rows gain little"
+
+
 def leanest(resolved: ResolvedJob, why: str) -> ResolvedJob:
     """The job with `full` in place of `auto`, where nothing can be foretold."""
     if resolved.job.train.gradient_checkpointing != "auto":
         return resolved
     reason = f"{why}, and this takes least"
-    return ResolvedJob(at_level(resolved.job, "full"), {**resolved.reasons, KEY: reason})
+    reasons = {**resolved.reasons, KEY: reason}
+    return replace(resolved, job=at_level(resolved.job, "full"), reasons=reasons)
 
 
 def _reason(found: Forecast) -> str:

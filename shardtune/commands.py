@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardtune.core.shape import ModelShape
     from shardtune.forecast import Forecast
     from shardtune.job import Job
+    from shardtune.resolve import ResolvedJob
 
 
 def estimate(arguments: argparse.Namespace) -> int:
@@ -22,8 +23,8 @@ def estimate(arguments: argparse.Namespace) -> int:
     from shardtune.fit import offer, shortage
     from shardtune.forecast import forecast
 
-    job, shape, cluster = _given(arguments)
-    found = forecast(_spread(job, shape, cluster), shape, cluster)
+    resolved, shape, cluster = _given(arguments)
+    found = forecast(_spread(resolved, shape, cluster), shape, cluster)
     summary = found.summary()
     if not found.fits:
         summary["reasons"] += [shortage(found), offer(found.job, shape, cluster)]
@@ -86,10 +87,10 @@ def plan(arguments: argparse.Namespace) -> int:
     from shardtune.fit import offer
     from shardtune.search import rank
 
-    job, shape, cluster = _given(arguments)
-    ranking = rank(job, shape, cluster, arguments.minimise)
+    resolved, shape, cluster = _given(arguments)
+    ranking = rank(resolved.job, shape, cluster, arguments.minimise)
     best = ranking.best
-    fix = "" if best else offer(_spread(job, shape, cluster), shape, cluster)
+    fix = "" if best else offer(_spread(resolved, shape, cluster), shape, cluster)
     if arguments.json:
         print(json.dumps(_summary(ranking, fix), indent=2))
     else:
@@ -146,7 +147,7 @@ def _summary(ranking: Any, fix: str) -> dict[str, Any]:
     }
 
 
-def _given(arguments: argparse.Namespace) -> tuple[Job, ModelShape, Cluster]:
+def _given(arguments: argparse.Namespace) -> tuple[ResolvedJob, ModelShape, Cluster]:
     """The job as it would run on GPUs, its model's shape, and the cluster. Nothing is opened."""
     from dataclasses import replace
 
@@ -166,19 +167,19 @@ def _given(arguments: argparse.Namespace) -> tuple[Job, ModelShape, Cluster]:
     loaded = load_job(arguments.job, arguments.overrides)
     machine = Machine(cores=16 * cluster.gpus_per_node, gpus=cluster.gpus)
     resolved = resolve(loaded.job, machine, cluster.gpus, nodes=cluster.nodes)
-    return resolved.job, shape_of(resolved.job.model), cluster
+    return resolved, shape_of(resolved.job.model), cluster
 
 
-def _spread(job: Job, shape: ModelShape, cluster: Cluster) -> Job:
+def _spread(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) -> Job:
     """The job with the strategy that it asks for; `auto` is the best, or DDP where nothing fits.
-    Likewise with what it computes again."""
-    from shardtune.budget import least
+    Likewise with its micro-batch and what it computes again."""
+    from shardtune.budget import within_memory
     from shardtune.search import rank
     from shardtune.strategies import DDP, AutoStrategy
 
+    job = resolved.job
     if not isinstance(job.strategy, AutoStrategy):
-        auto = job.train.gradient_checkpointing == "auto"
-        return least(job, shape, cluster).job if auto else job
+        return within_memory(resolved, shape, cluster).job
     best = rank(job, shape, cluster).best
     if best is not None and best.found is not None:
         return best.found.job

@@ -102,16 +102,16 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
 
 
 def planned(resolved: ResolvedJob, machine: Machine, nodes: int = 1) -> ResolvedJob:
-    """The job with the best strategy in place of `auto`, and the least recomputation that fits, and
-    why."""
+    """The job with the best strategy in place of `auto`, or else with the micro-batch and the least
+    recomputation that fit, and why."""
     if not isinstance(resolved.job.strategy, AutoStrategy):
-        return _recomputing(resolved, machine, nodes)
+        return _fitted(resolved, machine, nodes)
     return _with_strategy(resolved, machine, nodes)
 
 
-def _recomputing(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
+def _fitted(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
     job = resolved.job
-    if job.train.gradient_checkpointing != "auto":
+    if job.train.gradient_checkpointing != "auto" and not resolved.rows_open:
         return resolved
     try:
         shape = shape_of(job.model)

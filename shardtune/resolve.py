@@ -11,7 +11,7 @@ from shardtune.core.setup import OptimizerSetup
 from shardtune.job import Job, RayLaunch, Source
 from shardtune.strategies import DeepSpeed, Strategy, deepspeed_json
 
-MICRO_BATCH_TOKENS = 4096  # enough rows to keep a device busy; memory beyond buys little speed
+MICRO_BATCH_TOKENS = 4096  # of a CPU, and where no forecast can be made (`budget.py` makes it)
 MICRO_BATCHES_A_STAGE = 4  # a rank then waits for at most a fifth of its time
 
 
@@ -21,6 +21,8 @@ class ResolvedJob:
 
     job: Job
     reasons: dict[KeyPath, str]
+    rows_open: bool = False
+    """Whether a forecast may choose another micro-batch: it was `auto`, and there are GPUs."""
 
 
 def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int = 1) -> ResolvedJob:
@@ -54,6 +56,7 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int 
     if train.steps is None and train.epochs is None:
         reasons["train", "epochs"] = "neither steps nor epochs is given: one pass"
         train = train.model_copy(update={"epochs": 1.0})
+    rows_open = train.micro_batch == "auto" and machine.gpus > 0 and _by_memory(job, processes)
     if train.micro_batch == "auto":
         micro_batch, reasons["train", "micro_batch"] = _micro_batch(job, processes)
         train = train.model_copy(update={"micro_batch": micro_batch})
@@ -92,7 +95,7 @@ def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int 
         found = deepspeed_json.read(file, _facts(resolved))
         resolved = resolved.model_copy(update={"strategy": found.strategy})
         reasons = found.reasons | reasons
-    return ResolvedJob(resolved, reasons)
+    return ResolvedJob(resolved, reasons, rows_open)
 
 
 def _file(job: Job) -> DeepSpeed | None:
@@ -109,8 +112,7 @@ def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
     mesh = job.strategy.mesh(processes)
     rows = max(1, global_batch // mesh.data_ranks)
     fitting = max(1, MICRO_BATCH_TOKENS // length)
-    one_row = job.data.packing and job.model.attention == "flash_attention_2"
-    micro_batch = 1 if one_row else min(rows, fitting)
+    micro_batch = 1 if _one_row(job) else min(rows, fitting)
     stages = mesh.size_of("pipeline")
     flowing = max(1, rows // (MICRO_BATCHES_A_STAGE * stages))
     if stages > 1 and flowing < micro_batch:
@@ -122,6 +124,17 @@ def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
         f"a rank has {rows} rows a step; {fitting} x {length} tokens "
         f"stay within {MICRO_BATCH_TOKENS}"
     )
+
+
+def _by_memory(job: Job, processes: int) -> bool:
+    """Whether only memory and speed speak for a micro-batch: no file, no kernel and no pipeline."""
+    mesh = job.strategy.mesh(processes)
+    return not _file(job) and not _one_row(job) and mesh.data_ranks == mesh.size
+
+
+def _one_row(job: Job) -> bool:
+    """Whether packed documents can be kept apart in micro-batches of one row only."""
+    return job.data.packing and job.model.attention == "flash_attention_2"
 
 
 def _fast_path(job: Job, machine: Machine, processes: int, fast: str, slow: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from shardtune.budget import BETWEEN, at_level, filled, levels_of
+from shardtune.budget import BETWEEN, at_level, filled, levels_of, powers
 from shardtune.core.cluster import Cluster
 from shardtune.core.families import FAMILIES, degrees_of
 from shardtune.core.shape import ModelShape
@@ -130,7 +130,8 @@ def _cutting(shape: ModelShape, cluster: Cluster) -> Iterator[Choice]:
         yield Choice("cut", "tensor or pipeline", Tensor(degree=2))  # to be refused, with a reason
         return
     slices = [n for n in degrees_of(shape) if n > 1 and cluster.gpus_per_node % n == 0]
-    stages = [n for n in _powers(min(shape.layers, cluster.gpus)) if cluster.gpus % n == 0]
+    deepest = min(shape.layers, cluster.gpus)
+    stages = [n for n in powers(deepest) if n > 1 and cluster.gpus % n == 0]
     for n in slices:
         yield Choice("tensor", f"tensor({n})", Tensor(degree=n))
     for n in slices:
@@ -146,14 +147,6 @@ def _cutting(shape: ModelShape, cluster: Cluster) -> Iterator[Choice]:
         if most > 1 and cluster.gpus % (n * most) == 0:
             name = f"pipeline({n}) + tensor({most})"
             yield Choice("pipeline + tensor", name, Pipeline(stages=n, tensor=most))
-
-
-def _powers(most: int) -> Iterator[int]:
-    """2, 4, 8 and so on."""
-    power = 2
-    while power <= most:
-        yield power
-        power *= 2
 
 
 def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Aim) -> Candidate:
@@ -188,7 +181,7 @@ def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
     mesh = strategy.mesh(cluster.gpus)
     rows = -(-job.train.global_batch // mesh.data_ranks)
     plain = {"kernels": "eager", "loss": "plain"} if leaves_layers_alone(strategy, mesh) else {}
-    for micro in (1, *_powers(rows)):
+    for micro in powers(rows):
         train = job.train.model_copy(update={"micro_batch": micro, **plain})
         each = job.model_copy(update={"strategy": strategy, "train": train, "launch": launch})
         for level in levels_of(each, cluster.gpus):

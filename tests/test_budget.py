@@ -1,17 +1,19 @@
-"""`gradient_checkpointing: auto`: the least recomputation that fits."""
+"""`gradient_checkpointing: auto` and `micro_batch: auto`: what the memory is spent on."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardtune.budget import at_level, has_room, least, levels_of
+from shardtune.budget import ALIKE, at_level, best_rows, has_room, least, levels_of
 from shardtune.core.cluster import parse_cluster
 from shardtune.core.known_models import known_model
 from shardtune.core.machine import Machine
+from shardtune.core.profile import MatmulPoint, Measured
 from shardtune.errors import JobError
 from shardtune.fit import planned, require_fit
 from shardtune.forecast import GIB, Forecast, forecast
@@ -22,6 +24,7 @@ from tests.test_fit import write_config
 
 NAME = "meta-llama/Llama-3.1-8B"
 SHAPE, H200 = known_model(NAME), parse_cluster("1xH200")
+LONG = {"sequence_length": 1024}
 MACHINE = Machine(cores=16, gpus=1, gpu_name="NVIDIA H200", memory=1 << 38)
 
 
@@ -118,3 +121,99 @@ def test_what_nobody_knows_takes_least(tmp_path: Path) -> None:
 def test_the_default_is_to_keep_everything() -> None:
     assert TrainSection().gradient_checkpointing == "none"
     assert TrainSection().memory_gib is None
+
+
+# The micro-batch ----------------------------------------------------------------------------------
+
+
+def open_job(**train: Any) -> Job:
+    """LoRA on a whole model, with a micro-batch that nobody has given."""
+    settings = {"micro_batch": "auto", "global_batch": 16, "gradient_checkpointing": "none"}
+    return job(**(settings | train))
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "rows", "told"),
+    [
+        (None, 8, "a rank has 16 rows a step; 8 x 2048 tokens take 66.6 of 139.8 GiB, and more"),
+        (60, 4, "a rank has 16 rows a step; 4 x 2048 tokens take 41.9 of 60.0 GiB, 8 rows would"),
+        (31, 2, "a rank has 16 rows a step; 2 x 2048 tokens take 29.6 of 31.0 GiB, 4 rows would"),
+        (24, 1, "a rank has 16 rows a step; 1 x 2048 tokens take 23.0 of 24.0 GiB, 2 rows would"),
+        (12, 1, "a rank has 16 rows a step; 1 x 2048 tokens take 23.0 GiB, and fewer aren't"),
+    ],
+)
+def test_memory_decides_the_micro_batch(
+    tmp_path: Path, memory_gib: float | None, rows: int, told: str
+) -> None:
+    folder = write_config(tmp_path / "model", NAME)
+    given = open_job(memory_gib=memory_gib)
+    given = given.model_copy(update={"model": given.model.model_copy(update={"name": str(folder)})})
+    found = planned(resolve(given, MACHINE), MACHINE)
+    assert found.job.train.micro_batch == rows
+    assert found.reasons["train", "micro_batch"].startswith(told)
+    assert planned(found, MACHINE) is found
+
+
+@pytest.mark.parametrize("level", ["none", "full", "auto"])
+@pytest.mark.parametrize("cluster", ["1xH200", "1xA100-80GB", "1xA100-40GB", "8xH100"])
+def test_the_micro_batch_is_the_smallest_that_is_about_as_fast_as_any(
+    cluster: str, level: str
+) -> None:
+    where = parse_cluster(cluster)
+    given = open_job(global_batch=96, gradient_checkpointing=level)
+    seconds = {}
+    for rows in (1, 2, 4, 8):
+        train = given.train.model_copy(update={"micro_batch": rows})
+        other = given.model_copy(update={"train": train})
+        found = (least if level == "auto" else forecast)(other, SHAPE, where)
+        if has_room(found):
+            seconds[rows] = found.speed.step.total
+    fast = [rows for rows, taken in seconds.items() if taken <= (1 + ALIKE) * min(seconds.values())]
+    assert best_rows(given, SHAPE, where).work.micro_batch == fast[0]
+
+
+def test_nodes_that_measured_something_else_come_to_the_same_rows() -> None:
+    slow = Measured(matmul=(MatmulPoint(m=8192, n=8192, k=8192, dtype="bf16", tflops=1.0),))
+    measured = replace(H200, measured=slow)
+    assert forecast(job(), SHAPE, measured).speed.step.total > 2  # it does count elsewhere
+    rows = best_rows(open_job(), SHAPE, H200).work.micro_batch
+    assert best_rows(open_job(), SHAPE, measured).work.micro_batch == rows == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "machine", "rows"),
+    [
+        ({"train": {"micro_batch": 3}}, MACHINE, 3),
+        ({"model": {"attention": "flash_attention_2"}}, MACHINE, 1),
+        ({"strategy": {"type": "tensor", "degree": 2}, "launch": {"processes": 2}}, MACHINE, 4),
+        ({}, Machine(cores=16, gpus=0, memory=1 << 38), 4),
+    ],
+    ids=["given", "one row only", "cut layers", "no GPU"],
+)
+def test_where_memory_does_not_decide(
+    tmp_path: Path, sections: dict[str, Any], machine: Machine, rows: int
+) -> None:
+    folder = write_config(tmp_path / "model", NAME)
+    model = {"name": str(folder)} | sections.get("model", {})
+    train = {"global_batch": 16} | sections.get("train", {})
+    given = make_job(**(sections | {"model": model, "train": train}), data=LONG)
+    found = planned(resolve(given, machine), machine)
+    assert found.job.train.micro_batch == rows
+
+
+def test_a_deepspeed_file_keeps_its_micro_batch(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}', encoding="utf-8")
+    strategy = {"type": "deepspeed", "config": str(tmp_path / "ds.json")}
+    given = make_job(strategy=strategy, train={"global_batch": 16}, launch={"processes": 1})
+    resolved = resolve(given, MACHINE)
+    assert not resolved.rows_open
+    assert planned(resolved, MACHINE).job.train.micro_batch == 2
+
+
+def test_without_a_forecast_tokens_decide(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "of-my-own"}', encoding="utf-8")
+    given = make_job(model={"name": str(tmp_path)}, train={"global_batch": 16}, data=LONG)
+    found = planned(resolve(given, MACHINE), MACHINE)
+    assert found.job.train.micro_batch == 4
+    assert found.job.train.gradient_checkpointing == "none"
+    assert found.reasons["train", "micro_batch"].endswith("stay within 4096")

@@ -62,8 +62,14 @@ def _verdict(found: Forecast) -> Text:
     return Text.assemble(
         words,
         f": {needed:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
-        (f"\n{found.job.strategy.type}, {_mesh(found)}, recompute: {found.recomputes}", "dim"),
+        (f"\n{found.job.strategy.type}, {_mesh(found)}, {_rows(found)}", "dim"),
+        (f", recompute: {found.recomputes}", "dim"),
     )
+
+
+def _rows(found: Forecast) -> str:
+    count = found.work.microbatches
+    return f"{count} micro-batch{'es' * (count > 1)} of {found.work.micro_batch} rows"
 
 
 def _mesh(found: Forecast) -> str:
