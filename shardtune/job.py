@@ -252,9 +252,9 @@ class TrainSection(Section):
     `eager` runs each as transformers writes it. `auto` compiles on a GPU."""
     log_every: Positive = 1
     """Steps between two looks at what the device has computed: loss, norm and health are read and
-    logged then, for every step since. With more than 1 a GPU need not wait to be looked at; what a
-    step shows, such as a gradient that is not finite, is told at the next look. Before an
-    evaluation, a checkpoint and the end there is one, too."""
+    logged then, for every step since but the one that a GPU has only just been given, so that it
+    need not wait. What a step shows, such as a gradient that is not finite, is told at the look.
+    Before an evaluation, a checkpoint and the end there is one, too, at every step."""
     rehearse: bool = True
     """Try the largest micro-batch, an evaluation and the disk before the first step, so that what
     doesn't fit shows at once and not hours later. It changes nothing that is computed."""

@@ -85,7 +85,8 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
     """The training loop. It never asks which strategy it is running.
 
     An engine may return from a step that a GPU has yet to compute. What came out of it is read at a
-    look, and only there does anybody wait: after each step or every few (`train.log_every`).
+    look, and only there does anybody wait: after each step or every few (`train.log_every`), for
+    the step before, so that the GPU has one to compute meanwhile.
     """
     job, world, first = run.job, run.world, progress.step + 1
     meter = Meter(steps - progress.step, world.device)
@@ -100,8 +101,9 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
         last = step == steps or wish is not Wish.NONE
         evaluating = due(step, int(job.evaluate.every)) and not last
         saving = due(step, job.save.every) or last
-        if evaluating or saving or step == first or due(step, looks_every(job)):
-            progress = unread.look(progress, wish)  # waits, logs, checks each step since the last
+        whole = evaluating or saving or step == first or job.save.trace  # they need this step, too
+        if whole or due(step, job.train.log_every):
+            progress = unread.look(progress, wish, whole=whole)  # waits, logs, checks each step
         world.pulse.enter("save")
         if step == first:
             run.prepare_saving()
@@ -123,11 +125,6 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
 def count_steps(job: Job, data: Loader) -> int:
     """How many steps the run has, which only the data can tell where the job counts epochs."""
     return job.train.steps or data.total_steps(job.train.epochs or 1.0)
-
-
-def looks_every(job: Job) -> int:
-    """Steps between two looks. A trace holds the state after each step, so it wants them all."""
-    return 1 if job.save.trace else job.train.log_every
 
 
 def due(step: int, every: int) -> bool:

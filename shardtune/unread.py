@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from shardtune.core.progress import Progress
-from shardtune.core.step import MicroBatch, StepResult
+from shardtune.core.step import LateResult, MicroBatch, StepResult
 from shardtune.core.wish import Wish
 from shardtune.data.loader import Loader
 from shardtune.health import Health
@@ -28,9 +28,17 @@ class Unread:
     def add(self, result: StepResult) -> None:
         self.results.append(result)
 
-    def look(self, progress: Progress, wish: Wish) -> Progress:
-        """Waits for these steps, logs and checks one after another. `wish` came with the last."""
-        results, self.results = self._read(self.results), []
+    def look(self, progress: Progress, wish: Wish, *, whole: bool) -> Progress:
+        """Waits for these steps, logs and checks one after another. `wish` came with the last.
+
+        A step that a device has only just been given is left to the next look, unless this is a
+        `whole` one: the device computes it while the one before is read.
+        """
+        behind = not whole and isinstance(self.results[-1], LateResult)
+        ready = len(self.results) - behind
+        if not ready:
+            return progress
+        results, self.results = self._read(self.results[:ready]), self.results[ready:]
         wishes = [Wish.NONE] * (len(results) - 1) + [wish]
         for result, reading, wished in zip(results, self.meter.tick(results), wishes, strict=True):
             step = progress.step

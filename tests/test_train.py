@@ -386,11 +386,35 @@ def test_a_look_reads_every_step_since_the_last(tmp_path: Path) -> None:
     engine = Late()
     run, data = make_run(tmp_path, engine, train={"log_every": 4})
     progress = fit(run, data, run.begin(), 10)
-    # After the first step, every fourth, and at the end.
+    # After the first step, every fourth, each time up to the one before, and at the end.
     assert engine.looks == [
-        (1, 1), (2, 4), (3, 4), (4, 4), (5, 8), (6, 8), (7, 8), (8, 8), (9, 10), (10, 10),
+        (1, 1), (2, 4), (3, 4), (4, 8), (5, 8), (6, 8), (7, 8), (8, 10), (9, 10), (10, 10),
     ]  # fmt: skip
     assert (progress.step, progress.last_loss) == (10, 1 / 10)
+
+
+def test_a_device_has_a_step_to_compute_while_one_is_read(tmp_path: Path) -> None:
+    engine = Late()
+    run, data = make_run(tmp_path, engine)
+    progress = fit(run, data, run.begin(), 6)
+    assert engine.looks == [(1, 1), (2, 3), (3, 4), (4, 5), (5, 6), (6, 6)]
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4, 5, 6]
+    assert progress.step == 6
+
+
+def test_what_a_device_says_late_is_said_of_its_own_step(tmp_path: Path) -> None:
+    class Broken(Late):
+        def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+            result, bad = super().step(microbatches), len(self.seen) == 3
+            change = {"applied": False, "grad_norm": float("nan")} if bad else {}
+            return LateResult(lambda: replace(result.read(), **change))
+
+    engine = Broken()
+    run, data = make_run(tmp_path, engine, train={"on_nan": "stop"})
+    with pytest.raises(RunError, match="step 3: the gradient is not finite"):
+        fit(run, data, run.begin(), 6)
+    assert len(engine.seen) == 4  # one had been given to the device already
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3]
 
 
 def test_evaluations_and_checkpoints_are_looks(tmp_path: Path) -> None:
@@ -413,8 +437,8 @@ def test_the_steps_of_a_look_share_its_time(tmp_path: Path) -> None:
     run, data = make_run(tmp_path, Late(), train={"log_every": 3})
     progress = fit(run, data, run.begin(), STEPS)
     seconds = [line["seconds"] for line in metrics(tmp_path, "step")]
-    assert seconds[1] == seconds[2]
-    assert seconds[3] == seconds[4] == seconds[5]
+    assert seconds[2] == seconds[3] == seconds[4] == seconds[5]  # the last look is a whole one
+    assert seconds[1] != seconds[2]
     assert sum(seconds) == pytest.approx(progress.seconds)
 
 
@@ -438,7 +462,7 @@ def test_a_run_that_stopped_between_two_looks_goes_on(tmp_path: Path) -> None:
     engine = Late()
     run, data = make_run(tmp_path / "parts", engine, **parts)
     fit(run, data, run.resume(), STEPS)
-    assert engine.looks == [(3, 3), (4, 4), (5, 6), (6, 6)]
+    assert engine.looks == [(3, 3), (4, 6), (5, 6), (6, 6)]
     assert computed(tmp_path / "parts") == computed(tmp_path / "whole")
 
 
