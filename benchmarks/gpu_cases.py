@@ -15,10 +15,12 @@ FULL: Sections = {"gradient_checkpointing": "full"}
 FP8: dict[str, Sections] = {"shardtune": {"train": {"precision": "fp8-base"}}}
 WIDE: Sections = {"gradient_checkpointing": "mlp"}
 PAGED: Sections = {"optimizer": {"type": "adamw", "paged": True}}
+COMMAND = "shardtune train"
+"""The name of the method that is the command itself, on files, with a job's defaults."""
 LEAST: Sections = {"gradient_checkpointing": "most", "offload_activations": True}
 
 OURS: dict[str, dict[str, Sections]] = {
-    "bf16 8x2048": {"shardtune": {}},
+    "bf16 8x2048": {"shardtune": {}, COMMAND: {}},
     "bf16 2x8192": {"shardtune": {}},
     "lean 8x2048": {"shardtune": {"train": LEAST}},
     "middle 2x8192": {"shardtune": {"train": WIDE | {"keep_layers": 8}}},
@@ -26,8 +28,8 @@ OURS: dict[str, dict[str, Sections]] = {
     "fp8 2x8192": FP8,
     "nf4 8x2048": {"shardtune": {}},
     "70B nf4 4x2048": {"shardtune": {"train": WIDE}},
-    "1B all 8x2048": {"shardtune": {}, "shardtune, paged": {"train": PAGED}},
-    "packed 8x2048": {"shardtune": {}},
+    "1B all 8x2048": {"shardtune": {}, COMMAND: {}, "shardtune, paged": {"train": PAGED}},
+    "packed 8x2048": {"shardtune": {}, COMMAND: {}},
 }
 """What our job says beyond the row's model, batch, adapter and base; several names, several runs.
 A name has to begin with `shardtune`."""

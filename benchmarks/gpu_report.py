@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_cases import CASES, OURS, PEERS, Case
+from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, Case
 from benchmarks.table import write_table
 
 Record = dict[str, Any]
@@ -18,6 +18,11 @@ HEADINGS = [
     *("asked", "peak GiB", "at most", "share", "first step s", "first loss"),
     *("its difference", "largest difference"),
 ]
+
+OF_COMMAND = (
+    " `shardtune train` is the command itself, with a job's defaults, on the same weights as files "
+    "and the same rows in an order of its own; its figures are those of its metrics."
+)
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -128,7 +133,9 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         "in bf16. The first step is the one that compiles, with torch's cache as those before "
         "left it. A ratio compares with the best peer of the row on the same machine; the rows "
         "`fp8` take the peers of the rows `bf16`. Differences of loss are to the row's first peer "
-        "that ran; Unsloth draws adapters of its own, so only its first loss is comparable.\n\n"
+        "that ran; Unsloth draws adapters of its own, so only its first loss is comparable."
+        + (OF_COMMAND if any(each["method"] == COMMAND for each in records) else "")
+        + "\n\n"
         + (f"{note}\n\n" if note else "")
         + "![Speed of each method](gpu.svg)",
         machine=_machines(records),

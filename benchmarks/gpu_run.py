@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_card import clocked, loss_of
-from benchmarks.gpu_cases import CASES, OURS, PEERS, Case, our_job
+from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
 from benchmarks.gpu_peers import build, write_checkpoint
+from benchmarks.gpu_train import measure_train
 from shardtune.core.engine import Engine
 from shardtune.core.world import World
 from shardtune.job import Job
@@ -75,6 +76,8 @@ def engine_of(job: Job, config: Any, device: str, *, told: str, steps: int = 100
 
 def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> dict[str, Any]:
     """The figures of one method; its memory is the process's own."""
+    if method == COMMAND:
+        return measure_train(case, warm=WARM, steps=steps, device=device, tiny=tiny)
     torch.manual_seed(0)
     config = config_of(case, tiny=tiny)
     data = batches(case, config.vocab_size, tiny=tiny)

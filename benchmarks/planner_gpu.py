@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_card import clocked
-from benchmarks.gpu_cases import CASES, OURS, our_job
+from benchmarks.gpu_cases import CASES, COMMAND, OURS, our_job
 from benchmarks.gpu_report import latest
 from benchmarks.table import DOCS, write_table
 from shardtune.core.cluster import Cluster, parse_cluster
@@ -196,7 +196,8 @@ def beside(file: Path, cluster: Cluster) -> list[list[str]]:
     rows = []
     for record in latest(json.loads(file.read_text(encoding="utf-8"))):
         case, method = CASES[record["case"]], record["method"]
-        if method not in OURS[case.name] or case.packed or "error" in record:
+        ours = method in OURS[case.name] and method != COMMAND  # which is its engine once more
+        if not ours or case.packed or "error" in record:
             continue
         what = Job.model_validate_json(json.dumps(our_job(case, method)))
         found = forecast(what, known_model(case.model), cluster)

@@ -15,14 +15,19 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import Child, left_out, main, what_failed
-from benchmarks.gpu_cases import CASES, OURS, PEERS, chosen, our_job
+from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, chosen, our_job
 from benchmarks.gpu_data import batches, config_of, draw, flops
 from benchmarks.gpu_peers import flattened
 from benchmarks.gpu_report import latest, ratio, rows
 from benchmarks.gpu_run import measure
-from shardtune.core.known_models import find_model
+from benchmarks.gpu_train import STOP, documents_of, train_job, write_rows
+from shardtune.budget import within_memory
+from shardtune.core.cluster import parse_cluster
+from shardtune.core.known_models import find_model, known_model
+from shardtune.core.machine import Machine
 from shardtune.core.step import IGNORED
 from shardtune.job import Job
+from shardtune.resolve import resolve
 
 BF16_NOISE = 1e-3  # seen on the CPU: 1e-4 with adapters over these steps
 
@@ -67,10 +72,43 @@ def test_a_run_writes_figures_table_and_plot(
     words = ["--tiny", "--rows", "bf16 8x", "--methods", "liger", "shardtune", "--out"]
     assert main([*words, str(tmp_path)]) == 0
     assert "bf16 8x2048 | Liger: left out: it needs a GPU" in capsys.readouterr().out
-    (found,) = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    assert len(found["losses"]) == 4 + 2  # warm-up and measured
-    assert found["steps"] == 2
-    assert "| bf16 8x2048 | shardtune | A |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    both = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert [found["method"] for found in both] == ["shardtune", COMMAND]
+    for found in both:
+        assert len(set(found["losses"])) == 4 + 2  # warm-up and measured
+        assert found["steps"] == 2
+        assert found["slowest"] <= found["tokens_per_second"] <= found["fastest"]
+        line = f"| bf16 8x2048 | {found['method']} | A |"
+        assert line in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", [name for name, methods in OURS.items() if COMMAND in methods])
+def test_the_command_is_told_only_what_to_train_and_on_what(row: str, tmp_path: Path) -> None:
+    document = train_job(CASES[row], tmp_path, steps=14, tiny=False)
+    job = Job.model_validate_json(json.dumps(document))
+    engines = Job.model_validate_json(json.dumps(our_job(CASES[row], "shardtune")))
+    assert set(document["train"]) == {"steps", "global_batch"}
+    assert job.adapter == engines.adapter
+    assert job.train.global_batch == engines.train.global_batch
+    assert job.data.sequence_length == engines.data.sequence_length
+    # What is chosen on such a card comes to the settings that the engine is given.
+    shape, h200 = find_model(CASES[row].model), parse_cluster("1xH200")
+    known = job.model_copy(update={"model": engines.model})
+    resolved = resolve(known, Machine(cores=16, gpus=1))
+    chosen = within_memory(resolved, known_model(shape.name), h200).job.train
+    for name in ("micro_batch", "kernels", "loss", "gradient_checkpointing", "precision"):
+        assert getattr(chosen, name) == getattr(engines.train, name), name
+
+
+def test_rows_of_the_command_are_the_tables_own(tmp_path: Path) -> None:
+    for row in ("bf16 8x2048", "packed 8x2048"):
+        data = batches(CASES[row], 512, tiny=True)
+        write_rows(tmp_path / "rows.jsonl", data, steps=3)
+        lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line)["input_ids"] for line in lines]
+        there = [list(each) for batch in data for each in documents_of(batch)]
+        assert [each[:-1] for each in found] == [each[:-1] for each in there]
+        assert {each[-1] for each in found} == {STOP}
 
 
 def test_a_failure_is_a_row_and_stops_nothing(
