@@ -13,9 +13,11 @@ the files of several runs. `--tiny` tries all of it on the CPU, with a model of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -105,6 +107,7 @@ class Child:
             stdout=self._out,
             stderr=self._err,
             env=ENVIRONMENT | dict(os.environ),
+            start_new_session=True,
         )
 
     def result(self) -> dict[str, Any]:
@@ -115,7 +118,7 @@ class Child:
             except subprocess.TimeoutExpired:
                 return {"error": f"not done in {self._timeout:.0f} s"}
             finally:
-                self._process.kill()
+                self._end()
                 self._process.communicate()
             out.seek(0)
             err.seek(0)
@@ -123,6 +126,11 @@ class Child:
                 found: dict[str, Any] = json.loads(out.read().strip().splitlines()[-1])
                 return found
             return {"error": what_failed(err.read(), self._process.returncode)}
+
+    def _end(self) -> None:
+        """With all that it has started: the next one shall have the card to itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def what_failed(text: str, code: int) -> str:

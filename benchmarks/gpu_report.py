@@ -21,7 +21,9 @@ HEADINGS = [
 
 OF_COMMAND = (
     " `shardtune train` is the command itself, with a job's defaults, on the same weights as files "
-    "and the same rows in an order of its own; its figures are those of its metrics."
+    "and the same rows, each with a stop token at its end, in an order of its own. Its figures are "
+    "those of its metrics: memory is the peak of the whole run, and what compiles is the rehearsal "
+    "before the first step."
 )
 
 
@@ -50,7 +52,7 @@ def line(record: Record) -> str:
         f"{name}: {_count(record['tokens_per_second'])} tokens/s "
         f"({_count(record['slowest'])} to {_count(record['fastest'])}), "
         + (f"{memory:.1f} GiB, " if memory is not None else "")
-        + f"share {_share(record):.3f}, first step {record['first_step_seconds']:.1f} s, "
+        + f"share {_share(record):.3f}, first step {_first(record) or '-'} s, "
         f"first loss {record['losses'][0]:.4f}"
     )
 
@@ -79,7 +81,9 @@ def ratio(record: Record, records: Sequence[Record]) -> float | None:
 def differences(record: Record, records: Sequence[Record]) -> tuple[float, float] | None:
     """Of its first loss, and the largest of all steps, from the first peer's on the same data."""
     others = peers_of(record, records)
-    if not others or others[0] is record:
+    if (
+        not others or others[0] is record or record["method"] == COMMAND
+    ):  # it has an order of its own
         return None
     pairs = zip(record["losses"], others[0]["losses"], strict=False)
     apart = [abs(own - other) for own, other in pairs]
@@ -87,7 +91,7 @@ def differences(record: Record, records: Sequence[Record]) -> tuple[float, float
 
 
 def rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    letters = _letters(records)
+    letters = letters_of(records)
     for record in records:
         case = CASES[record["case"]]
         start = [case.name, record["method"], letters[record["machine"]]]
@@ -108,7 +112,7 @@ def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[
     yield f"{memory:.1f}" if memory is not None else ""
     yield f"{case.memory:g}" if ours and case.memory else ""
     yield f"{_share(record):.3f}"
-    yield f"{record['first_step_seconds']:.1f}"
+    yield _first(record)
     yield f"{record['losses'][0]:.4f}"
     yield from (f"{each:.1e}" for each in apart) if apart else ("", "")
 
@@ -150,11 +154,11 @@ def _machines(records: Sequence[Record]) -> str:
         rate = f"{record['matmul_flops'] / 1e12:.0f} TFLOP/s"
         versions = f"torch {record['torch']}, transformers {record['transformers']}"
         found[record["machine"]] = f"{record['gpu']} ({rate}, {versions})"
-    letters = _letters(records)
+    letters = letters_of(records)
     return "on " + "; ".join(f"{letters[each]}: {text}" for each, text in found.items())
 
 
-def _letters(records: Sequence[Record]) -> dict[str, str]:
+def letters_of(records: Sequence[Record]) -> dict[str, str]:
     """A letter for each machine."""
     machines = list(dict.fromkeys(record["machine"] for record in records))
     return {machine: chr(ord("A") + number) for number, machine in enumerate(machines)}
@@ -162,6 +166,11 @@ def _letters(records: Sequence[Record]) -> dict[str, str]:
 
 def _share(record: Record) -> float:
     return float(record["flops_per_second"] / record["matmul_flops"])
+
+
+def _first(record: Record) -> str:
+    seconds = record["first_step_seconds"]
+    return "" if seconds is None else f"{seconds:.1f}"
 
 
 def _count(number: float) -> str:
@@ -177,7 +186,7 @@ OURS_COLOUR, PEER_COLOUR = "#3b6fb6", "#b9b9b9"
 def plot(records: Sequence[Record]) -> str:
     """A bar for each method, as long as its share of the fastest of its row."""
     body, top = [], 44
-    letters = _letters(records)
+    letters = letters_of(records)
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if "error" not in record:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.gpu_card import clocked
 from benchmarks.gpu_cases import CASES, COMMAND, OURS, our_job
-from benchmarks.gpu_report import latest
+from benchmarks.gpu_report import latest, letters_of
 from benchmarks.table import DOCS, write_table
 from shardtune.core.cluster import Cluster, parse_cluster
 from shardtune.core.known_models import catalogue, known_model
@@ -193,8 +193,9 @@ def compare(log: Path, cluster: Cluster) -> None:
 def beside(file: Path, cluster: Cluster) -> list[list[str]]:
     """Forecasts of our jobs of `benchmarks.gpu`, and what they came to. Which documents share a row
     no forecast knows: packed ones are left out."""
-    rows = []
-    for record in latest(json.loads(file.read_text(encoding="utf-8"))):
+    rows, records = [], latest(json.loads(file.read_text(encoding="utf-8")))
+    letters = letters_of(records)
+    for record in records:
         case, method = CASES[record["case"]], record["method"]
         ours = method in OURS[case.name] and method != COMMAND  # which is its engine once more
         if not ours or case.packed or "error" in record:
@@ -202,6 +203,7 @@ def beside(file: Path, cluster: Cluster) -> list[list[str]]:
         what = Job.model_validate_json(json.dumps(our_job(case, method)))
         found = forecast(what, known_model(case.model), cluster)
         name = case.name + method.removeprefix("shardtune")
+        name += f", machine {letters[record['machine']]}" if len(letters) > 1 else ""
         measured = {key: record[f"{key}_gib"] for key in ("allocated", "reserved")}
         rows.append(row(name, found, measured | {"seconds": record["seconds"]}))
     return rows

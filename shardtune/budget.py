@@ -1,9 +1,10 @@
 """What the memory is spent on: `gradient_checkpointing: auto`, and `micro_batch: auto` on GPUs.
 
 Every level of recomputation that the engine has is forecast, those between `none` and `full` with
-as many layers as fit that keep all; likewise every micro-batch of up to 16,384 tokens. Of what fits
-the fastest is taken. A little is left free: forecasts of our own jobs were off by 2 % of what was
-allocated, and the allocator may reserve some more.
+as many layers as fit that keep all, and the fastest that fits is taken. Of micro-batches about the
+powers of two are forecast, and the smallest is taken that is about as fast as any that fits. A
+little is left free: forecasts of our own jobs were off by 2 % of what was allocated, and the
+allocator may reserve some more.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ SPARE = 0.03
 BETWEEN: tuple[Recompute, ...] = ("mlp", "most")
 KEY: KeyPath = ("train", "gradient_checkpointing")
 ROWS: KeyPath = ("train", "micro_batch")
-TOKENS = 16_384
-"""Of a micro-batch, at most: about what was measured on large GPUs. More gains next to nothing."""
 ALIKE = 0.02
 """Share of a step's time that is no reason to take more rows."""
 
@@ -83,8 +82,9 @@ def within_memory(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) ->
     them."""
     if resolved.rows_open:
         found = best_rows(resolved.job, shape, cluster)
-        job = _with_rows(resolved.job, found.work.micro_batch)
-        resolved = ResolvedJob(job, {**resolved.reasons, ROWS: _why_rows(found)})
+        job = _with_rows(resolved.job, int(found.job.train.micro_batch))
+        reasons = {**resolved.reasons, ROWS: _why_rows(found)}
+        resolved = ResolvedJob(job, reasons, rows_chosen=True)
     if resolved.job.train.gradient_checkpointing != "auto":
         return resolved
     found = least(resolved.job, shape, cluster)
@@ -96,7 +96,8 @@ def within_memory(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) ->
 
 def best_rows(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """The smallest micro-batch that is about as fast as any with room, or the leanest where none
-    has. Measured rates don't count: all nodes have to come to the same number."""
+    has. Rates that `bench` measured don't count: nodes with and without a profile shall come to the
+    same number."""
     unmeasured = replace(cluster, measured=Measured())
     auto = job.train.gradient_checkpointing == "auto"
     found = [
@@ -119,13 +120,15 @@ def powers(most: int) -> Iterator[int]:
 
 
 def _sizes(job: Job, ranks: int) -> list[int]:
-    """Micro-batches in question, the smallest first."""
-    rows, most = _rows_of(job, ranks), max(1, TOKENS // job.data.sequence_length)
-    return sorted({min(rows, most), *powers(min(rows, most))})
+    """Micro-batches in question, the smallest first: as rows are really cut, about the powers of
+    two, and all at once."""
+    rows = _rows_of(job, ranks)
+    rounds = {-(-rows // power) for power in powers(rows)} | {1}
+    return sorted({-(-rows // each) for each in rounds})
 
 
 def _rows_of(job: Job, ranks: int) -> int:
-    """Rows of a rank in a step, where they are spread evenly; a rank may have one less."""
+    """Rows of a rank in a step; where they can't be spread evenly, some ranks have one more."""
     return max(1, job.train.global_batch // job.strategy.mesh(ranks).data_ranks)
 
 
@@ -134,17 +137,20 @@ def _with_rows(job: Job, rows: int) -> Job:
 
 
 def _why_rows(found: Forecast) -> str:
-    ranks, taken, length = found.cluster.gpus, found.work.micro_batch, found.work.sequence
+    ranks, taken = found.cluster.gpus, int(found.job.train.micro_batch)
     rows, size = _rows_of(found.job, ranks), found.memory.required / GIB
-    start = f"a rank has {rows} rows a step; {taken} x {length} tokens take {size:.1f}"
+    uneven = found.job.train.global_batch % found.mesh.data_ranks
+    start = f"a rank has {rows}{f' or {rows + 1}' if uneven else ''} rows a step; "
+    start += f"{taken} x {found.work.sequence} tokens take {size:.1f} of {found.capacity / GIB:.1f}"
     if not found.fits:
-        return f"{start} GiB, and fewer aren't to be had"
-    start += f" of {found.capacity / GIB:.1f} GiB"
-    for next_up in (each for each in _sizes(found.job, ranks) if each > taken):
-        more = forecast(_with_rows(found.job, next_up), found.shape, found.cluster)
-        if not has_room(more):
-            return f"{start}, {next_up} rows would take {more.memory.required / GIB:.1f}"
-    return start if taken == rows else f"{start}, and more rows gain little"
+        return f"{start} GiB, and nothing fits"
+    larger = [each for each in _sizes(found.job, ranks) if each > taken]
+    if not larger:
+        return f"{start} GiB"
+    more = forecast(_with_rows(found.job, larger[0]), found.shape, found.cluster)
+    if has_room(more):
+        return f"{start} GiB, and more rows gain little"
+    return f"{start} GiB, {larger[0]} rows would take {more.memory.required / GIB:.1f}"
 
 
 def leanest(resolved: ResolvedJob, why: str) -> ResolvedJob:

@@ -211,6 +211,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     shares = mesh.data_ranks
     micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
     microbatches = max(1, -(-train.global_batch // (shares * micro)))
+    micro = -(-train.global_batch // (shares * microbatches))  # rows are cut evenly: data/share.py
     native = not isinstance(job.strategy, DeepSpeed)
     # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
     shared = "shard" in dict(mesh.axes)

@@ -215,7 +215,7 @@ class TrainSection(Section):
     micro_batch: Auto | Positive = "auto"
     """Rows in one forward pass on one rank. It changes memory and speed, never the result (but for
     the random numbers of dropout, where there is any). `auto`: on GPUs the fewest that are about as
-    fast as any that fit, by the forecast, up to 16,384 tokens; elsewhere up to 4,096 tokens."""
+    fast as any that fit, by the forecast; elsewhere up to 4,096 tokens."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-4
     """The highest rate of the schedule."""
     schedule: ScheduleKind = "cosine"
@@ -269,7 +269,8 @@ class TrainSection(Section):
     rank and the samples are named either way."""
     on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
     """What to do when memory runs out: stop and say what to change, or go on from the last
-    checkpoint with half the micro-batch, which changes nothing else."""
+    checkpoint with half the micro-batch, which changes nothing else. Before the first step a
+    micro-batch that the forecast has chosen is halved in any case."""
 
     @property
     def recompute(self) -> Recompute:

@@ -23,6 +23,8 @@ class ResolvedJob:
     reasons: dict[KeyPath, str]
     rows_open: bool = False
     """Whether a forecast may choose another micro-batch: it was `auto`, and there are GPUs."""
+    rows_chosen: bool = False
+    """Whether it has."""
 
 
 def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int = 1) -> ResolvedJob:

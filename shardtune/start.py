@@ -49,9 +49,34 @@ def read_job(
 
     loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
     nodes = max(nodes, outside_nodes())
-    resolved = planned(resolve(loaded.job, machine, outside_ranks(), nodes=nodes), machine, nodes)
+    resolved = resolve(loaded.job, machine, outside_ranks(), nodes=nodes)
+    if resolved.rows_open and getattr(arguments, "resume", False):
+        resolved = _as_begun(resolved)
+    resolved = planned(resolved, machine, nodes)
     check(resolved.job, loaded.place, machine if runs_here else None)
     return loaded, resolved
+
+
+def _as_begun(resolved: ResolvedJob) -> ResolvedJob:
+    """The micro-batch that the run has had so far, on as many ranks: another one would add up in
+    another order."""
+    from dataclasses import replace
+
+    from shardtune.checkpoint.rundir import RunDir
+
+    job = resolved.job
+    begun = RunDir(Path(job.save.directory).expanduser()).read_job()
+    if begun is None or begun.launch.processes != job.launch.processes:
+        return resolved
+    rows = begun.train.micro_batch
+    train = job.train.model_copy(update={"micro_batch": rows})
+    reasons: dict[KeyPath, str] = {("train", "micro_batch"): "as the run was begun"}
+    return replace(
+        resolved,
+        job=job.model_copy(update={"train": train}),
+        reasons=resolved.reasons | reasons,
+        rows_open=False,
+    )
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -92,7 +117,7 @@ def start(arguments: argparse.Namespace) -> int:
             processes=int(job.launch.processes) // nodes,
             threads=int(job.launch.threads),
             logs=run.logs,
-            policy=_policy(job),
+            policy=_policy(resolved),
             again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
             company=company,
         )
@@ -141,15 +166,21 @@ def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: 
     return inputs
 
 
-def _policy(job: Job) -> Policy:
+def _policy(resolved: ResolvedJob) -> Policy:
+    """What doesn't fit although we chose it is halved unasked, as long as nothing is lost by it."""
     from shardtune.job import LocalLaunch
     from shardtune.launch.policy import Policy
 
-    reduce = job.train.on_oom == "reduce_micro_batch"
-    halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
-    launch = job.launch
+    launch, train = resolved.job.launch, resolved.job.train
     assert isinstance(launch, LocalLaunch)
-    return Policy(launch.restarts, launch.patience, launch.grace, halvings)
+    most = int(train.micro_batch).bit_length() - 1
+    return Policy(
+        launch.restarts,
+        launch.patience,
+        launch.grace,
+        halvings=most if train.on_oom == "reduce_micro_batch" else 0,
+        halvings_at_start=most if resolved.rows_chosen else 0,
+    )
 
 
 def _smaller(job: Job, halvings: int) -> list[str]:

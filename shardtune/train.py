@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtune.agreement import require_agreement
 from shardtune.checkpoint.rundir import RunDir
 from shardtune.checkpoint.saver import Saver
 from shardtune.core.cache import cache_dir
@@ -40,6 +41,7 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
     if the run was told to leave at once."""
     inputs = open_inputs(job, quiet=True)
     with join(int(job.launch.threads)) as world:
+        require_agreement(world, job)
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
@@ -90,33 +92,35 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
     """
     job, world, first = run.job, run.world, progress.step + 1
     meter = Meter(steps - progress.step, world.device)
-    unread = Unread(run, data, meter)
     world.pulse.begin(first)
     batches = data.steps(progress.step, steps, run.engine.stage)
-    for step, microbatches in enumerate(batches, first):
-        with naming_memory(world, f"at step {step}", microbatches, job.train):
-            unread.add(run.engine.step(microbatches))  # forward, backward, clip, update, schedule
-        world.pulse.enter("collective")
-        wish = world.wish() if step < steps else Wish.NONE  # the last one ends anyway
-        last = step == steps or wish is not Wish.NONE
-        evaluating = due(step, int(job.evaluate.every)) and not last
-        saving = due(step, job.save.every) or last
-        whole = evaluating or saving or step == first or job.save.trace  # they need this step, too
-        if whole or due(step, job.train.log_every):
-            progress = unread.look(progress, wish, whole=whole)  # waits, logs, checks each step
-        world.pulse.enter("save")
-        if step == first:
-            run.prepare_saving()
-        run.keep_saving()
-        with meter.paused():  # both follow a look: nothing is computed meanwhile
-            # Before the checkpoint: a run that goes on after it must not lack these lines.
-            if evaluating:
-                run.evaluate(progress)
-            if saving:
-                run.save(progress)
-        if progress.stopped:
-            break
-        world.pulse.begin(step + 1)
+    with Unread(run, data, meter, progress) as unread:
+        for step, microbatches in enumerate(batches, first):
+            with naming_memory(world, f"at step {step}", microbatches, job.train):
+                # Forward, backward, clip, update, schedule.
+                unread.add(run.engine.step(microbatches))
+            world.pulse.enter("collective")
+            wish = world.wish() if step < steps else Wish.NONE  # the last one ends anyway
+            last = step == steps or wish is not Wish.NONE
+            evaluating = due(step, int(job.evaluate.every)) and not last
+            saving = due(step, job.save.every) or last
+            # These need what came out of this very step.
+            whole = evaluating or saving or step == first or job.save.trace
+            if whole or due(step, job.train.log_every):
+                progress = unread.look(wish, whole=whole)  # waits, logs, checks each step
+            world.pulse.enter("save")
+            if step == first:
+                run.prepare_saving()
+            run.keep_saving()
+            with meter.paused():  # both follow a look: nothing is computed meanwhile
+                # Before the checkpoint: a run that goes on after it must not lack these lines.
+                if evaluating:
+                    run.evaluate(progress)
+                if saving:
+                    run.save(progress)
+            if progress.stopped:
+                break
+            world.pulse.begin(step + 1)
     world.pulse.enter("save")
     run.saved()
     return progress

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 
 from shardtune.core.progress import Progress
-from shardtune.core.step import LateResult, MicroBatch, StepResult
+from shardtune.core.step import LateResult, MicroBatch, Reading, StepResult
 from shardtune.core.wish import Wish
 from shardtune.data.loader import Loader
 from shardtune.health import Health
@@ -15,11 +18,13 @@ from shardtune.run import Run
 
 @dataclass
 class Unread:
-    """Their results, which a device may still be computing. Every rank looks at the same time."""
+    """Their results, which a device may still be computing. Every rank looks at the same time. What
+    is left when something fails is logged on the way out."""
 
     run: Run
     data: Loader
     meter: Meter
+    progress: Progress
     results: list[StepResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -28,7 +33,22 @@ class Unread:
     def add(self, result: StepResult) -> None:
         self.results.append(result)
 
-    def look(self, progress: Progress, wish: Wish, *, whole: bool) -> Progress:
+    def __enter__(self) -> Unread:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """No rank can be asked any more: nothing is checked. The device may be what failed."""
+        if isinstance(error, Exception):
+            with suppress(Exception):
+                for result, reading in self._timed([each.read() for each in self.results]):
+                    self._log(result, reading, Wish.NONE)
+
+    def look(self, wish: Wish, *, whole: bool) -> Progress:
         """Waits for these steps, logs and checks one after another. `wish` came with the last.
 
         A step that a device has only just been given is left to the next look, unless this is a
@@ -36,17 +56,24 @@ class Unread:
         """
         behind = not whole and isinstance(self.results[-1], LateResult)
         ready = len(self.results) - behind
-        if not ready:
-            return progress
         results, self.results = self._read(self.results[:ready]), self.results[ready:]
-        wishes = [Wish.NONE] * (len(results) - 1) + [wish]
-        for result, reading, wished in zip(results, self.meter.tick(results), wishes, strict=True):
-            step = progress.step
-            samples, epoch = self.data.samples(step), self.data.epoch(step + 1)
-            progress = progress.after(result, reading, wished)
-            self.run.log(progress, result, reading, epoch=epoch, samples=samples)
-            self._health.check(progress, result, self._microbatches(step, result), samples)
-        return progress
+        for number, (result, reading) in enumerate(self._timed(results), 1):
+            step = self.progress.step
+            samples = self._log(result, reading, wish if number == ready else Wish.NONE)
+            self._health.check(self.progress, result, self._microbatches(step, result), samples)
+        return self.progress
+
+    def _timed(self, results: list[StepResult]) -> list[tuple[StepResult, Reading]]:
+        readings = self.meter.tick(results) if results else []
+        return list(zip(results, readings, strict=True))
+
+    def _log(self, result: StepResult, reading: Reading, wish: Wish) -> Sequence[str]:
+        """One more step, and the samples of it."""
+        step = self.progress.step
+        samples, epoch = self.data.samples(step), self.data.epoch(step + 1)
+        self.progress = self.progress.after(result, reading, wish)
+        self.run.log(self.progress, result, reading, epoch=epoch, samples=samples)
+        return samples
 
     def _read(self, results: list[StepResult]) -> list[StepResult]:
         """The figures of all; a step that has come to its end is a sign of life."""

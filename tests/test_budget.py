@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardtune.budget import ALIKE, at_level, best_rows, has_room, least, levels_of
-from shardtune.core.cluster import parse_cluster
+from shardtune.core.cluster import Cluster, parse_cluster
 from shardtune.core.known_models import known_model
 from shardtune.core.machine import Machine
-from shardtune.core.profile import MatmulPoint, Measured
+from shardtune.data.order import Document
+from shardtune.data.share import share
 from shardtune.errors import JobError
-from shardtune.fit import planned, require_fit
+from shardtune.fit import cluster_here, planned, profile_path, require_fit
 from shardtune.forecast import GIB, Forecast, forecast
 from shardtune.job import Job, TrainSection
 from shardtune.resolve import resolve
@@ -139,7 +139,7 @@ def open_job(**train: Any) -> Job:
         (60, 4, "a rank has 16 rows a step; 4 x 2048 tokens take 41.9 of 60.0 GiB, 8 rows would"),
         (31, 2, "a rank has 16 rows a step; 2 x 2048 tokens take 29.6 of 31.0 GiB, 4 rows would"),
         (24, 1, "a rank has 16 rows a step; 1 x 2048 tokens take 23.0 of 24.0 GiB, 2 rows would"),
-        (12, 1, "a rank has 16 rows a step; 1 x 2048 tokens take 23.0 GiB, and fewer aren't"),
+        (12, 1, "a rank has 16 rows a step; 1 x 2048 tokens take 23.0 of 12.0 GiB, and nothing"),
     ],
 )
 def test_memory_decides_the_micro_batch(
@@ -154,30 +154,74 @@ def test_memory_decides_the_micro_batch(
     assert planned(found, MACHINE) is found
 
 
-@pytest.mark.parametrize("level", ["none", "full", "auto"])
+def as_shared_out(given: Job, rows: int, where: Cluster) -> float | None:
+    """Seconds of a step with micro-batches of `rows`, each as large as ranks really get it; None
+    where it has no room."""
+    ranks = where.gpus
+    order = [(Document(0, number, 2048),) for number in range(given.train.global_batch)]
+    dealt = share(order, ranks, rows)
+    rounds, largest = len(dealt[0]), max(len(each) for rank in dealt for each in rank)
+    whole = {"micro_batch": largest, "global_batch": largest * rounds * ranks}
+    train = given.train.model_copy(update=whole)
+    found = forecast(given.model_copy(update={"train": train}), SHAPE, where)
+    assert found.work.microbatches == rounds
+    return found.speed.step.total if has_room(found) else None
+
+
+@pytest.mark.parametrize("batch", [16, 24, 60, 96, 100])
 @pytest.mark.parametrize("cluster", ["1xH200", "1xA100-80GB", "1xA100-40GB", "8xH100"])
-def test_the_micro_batch_is_the_smallest_that_is_about_as_fast_as_any(
-    cluster: str, level: str
+def test_no_micro_batch_with_room_is_much_faster_and_no_smaller_one_as_fast(
+    cluster: str, batch: int
 ) -> None:
     where = parse_cluster(cluster)
-    given = open_job(global_batch=96, gradient_checkpointing=level)
-    seconds = {}
-    for rows in (1, 2, 4, 8):
-        train = given.train.model_copy(update={"micro_batch": rows})
-        other = given.model_copy(update={"train": train})
-        found = (least if level == "auto" else forecast)(other, SHAPE, where)
-        if has_room(found):
-            seconds[rows] = found.speed.step.total
-    fast = [rows for rows, taken in seconds.items() if taken <= (1 + ALIKE) * min(seconds.values())]
-    assert best_rows(given, SHAPE, where).work.micro_batch == fast[0]
+    given = open_job(global_batch=batch)
+    taken = int(best_rows(given, SHAPE, where).job.train.micro_batch)
+    most = batch // where.gpus
+    seconds = {rows: as_shared_out(given, rows, where) for rows in range(1, most + 1)}
+    mine = seconds.pop(taken)
+    assert mine is not None
+    assert all(mine <= 1.04 * other for other in seconds.values() if other is not None)
+    smaller = [other for rows, other in seconds.items() if rows <= taken / 2 and other is not None]
+    assert all(other > mine for other in smaller)
 
 
-def test_nodes_that_measured_something_else_come_to_the_same_rows() -> None:
-    slow = Measured(matmul=(MatmulPoint(m=8192, n=8192, k=8192, dtype="bf16", tflops=1.0),))
-    measured = replace(H200, measured=slow)
-    assert forecast(job(), SHAPE, measured).speed.step.total > 2  # it does count elsewhere
-    rows = best_rows(open_job(), SHAPE, H200).work.micro_batch
-    assert best_rows(open_job(), SHAPE, measured).work.micro_batch == rows == 8
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_what_is_gathered_for_each_micro_batch_wants_larger_ones(strategy: str) -> None:
+    where = parse_cluster("2x8xH100@100Gbps")
+    section = make_job(strategy={"type": strategy}).strategy
+    given = open_job(global_batch=1024, gradient_checkpointing="full")
+    found = best_rows(given.model_copy(update={"strategy": section}), SHAPE, where)
+    rows = int(found.job.train.micro_batch)
+    assert rows > 16 if strategy == "fsdp" else rows <= 8
+
+
+def test_levels_are_tried_with_each_micro_batch() -> None:
+    found = best_rows(open_job(gradient_checkpointing="auto", memory_gib=44), SHAPE, H200)
+    assert has_room(found)
+    assert found.job.train.gradient_checkpointing in ("none", "mlp")
+    for level in ("none", "full"):
+        other = best_rows(open_job(gradient_checkpointing=level, memory_gib=44), SHAPE, H200)
+        assert found.speed.step.total <= other.speed.step.total * (1 + ALIKE)
+
+
+def test_nodes_with_and_without_a_profile_come_to_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = write_config(tmp_path / "model", NAME)
+    given = open_job()
+    given = given.model_copy(update={"model": given.model.model_copy(update={"name": str(folder)})})
+
+    def rows() -> int | str:
+        return planned(resolve(given, MACHINE), MACHINE).job.train.micro_batch
+
+    without = rows()
+    profile_path().parent.mkdir(parents=True)
+    slow = {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16", "tflops": 1.0}
+    profile = {"gpu": "H200-141GB", "nodes": 1, "gpus_per_node": 1, "measured": {"matmul": [slow]}}
+    profile_path().write_text(json.dumps(profile), encoding="utf-8")
+    assert forecast(job(), SHAPE, cluster_here(MACHINE, 1)).speed.step.total > 60  # it is read
+    assert rows() == without == 8
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from shardtune.core.step import LateResult, MicroBatch, StepResult
 from shardtune.data.loader import Loader
 from shardtune.data.prepared import PreparedData
 from shardtune.engines.fake import FakeEngine
-from shardtune.errors import RunError
+from shardtune.errors import OutOfMemory, RunError
 from shardtune.evaluate.judge import Judge
 from shardtune.health import HOPELESS
 from shardtune.job import Job
@@ -414,7 +414,43 @@ def test_what_a_device_says_late_is_said_of_its_own_step(tmp_path: Path) -> None
     with pytest.raises(RunError, match="step 3: the gradient is not finite"):
         fit(run, data, run.begin(), 6)
     assert len(engine.seen) == 4  # one had been given to the device already
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_what_a_device_has_done_is_logged_when_the_next_step_fails(
+    tmp_path: Path, every: int
+) -> None:
+    class Full(Late):
+        def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+            if len(self.seen) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().step(microbatches)
+
+    run, data = make_run(tmp_path, Full(), train={"log_every": every})
+    with pytest.raises(OutOfMemory, match="out of memory at step 4"):
+        fit(run, data, run.begin(), 6)
     assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3]
+
+
+def test_a_device_that_can_say_nothing_hides_no_failure(tmp_path: Path) -> None:
+    class Dead(Late):
+        def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+            result = super().step(microbatches)
+            if len(self.seen) == 4:
+                raise RuntimeError("the device is lost")
+            if len(self.seen) < 3:
+                return result
+
+            def wait() -> StepResult:
+                raise RuntimeError("nor can it be asked")
+
+            return LateResult(wait)
+
+    run, data = make_run(tmp_path, Dead())
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        fit(run, data, run.begin(), 6)
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2]
 
 
 def test_evaluations_and_checkpoints_are_looks(tmp_path: Path) -> None:

@@ -162,6 +162,10 @@ class RunDir:
         """The summary of an earlier part of this run must not be taken for that of the next."""
         (self.path / "report.json").unlink(missing_ok=True)
 
+    def read_job(self) -> Job | None:
+        """The job as the run was begun; None where there is no run."""
+        return load_job(self.job).job if self.job.is_file() else None
+
     def require_run(self) -> None:
         """Refuses a folder that no run was written to."""
         if not self.job.is_file():

@@ -26,6 +26,8 @@ class Policy:
     """Seconds that the ranks have after SIGTERM."""
     halvings: int = 0
     """How often the micro-batch may be halved when memory runs out."""
+    halvings_at_start: int = 0
+    """The same, where that is before the first step."""
 
 
 def attempts(logs: Path) -> int:
@@ -36,7 +38,9 @@ def attempts(logs: Path) -> int:
 
 def halvings(failures: Sequence[Failure], policy: Policy) -> int:
     """How often the micro-batch has to be halved after these."""
-    return min(policy.halvings, sum(failure.kind == "memory" for failure in failures))
+    short = [failure for failure in failures if failure.kind == "memory"]
+    early = sum(failure.step == 0 for failure in short)
+    return max(min(policy.halvings, len(short)), min(policy.halvings_at_start, early))
 
 
 def faults(failures: Sequence[Failure]) -> int:

@@ -187,22 +187,32 @@ def test_what_would_fail_again_is_not_tried_again(place: Place, text: str) -> No
 WANTS_MEMORY = """
     from shardtune.errors import OutOfMemory
     with leaving_last_words():
-        pulse.begin(3)
+        if {step}:
+            pulse.begin({step})
         if int(sys.argv[3]) < {enough}:
             raise OutOfMemory("too much")
 """
 
 
 def test_memory_is_found_by_halving(place: Place) -> None:
-    assert place.run(WANTS_MEMORY.format(enough=2), halvings=3) == 0
+    assert place.run(WANTS_MEMORY.format(enough=2, step=3), halvings=3) == 0
     assert [event["kind"] for event in place.events()] == ["restart", "restart"]
     assert "half the micro-batch" in place.events()[0]["text"]
 
 
-@pytest.mark.parametrize("policy", [{"halvings": 1}, {"restarts": 3}], ids=["too-few", "not-asked"])
+def test_what_was_chosen_too_large_is_halved_before_the_first_step(place: Place) -> None:
+    assert place.run(WANTS_MEMORY.format(enough=2, step=0), halvings_at_start=3) == 0
+    assert [event["kind"] for event in place.events()] == ["restart", "restart"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"halvings": 1}, {"restarts": 3}, {"halvings_at_start": 9}],
+    ids=["too-few", "not-asked", "too-late"],
+)
 def test_or_it_is_not(place: Place, policy: dict[str, int]) -> None:
     with pytest.raises(LaunchError, match="too much"):
-        place.run(WANTS_MEMORY.format(enough=9), **policy)
+        place.run(WANTS_MEMORY.format(enough=9, step=3), **policy)
 
 
 def test_a_rank_that_complains_of_a_killed_one_is_not_the_cause(place: Place) -> None:
