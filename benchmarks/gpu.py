@@ -128,7 +128,8 @@ class Child:
             return {"error": what_failed(err.read(), self._process.returncode)}
 
     def _end(self) -> None:
-        """With all that it has started: the next one shall have the card to itself."""
+        """With what it has started, so that the next one has the card to itself; ranks of a run
+        follow their launcher by themselves."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

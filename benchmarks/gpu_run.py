@@ -133,7 +133,8 @@ def main(given: list[str] | None = None) -> int:
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    sys.stdin.readline()  # whoever started us says when the card is ours
+    if not sys.stdin.readline():  # whoever started us says when the card is ours
+        return 1
     found = measure(
         case,
         options.method,

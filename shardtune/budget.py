@@ -82,7 +82,7 @@ def within_memory(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) ->
     them."""
     if resolved.rows_open:
         found = best_rows(resolved.job, shape, cluster)
-        job = _with_rows(resolved.job, int(found.job.train.micro_batch))
+        job = _with_rows(resolved.job, found.work.micro_batch)
         reasons = {**resolved.reasons, ROWS: _why_rows(found)}
         resolved = ResolvedJob(job, reasons, rows_chosen=True)
     if resolved.job.train.gradient_checkpointing != "auto":
@@ -137,14 +137,15 @@ def _with_rows(job: Job, rows: int) -> Job:
 
 
 def _why_rows(found: Forecast) -> str:
-    ranks, taken = found.cluster.gpus, int(found.job.train.micro_batch)
+    ranks, taken = found.cluster.gpus, found.work.micro_batch
     rows, size = _rows_of(found.job, ranks), found.memory.required / GIB
     uneven = found.job.train.global_batch % found.mesh.data_ranks
     start = f"a rank has {rows}{f' or {rows + 1}' if uneven else ''} rows a step; "
     start += f"{taken} x {found.work.sequence} tokens take {size:.1f} of {found.capacity / GIB:.1f}"
     if not found.fits:
         return f"{start} GiB, and nothing fits"
-    larger = [each for each in _sizes(found.job, ranks) if each > taken]
+    asked = int(found.job.train.micro_batch)
+    larger = [each for each in _sizes(found.job, ranks) if each > asked]
     if not larger:
         return f"{start} GiB"
     more = forecast(_with_rows(found.job, larger[0]), found.shape, found.cluster)

@@ -140,4 +140,4 @@ def _with_strategy(resolved: ResolvedJob, machine: Machine, nodes: int) -> Resol
     for key in ("micro_batch", "gradient_checkpointing", "keep_layers"):
         if getattr(best.found.job.train, key) != getattr(job.train, key):
             reasons["train", key] = f"planned with {best.name}"
-    return ResolvedJob(best.found.job, reasons)
+    return ResolvedJob(best.found.job, reasons, rows_chosen=True)

@@ -269,8 +269,8 @@ class TrainSection(Section):
     rank and the samples are named either way."""
     on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
     """What to do when memory runs out: stop and say what to change, or go on from the last
-    checkpoint with half the micro-batch, which changes nothing else. Before the first step a
-    micro-batch that the forecast has chosen is halved in any case."""
+    checkpoint with half the micro-batch, which changes nothing else. In the rehearsal of a new run
+    one that the forecast has chosen is halved in any case, by our own launcher."""
 
     @property
     def recompute(self) -> Recompute:

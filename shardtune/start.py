@@ -27,6 +27,7 @@ from shardtune.launch import STARTED_BY_US
 if TYPE_CHECKING:
     from shardtune.checkpoint.rundir import RunDir
     from shardtune.core.document import KeyPath
+    from shardtune.core.machine import Machine
     from shardtune.forecast import Forecast
     from shardtune.job import Job
     from shardtune.jobfile import LoadedJob
@@ -51,32 +52,31 @@ def read_job(
     nodes = max(nodes, outside_nodes())
     resolved = resolve(loaded.job, machine, outside_ranks(), nodes=nodes)
     if resolved.rows_open and getattr(arguments, "resume", False):
-        resolved = _as_begun(resolved)
+        resolved = _as_begun(resolved, machine, nodes)
     resolved = planned(resolved, machine, nodes)
     check(resolved.job, loaded.place, machine if runs_here else None)
     return loaded, resolved
 
 
-def _as_begun(resolved: ResolvedJob) -> ResolvedJob:
-    """The micro-batch that the run has had so far, on as many ranks: another one would add up in
-    another order."""
+def _as_begun(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
+    """With the micro-batch that the run has had so far, if it is on as many ranks and fits: another
+    one would add up in another order."""
     from dataclasses import replace
 
     from shardtune.checkpoint.rundir import RunDir
+    from shardtune.fit import look
 
     job = resolved.job
     begun = RunDir(Path(job.save.directory).expanduser()).read_job()
     if begun is None or begun.launch.processes != job.launch.processes:
         return resolved
-    rows = begun.train.micro_batch
-    train = job.train.model_copy(update={"micro_batch": rows})
+    train = job.train.model_copy(update={"micro_batch": begun.train.micro_batch})
+    job = job.model_copy(update={"train": train})
+    found = look(job, machine, nodes)
+    if found is not None and not found.fits:
+        return resolved
     reasons: dict[KeyPath, str] = {("train", "micro_batch"): "as the run was begun"}
-    return replace(
-        resolved,
-        job=job.model_copy(update={"train": train}),
-        reasons=resolved.reasons | reasons,
-        rows_open=False,
-    )
+    return replace(resolved, job=job, reasons=resolved.reasons | reasons, rows_open=False)
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -117,7 +117,7 @@ def start(arguments: argparse.Namespace) -> int:
             processes=int(job.launch.processes) // nodes,
             threads=int(job.launch.threads),
             logs=run.logs,
-            policy=_policy(resolved),
+            policy=_policy(resolved, resume=arguments.resume),
             again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
             company=company,
         )
@@ -166,8 +166,9 @@ def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: 
     return inputs
 
 
-def _policy(resolved: ResolvedJob) -> Policy:
-    """What doesn't fit although we chose it is halved unasked, as long as nothing is lost by it."""
+def _policy(resolved: ResolvedJob, *, resume: bool) -> Policy:
+    """What doesn't fit although we chose it is halved unasked, as long as no step has been taken
+    with it."""
     from shardtune.job import LocalLaunch
     from shardtune.launch.policy import Policy
 
@@ -179,7 +180,7 @@ def _policy(resolved: ResolvedJob) -> Policy:
         launch.patience,
         launch.grace,
         halvings=most if train.on_oom == "reduce_micro_batch" else 0,
-        halvings_at_start=most if resolved.rows_chosen else 0,
+        halvings_at_start=most if resolved.rows_chosen and not resume else 0,
     )
 
 
@@ -248,8 +249,10 @@ def _as_rank(arguments: argparse.Namespace) -> int:
 
         from shardtune.train import train
 
+        # Our launcher has cleared the directory already; any other rank only after all have met.
+        clears = arguments.overwrite and STARTED_BY_US not in os.environ
         with _alone(resolved.job):
-            train(resolved.job, resume=arguments.resume)
+            train(resolved.job, resume=arguments.resume, overwrite=clears)
     return 0
 
 
@@ -264,13 +267,8 @@ def _alone(job: Job) -> AbstractContextManager[None]:
 
 def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
     """What our own launcher does before it starts ranks. No rank writes before all have joined."""
-    run = _run_directory(arguments, loaded, job)
+    _run_directory(arguments, loaded, job)
     _foretold(arguments, job, outside_nodes())
-    if arguments.overwrite and os.environ["RANK"] == "0":
-        from shardtune.train import open_inputs
-
-        open_inputs(job, quiet=True)  # what is wrong must not cost the old run
-        run.prepare(overwrite=True)
 
 
 # Several nodes -----------------------------------------------------------------------------------

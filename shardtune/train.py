@@ -36,12 +36,15 @@ from shardtune.run import Run
 from shardtune.unread import Unread
 
 
-def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
+def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Trains `job` on the ranks of which this process is one; returns the report, which is empty
-    if the run was told to leave at once."""
+    if the run was told to leave at once. With `overwrite` an earlier run makes room for it."""
     inputs = open_inputs(job, quiet=True)
     with join(int(job.launch.threads)) as world:
         require_agreement(world, job)
+        files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
+        if overwrite and world.is_main:
+            files.prepare(overwrite=True)  # only now: what is wrong must not cost the old run
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
@@ -68,7 +71,6 @@ def train(job: Job, *, resume: bool = False) -> dict[str, Any]:
                 job.evaluate,
                 world.device,
             )
-            files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
             keep, background = job.save.keep, job.save.background
             saver = Saver(files.checkpoints, world, keep=keep, background=background)
             digests, foretold = inputs.data.digests(), look(job, Machine.here(), world.nodes)

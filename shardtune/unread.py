@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from types import TracebackType
 
 from shardtune.core.progress import Progress
@@ -42,11 +43,14 @@ class Unread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """No rank can be asked any more: nothing is checked. The device may be what failed."""
-        if isinstance(error, Exception):
-            with suppress(Exception):
-                for result, reading in self._timed([each.read() for each in self.results]):
-                    self._log(result, reading, Wish.NONE)
+        """Logs what is done by now, in order, up to the first step that isn't: it may never be. No
+        rank can be asked any more, so nothing is checked, and nothing traced."""
+        if not isinstance(error, Exception) or self.run.job.save.trace:
+            return
+        with suppress(Exception):  # the device may be what failed
+            done = [each.read() for each in takewhile(lambda each: each.is_done(), self.results)]
+            for result, reading in zip(done, self.meter.tick(done), strict=True):
+                self._log(result, reading, Wish.NONE)
 
     def look(self, wish: Wish, *, whole: bool) -> Progress:
         """Waits for these steps, logs and checks one after another. `wish` came with the last.
@@ -56,22 +60,20 @@ class Unread:
         """
         behind = not whole and isinstance(self.results[-1], LateResult)
         ready = len(self.results) - behind
-        results, self.results = self._read(self.results[:ready]), self.results[ready:]
-        for number, (result, reading) in enumerate(self._timed(results), 1):
-            step = self.progress.step
-            samples = self._log(result, reading, wish if number == ready else Wish.NONE)
+        self.results[:ready] = self._read(self.results[:ready])
+        for reading in self.meter.tick(self.results[:ready]):
+            step, result = self.progress.step, self.results[0]
+            ready -= 1
+            samples = self._log(result, reading, Wish.NONE if ready else wish)
             self._health.check(self.progress, result, self._microbatches(step, result), samples)
         return self.progress
 
-    def _timed(self, results: list[StepResult]) -> list[tuple[StepResult, Reading]]:
-        readings = self.meter.tick(results) if results else []
-        return list(zip(results, readings, strict=True))
-
     def _log(self, result: StepResult, reading: Reading, wish: Wish) -> Sequence[str]:
-        """One more step, and the samples of it."""
+        """The first of them, and the samples of it."""
         step = self.progress.step
         samples, epoch = self.data.samples(step), self.data.epoch(step + 1)
         self.progress = self.progress.after(result, reading, wish)
+        del self.results[0]
         self.run.log(self.progress, result, reading, epoch=epoch, samples=samples)
         return samples
 

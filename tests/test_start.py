@@ -68,9 +68,18 @@ def test_on_other_ranks_rows_are_chosen_again(job: Path) -> None:
 def test_only_rows_that_we_chose_are_halved_unasked(job: Path) -> None:
     asked = "train.on_oom=reduce_micro_batch"
     found = [
-        _policy(read(job, *overrides))
+        _policy(read(job, *overrides), resume=False)
         for overrides in ([], [asked], ["train.micro_batch=8"], ["train.micro_batch=8", asked])
     ]
     assert [(each.halvings, each.halvings_at_start) for each in found] == [
         (0, 4), (4, 4), (0, 0), (3, 0),
     ]  # fmt: skip
+    assert _policy(read(job), resume=True).halvings_at_start == 0  # steps have been taken with it
+
+
+def test_rows_that_do_not_fit_any_more_are_chosen_again(job: Path) -> None:
+    begin(read(job), rows=16)
+    assert read(job, resume=True).job.train.micro_batch == 16
+    less = read(job, "train.memory_gib=40", resume=True)
+    assert less.job.train.micro_batch == 4
+    assert less.rows_chosen

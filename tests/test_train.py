@@ -402,7 +402,8 @@ def test_a_device_has_a_step_to_compute_while_one_is_read(tmp_path: Path) -> Non
     assert progress.step == 6
 
 
-def test_what_a_device_says_late_is_said_of_its_own_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [1, 6])
+def test_what_a_device_says_late_is_said_of_its_own_step(tmp_path: Path, every: int) -> None:
     class Broken(Late):
         def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
             result, bad = super().step(microbatches), len(self.seen) == 3
@@ -410,11 +411,14 @@ def test_what_a_device_says_late_is_said_of_its_own_step(tmp_path: Path) -> None
             return LateResult(lambda: replace(result.read(), **change))
 
     engine = Broken()
-    run, data = make_run(tmp_path, engine, train={"on_nan": "stop"})
+    settings = {"on_nan": "stop", "log_every": every}
+    run, data = make_run(tmp_path, engine, train=settings)
     with pytest.raises(RunError, match="step 3: the gradient is not finite"):
-        fit(run, data, run.begin(), 6)
-    assert len(engine.seen) == 4  # one had been given to the device already
-    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4]
+        fit(run, data, run.begin(), 8)
+    assert len(engine.seen) == max(4, every)  # as many had been given to the device
+    lines = metrics(tmp_path, "step")
+    taken = range(1, len(engine.seen) + 1)
+    assert [(line["step"], line["loss"]) for line in lines] == [(n, 1 / n) for n in taken]
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -431,6 +435,23 @@ def test_what_a_device_has_done_is_logged_when_the_next_step_fails(
     with pytest.raises(OutOfMemory, match="out of memory at step 4"):
         fit(run, data, run.begin(), 6)
     assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3]
+
+
+def test_nobody_waits_for_a_step_that_may_never_be_done(tmp_path: Path) -> None:
+    class Stuck(Late):
+        def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+            if len(self.seen) == 4:
+                raise ConnectionError("a peer is gone")
+            result, number = super().step(microbatches), len(self.seen)
+            assert isinstance(result, LateResult)
+            return LateResult(result.read, lambda: number < 4)
+
+    engine = Stuck()
+    run, data = make_run(tmp_path, engine, train={"log_every": 9})
+    with pytest.raises(ConnectionError):
+        fit(run, data, run.begin(), 6)
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3]
+    assert [step for step, _ in engine.looks] == [1, 2, 3]
 
 
 def test_a_device_that_can_say_nothing_hides_no_failure(tmp_path: Path) -> None:

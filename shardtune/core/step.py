@@ -62,6 +62,10 @@ class StepResult:
         """The same, with every figure at hand."""
         return self
 
+    def is_done(self) -> bool:
+        """Whether nobody would have to wait for it."""
+        return True
+
 
 _FIGURES = frozenset(each.name for each in fields(StepResult))
 
@@ -70,12 +74,18 @@ class LateResult(StepResult):
     """The result of a step that a device is still computing. Whoever first asks for a figure waits
     for it: for the end of this step, not for those that have been enqueued after it."""
 
-    def __init__(self, wait: Callable[[], StepResult]) -> None:
+    def __init__(
+        self, wait: Callable[[], StepResult], done: Callable[[], bool] = lambda: True
+    ) -> None:
         object.__setattr__(self, "_wait", cache(wait))
+        object.__setattr__(self, "_done", done)
 
     def read(self) -> StepResult:
         found: StepResult = object.__getattribute__(self, "_wait")()
         return found
+
+    def is_done(self) -> bool:
+        return bool(object.__getattribute__(self, "_done")())
 
     def __getattribute__(self, name: str) -> Any:
         return getattr(self.read(), name) if name in _FIGURES else super().__getattribute__(name)

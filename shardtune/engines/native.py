@@ -183,11 +183,11 @@ class NativeEngine:
         """The step's figures, which leave the device together, in one copy."""
         parts = [figure.to(self.device).reshape(1) for figure in figures]
         parts += [torch.stack(self._losses).flatten()] if self._losses else []
-        read = fetched(torch.cat([part.detach().double() for part in parts]))
+        figures_here = fetched(torch.cat([part.detach().double() for part in parts]))
         busy = self._stopwatch.lap()
 
         def result() -> StepResult:
-            total, norm, applied, tokens, labels, *losses = read()
+            total, norm, applied, tokens, labels, *losses = figures_here.wait()
             return StepResult(
                 loss=total / max(1, labels),
                 grad_norm=norm,
@@ -199,7 +199,9 @@ class NativeEngine:
                 losses=tuple(losses),
             )
 
-        return result() if self.device.type == "cpu" else LateResult(result)
+        if self.device.type == "cpu":
+            return result()
+        return LateResult(result, figures_here.is_here)
 
     @torch.no_grad()
     def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:

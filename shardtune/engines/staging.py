@@ -6,7 +6,6 @@ first waits for whatever the GPU has been given before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -87,16 +86,28 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return locked.copy_(tensor).to(device, non_blocking=True)
 
 
-def fetched(tensor: Tensor) -> Callable[[], list[float]]:
-    """Begins to fetch a few numbers. What it returns waits until they are here, and tells them."""
+@dataclass(frozen=True)
+class Fetched:
+    """A few numbers on their way from a device."""
+
+    here: Tensor
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> list[float]:
+        """The numbers, once they are here."""
+        if self.arrived is not None:
+            self.arrived.synchronize()  # an event's, so that what was enqueued later may go on
+        return list(self.here.tolist())
+
+    def is_here(self) -> bool:
+        """Whether they are."""
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+
+def fetched(tensor: Tensor) -> Fetched:
+    """Begins to fetch a few numbers."""
     if tensor.device.type == "cpu":
-        return tensor.tolist
+        return Fetched(tensor)
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     here.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.current_stream(tensor.device).record_event()
-
-    def wait() -> list[float]:
-        arrived.synchronize()  # an event's, so that what was enqueued later may go on
-        return here.tolist()
-
-    return wait
+    return Fetched(here, torch.cuda.current_stream(tensor.device).record_event())

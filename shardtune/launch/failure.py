@@ -24,6 +24,8 @@ class Failure:
     rank: int | None
     step: int
     problems: tuple[Problem, ...]
+    told: bool = True
+    """Whether a rank has said so itself; one that is killed can't."""
 
     @property
     def cause(self) -> str:
@@ -135,7 +137,7 @@ def _of_mute(group: Group, rank: int, code: int, *, out_of_memory: bool) -> Fail
         fact += f" ({batch(beat)})" if beat.rows else ""
         fix = "if the machine ran out of memory, lower train.micro_batch or start fewer processes"
     kind: FailureKind = "memory" if killed and out_of_memory else "fault"
-    return Failure(kind, rank, beat.step, (Problem(f"rank {rank}", fact, fix),))
+    return Failure(kind, rank, beat.step, (Problem(f"rank {rank}", fact, fix),), told=False)
 
 
 def batch(beat: Beat) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from shardtune.errors import Problem
@@ -27,7 +28,8 @@ class Policy:
     halvings: int = 0
     """How often the micro-batch may be halved when memory runs out."""
     halvings_at_start: int = 0
-    """The same, where that is before the first step."""
+    """The same, as long as no attempt has come to a first step, and ranks say so themselves: whom
+    the kernel kills has taken too much main memory."""
 
 
 def attempts(logs: Path) -> int:
@@ -38,9 +40,10 @@ def attempts(logs: Path) -> int:
 
 def halvings(failures: Sequence[Failure], policy: Policy) -> int:
     """How often the micro-batch has to be halved after these."""
-    short = [failure for failure in failures if failure.kind == "memory"]
-    early = sum(failure.step == 0 for failure in short)
-    return max(min(policy.halvings, len(short)), min(policy.halvings_at_start, early))
+    early = takewhile(lambda failure: failure.step == 0, failures)
+    at_start = sum(failure.kind == "memory" and failure.told for failure in early)
+    short = sum(failure.kind == "memory" for failure in failures)
+    return max(min(policy.halvings, short), min(policy.halvings_at_start, at_start))
 
 
 def faults(failures: Sequence[Failure]) -> int:

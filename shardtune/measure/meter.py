@@ -32,6 +32,8 @@ class Meter:
         A device computes several without telling when each was done, so they share their time
         equally.
         """
+        if not results:
+            return []
         now = time.perf_counter()
         seconds, self._since = (now - self._since) / len(results), now
         compiled, before = compilations(), self._compiled

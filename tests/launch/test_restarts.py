@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from shardtune.errors import LaunchError
+from shardtune.launch.failure import Failure
 from shardtune.launch.local import Policy, run_local
+from shardtune.launch.policy import halvings
 
 BEGINNING = """\
 import os, signal, sys, time
@@ -203,6 +205,18 @@ def test_memory_is_found_by_halving(place: Place) -> None:
 def test_what_was_chosen_too_large_is_halved_before_the_first_step(place: Place) -> None:
     assert place.run(WANTS_MEMORY.format(enough=2, step=0), halvings_at_start=3) == 0
     assert [event["kind"] for event in place.events()] == ["restart", "restart"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "told", "expected"),
+    [([0, 0], True, 2), ([3, 0], True, 0), ([0, 3, 0], True, 1), ([0, 0], False, 0)],
+)
+def test_only_what_comes_before_any_step_is_of_the_start(
+    steps: list[int], told: bool, expected: int
+) -> None:
+    failures = [Failure("memory", 0, step, (), told=told) for step in steps]
+    assert halvings(failures, Policy(halvings_at_start=9)) == expected
+    assert halvings(failures, Policy(halvings=9)) == len(steps)
 
 
 @pytest.mark.parametrize(
