@@ -71,7 +71,7 @@ def test_and_ends_the_run_there(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="step 3: the gradient is not finite"):
         fit(run, data, run.begin(), STEPS)
     assert len(engine.seen) == 4
-    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4]  # all that were taken
+    assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4]
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
