@@ -283,6 +283,28 @@ def test_torchrun_computes_the_same(place: Place, whole: Done) -> None:
     assert place.report("torchrun")["ranks"] == 2
 
 
+ON_ITS_OWN = """
+import os, sys
+from shardtune.cli import main
+rows = f"train.micro_batch={1 + int(os.environ['RANK'])}"
+sys.exit(main(["train", "job.yaml", "save.directory=parted", *sys.argv[1:], rows]))
+"""
+
+
+@pytest.mark.long
+def test_ranks_that_disagree_do_not_cost_the_old_run(place: Place) -> None:
+    changes = ("save.directory=parted", f"train.steps={SHORT}", "save.every=0")
+    assert place.run("-m", "shardtune", "train", "job.yaml", *changes).code == 0
+    before = place.steps("parted")
+    (place.path / "rank.py").write_text(ON_ITS_OWN, encoding="utf-8")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = place.run(*launcher, "rank.py", "--overwrite")
+    assert done.code != 0
+    assert "train.micro_batch: is 1 on rank 0, and 2 on rank 1" in done.error
+    assert place.steps("parted") == before
+    assert (place.path / "parted" / "result").is_dir()
+
+
 # Again in the same place -------------------------------------------------------------------------
 
 
