@@ -19,7 +19,7 @@ from shardtune.core.setup import Recompute
 from shardtune.core.shape import ModelShape
 from shardtune.forecast import GIB, Forecast, forecast
 from shardtune.job import Job
-from shardtune.resolve import ResolvedJob, leaves_layers_alone
+from shardtune.resolve import ResolvedJob, leaves_layers_alone, rows_of
 
 LEVELS: tuple[Recompute, ...] = ("none", "mlp", "most", "full")
 """The fastest first."""
@@ -122,14 +122,9 @@ def powers(most: int) -> Iterator[int]:
 def _sizes(job: Job, ranks: int) -> list[int]:
     """Micro-batches in question, the smallest first: as rows are really cut, about the powers of
     two, and all at once."""
-    rows = _rows_of(job, ranks)
+    rows = rows_of(job, ranks)
     rounds = {-(-rows // power) for power in powers(rows)} | {1}
     return sorted({-(-rows // each) for each in rounds})
-
-
-def _rows_of(job: Job, ranks: int) -> int:
-    """Rows of a rank in a step; where they can't be spread evenly, some ranks have one more."""
-    return max(1, job.train.global_batch // job.strategy.mesh(ranks).data_ranks)
 
 
 def _with_rows(job: Job, rows: int) -> Job:
@@ -138,7 +133,7 @@ def _with_rows(job: Job, rows: int) -> Job:
 
 def _why_rows(found: Forecast) -> str:
     ranks, taken = found.cluster.gpus, found.work.micro_batch
-    rows, size = _rows_of(found.job, ranks), found.memory.required / GIB
+    rows, size = rows_of(found.job, ranks), found.memory.required / GIB
     uneven = found.job.train.global_batch % found.mesh.data_ranks
     start = f"a rank has {rows}{f' or {rows + 1}' if uneven else ''} rows a step; "
     start += f"{taken} x {found.work.sequence} tokens take {size:.1f} of {found.capacity / GIB:.1f}"

@@ -111,8 +111,7 @@ def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
     global_batch, length = job.train.global_batch, job.data.sequence_length
     if (file := _file(job)) and (told := deepspeed_json.micro_batch(file, global_batch, processes)):
         return told
-    mesh = job.strategy.mesh(processes)
-    rows = max(1, global_batch // mesh.data_ranks)
+    mesh, rows = job.strategy.mesh(processes), rows_of(job, processes)
     fitting = max(1, MICRO_BATCH_TOKENS // length)
     micro_batch = 1 if _one_row(job) else min(rows, fitting)
     stages = mesh.size_of("pipeline")
@@ -126,6 +125,11 @@ def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
         f"a rank has {rows} rows a step; {fitting} x {length} tokens "
         f"stay within {MICRO_BATCH_TOKENS}"
     )
+
+
+def rows_of(job: Job, ranks: int) -> int:
+    """Rows of a rank in a step; where they can't be spread evenly, some ranks have one more."""
+    return max(1, job.train.global_batch // job.strategy.mesh(ranks).data_ranks)
 
 
 def _by_memory(job: Job, processes: int) -> bool:
