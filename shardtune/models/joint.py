@@ -71,7 +71,7 @@ class Ahead(Together):
         raise NotImplementedError
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
-        """What the layers make of `x`, which has a row for each token: by head, and turned."""
+        """What the layers make of `x`, `[rows, length, width]`: by head, and turned."""
         raise NotImplementedError
 
     def product(self, hidden_states: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Ahead(Together):
         sizes = [layer.out_features for layer in self.layers]
         if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
             heads = tuple(size // self.head_dim for size in sizes)
-            parts = self.turned(by_token(hidden_states), cos, sin, heads)
+            parts = self.turned(as_computed(hidden_states), cos, sin, heads)
             kwargs["position_embeddings"] = (None, None)
         else:
             parts = torch.split(self.product(hidden_states), sizes, dim=-1)
@@ -102,7 +102,12 @@ def with_way(way: type, kind: type) -> type:
 
 def by_token(x: Tensor) -> Tensor:
     """A row for each token, in the precision of the computation."""
+    return as_computed(x.reshape(-1, x.shape[-1]))
+
+
+def as_computed(x: Tensor) -> Tensor:
+    """In the precision of the computation."""
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)
-    return x.reshape(-1, x.shape[-1]).to(compute)
+    return x.to(compute)

@@ -53,7 +53,11 @@ class Adapted(torch.autograd.Function):
 
 
 class Turned(torch.autograd.Function):
-    """What `Adapted` makes of queries, keys and values, by head, the first two turned."""
+    """What `Adapted` makes of queries, keys and values, by head, the first two turned.
+
+    Rows and their length come with `x`. If they came with the angles, a compiler that is told
+    neither would ask the joint product for them on the way back, and keep it for that.
+    """
 
     @staticmethod
     def forward(
@@ -67,11 +71,13 @@ class Turned(torch.autograd.Function):
         layers: Layers,
     ) -> tuple[Tensor, ...]:
         down, up = down.to(x.dtype), up.to(x.dtype)
-        narrow = x @ down.t()
+        rows, length, _ = x.shape
+        flat = _by_row(x)
+        narrow = flat @ down.t()
         ctx.save_for_backward(x, narrow, down, up, cos, sin)
         ctx.layers = layers
-        joint = _forwards(x, layers, narrow, up)
-        joint = joint.view(-1, cos.shape[1], joint.shape[1])
+        joint = _forwards(flat, layers, narrow, up)
+        joint = joint.view(rows, length, joint.shape[1])
         parts: tuple[Tensor, ...] = turned(joint, cos, sin, heads)
         return parts
 
@@ -82,8 +88,8 @@ class Turned(torch.autograd.Function):
         gradient, to_narrow = back[:, : len(up)], back[:, len(up) :]
         to_x = None
         if ctx.needs_input_grad[0]:
-            to_x = _backwards_beside(back, ctx.layers, down)
-        to_down, to_up = in_fp32(to_narrow.t(), x), in_fp32(gradient.t(), narrow)
+            to_x = _backwards_beside(back, ctx.layers, down).view(x.shape)
+        to_down, to_up = in_fp32(to_narrow.t(), _by_row(x)), in_fp32(gradient.t(), narrow)
         return to_x, to_down, to_up, None, None, None, None
 
 
@@ -131,8 +137,8 @@ class GatedProducts(torch.autograd.Function):
         return to_x, to_down, *to_two, in_fp32(gradient.t(), last_narrow), to_past, None, None
 
 
-def _by_row(gradient: Tensor) -> Tensor:
-    return gradient.reshape(-1, gradient.shape[-1]).contiguous()
+def _by_row(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _forwards(

@@ -142,8 +142,9 @@ class TurnedProducts(torch.autograd.Function):
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...], *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin, x, *weights)
-        joint = across(None, None, x, weights)
-        joint = joint.view(-1, cos.shape[1], joint.shape[1])
+        rows, length, width = x.shape  # not by the angles: see `products.Turned`
+        joint = across(None, None, x.reshape(-1, width), weights)
+        joint = joint.view(rows, length, joint.shape[1])
         parts: tuple[Tensor, ...] = turned(joint, cos, sin, heads)
         return parts
 
@@ -152,8 +153,8 @@ class TurnedProducts(torch.autograd.Function):
         cos, sin, x, *weights = ctx.saved_tensors
         nothing = x.new_empty(sum(len(weight) for weight in weights), 0)  # no adapter
         back = turned_back(*gradients, cos, sin, nothing)
-        to_x, *to_weights = _back(back, x, *weights)
-        return to_x, None, None, None, *to_weights
+        to_x, *to_weights = _back(back, x.reshape(-1, x.shape[-1]), *weights)
+        return to_x.view(x.shape), None, None, None, *to_weights
 
 
 class GatedProducts(torch.autograd.Function):
@@ -175,7 +176,7 @@ class GatedProducts(torch.autograd.Function):
         return *_back(back, x, gate, up), gradient.t() @ active
 
 
-def _back(gradient: Tensor, x: Tensor, *weights: Tensor) -> Gradients:
+def _back(gradient: Tensor, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """To the input, and to each of the weights: parts of one matrix, which nobody copies."""
     to_x = back_across(None, None, gradient, weights)
     return to_x, *torch.split(gradient.t() @ x, [len(weight) for weight in weights])

@@ -82,7 +82,7 @@ def test_queries_keys_and_values_as_float64(
     if room is not None:
         stand_together(layers, room)
     given = [
-        some((rows * length, WIDE), 10).to(dtype),
+        some((rows, length, WIDE), 10).to(dtype),
         rounded((16, WIDE), 11, dtype).float(),
         rounded((sum(heads) * wide, 16), 12, dtype).float(),
     ]
@@ -95,7 +95,7 @@ def test_queries_keys_and_values_as_float64(
         return torch.cat([part.flatten(2) for part in parts], dim=-1)
 
     def right(*own: Tensor) -> Tensor:
-        joint = exact.adapted(*own, weights).view(rows, length, -1)
+        joint = exact.adapted(*own, weights)
         parts = as_transformers(joint, cos.double(), sin.double(), heads)
         return torch.cat([part.flatten(2) for part in parts], dim=-1)
 

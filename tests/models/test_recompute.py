@@ -11,23 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from shardtune.core.documents import ORDERED, told_of
 from shardtune.core.setup import Recompute
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
+from shardtune.models import flash
 from shardtune.models.adapters import add_adapter
+from shardtune.models.attention import register
 from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.lora import quicken
 from shardtune.models.parts import decoder_layers
 from shardtune.models.recompute import recompute
 from tests.models.families import write
+from tests.models.test_flash import ByHand
 
 IDS = torch.arange(32).view(2, 16) * 2
 TOKENS = IDS.numel()
 HIDDEN, INNER, HEADS, KEYS, RANK = 64, 176, 4, 32, 4
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
+def gradients(model: Any, **more: Any) -> dict[str, Tensor]:
     model.zero_grad()
-    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    model(input_ids=IDS, labels=IDS, use_cache=False, **more).loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -147,6 +151,38 @@ def test_what_layers_keep(caplog: pytest.LogCaptureFixture) -> None:
         gradients(model)
         assert counters["stats"]["unique_graphs"] == graphs
     assert "context_fn" not in caplog.text  # torch's warning is for others
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["none", "mlp"])
+def test_they_keep_no_more_for_a_length_that_is_not_known(
+    level: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in every run with packed documents: two short rows show first that those are kept apart,
+    and tell the compiler that lengths vary. It once kept the joint product to ask for its size."""
+    monkeypatch.setattr(flash, "_kernels", ByHand())
+    register()
+
+    def told(length: int) -> dict[str, Any]:
+        places = torch.arange(length).expand(len(IDS), -1)
+        return {"position_ids": places, **told_of(places, lambda tensor: tensor)}
+
+    def kept(*before: int) -> int:
+        torch._dynamo.reset()
+        model = compiled(level, 1)
+        base = model.get_base_model()
+        base.set_attn_implementation(ORDERED)
+        with torch.no_grad():
+            for length in before:
+                model(input_ids=IDS[:, :length], use_cache=False, **told(length))
+        base.enable_input_require_grads()
+        (layer,) = decoder_layers(base)
+        counters.clear()
+        found = kept_by(layer, model, lambda: gradients(model, **told(IDS.shape[1])))
+        assert counters["stats"]["unique_graphs"] == 1
+        return found
+
+    assert kept(4, 8) == kept()
 
 
 @pytest.mark.slow
