@@ -122,11 +122,12 @@ def check_result(
 def probe_logits(model: nn.Module, probe: MicroBatch, device: str = "cpu") -> Tensor:
     """What the model says to the beginning of the probe's first row. All ranks have to ask."""
     model.eval()
-    logits: Tensor = model(
-        input_ids=probe.input_ids[:1, :PROBE].to(device),
-        position_ids=probe.position_ids[:1, :PROBE].to(device),
-        use_cache=False,
-    ).logits
+    with torch.compiler.set_stance("force_eager"):  # nothing is to be compiled for one short row
+        logits: Tensor = model(
+            input_ids=probe.input_ids[:1, :PROBE].to(device),
+            position_ids=probe.position_ids[:1, :PROBE].to(device),
+            use_cache=False,
+        ).logits
     return logits.float().cpu()
 
 

@@ -63,15 +63,17 @@ def answer(
         if temperature > 0
         else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     )
-    written = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(stops),
-        pad_token_id=pad,
-        use_cache=True,
-        **sampling,
-    )
+    # With a cache each layer has a place in it, and would be compiled by itself, three times.
+    with torch.compiler.set_stance("force_eager"):
+        written = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(stops),
+            pad_token_id=pad,
+            use_cache=True,
+            **sampling,
+        )
     model.train(was_training)
     texts: list[str] = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
     return [text.strip() for text in texts]

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoTokenizer
 
 from shardtune.evaluate.generate import Prompt, answer, held_out_prompt, prompt_ids, question_text
 from shardtune.job import LoRA, ModelSection, TrainSection
 from shardtune.models import tiny
 from shardtune.models.load import load_base
+from shardtune.models.parts import decoder_layers
 from tests.synthetic import load_model
 
 SMOLLM2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "smollm2"
@@ -154,6 +156,24 @@ def test_a_temperature_draws(model: Any) -> None:
 
     assert draw(1) == draw(1)
     assert len({draw(seed) for seed in range(4)}) > 1
+
+
+@pytest.mark.filterwarnings("ignore")  # torch tells of what its compiler does itself
+def test_nothing_is_compiled_for_an_answer(model: Any) -> None:
+    """Layers that are compiled for training answer as they are: else it would be 3 graphs for each
+    of them, and minutes on a GPU."""
+    counters.clear()
+    tokenizer = tiny.tokens()
+    ids = prompt_ids(tokenizer, PROMPTS[0], chat=True)
+    told: Any = {"stops": frozenset({tiny.END}), "max_new_tokens": 4}
+    right = answer(model, tokenizer, [ids], **told)
+    quick = load_base(ModelSection(name="tiny"), "fp32")
+    for layer in decoder_layers(quick):
+        layer.compile(backend="eager")
+    assert answer(quick, tokenizer, [ids], **told) == right
+    assert not counters["stats"]["unique_graphs"]
+    quick(input_ids=torch.tensor([ids]))
+    assert counters["stats"]["unique_graphs"], "they are compiled otherwise"
 
 
 @pytest.mark.parametrize("training", [True, False])
