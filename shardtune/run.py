@@ -129,7 +129,7 @@ class Run:
         self.view.step(progress.step, result, reading)
         digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
         facts = asdict(result) | asdict(reading) | {"epoch": epoch, "samples_sha256": digest}
-        del facts["losses"]  # of this rank's micro-batches only
+        del facts["losses"], facts["since_last"]  # of this rank only
         self.files.log({"kind": "step", "step": progress.step, **facts})
         if self.job.save.trace:
             self._trace(progress.step, result, digest)

@@ -151,7 +151,7 @@ class NativeEngine:
         for parameter in self.trained.values():
             parameter.grad = None
         self.model.eval()
-        self._stopwatch.lap()
+        self._stopwatch.restart()
 
     def _backward(self, microbatches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
@@ -183,11 +183,12 @@ class NativeEngine:
         """The step's figures, which leave the device together, in one copy."""
         parts = [figure.to(self.device).reshape(1) for figure in figures]
         parts += [torch.stack(self._losses).flatten()] if self._losses else []
+        times = self._stopwatch.lap()  # before the figures go: who has them may ask for it
         figures_here = fetched(torch.cat([part.detach().double() for part in parts]))
-        busy = self._stopwatch.lap()
 
         def result() -> StepResult:
             total, norm, applied, tokens, labels, *losses = figures_here.wait()
+            lap = times()
             return StepResult(
                 loss=total / max(1, labels),
                 grad_norm=norm,
@@ -195,7 +196,8 @@ class NativeEngine:
                 tokens=int(tokens),
                 labels=int(labels),
                 applied=bool(applied),
-                busy=busy(),
+                busy=lap.busy,
+                since_last=lap.since_last,
                 losses=tuple(losses),
             )
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds of a step."""
+
+    busy: float
+    since_last: float | None = None
+    """From the end of the one before, on a GPU."""
 
 
 class Stopwatch:
@@ -17,6 +27,7 @@ class Stopwatch:
         self._cuda = device.type == "cuda"
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
+        self._ended: Any = None  # the end of the step before
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -31,12 +42,25 @@ class Stopwatch:
             yield
             self._seconds += time.perf_counter() - since
 
-    def lap(self) -> Callable[[], float]:
-        """Begins anew. What it returns tells the seconds until now; of a GPU, when that has
-        finished the work."""
-        seconds, events = self._seconds, self._events
-        self._seconds, self._events = 0.0, []
-        return lambda: seconds + sum(begin.elapsed_time(end) for begin, end in events) / 1e3
+    def lap(self) -> Callable[[], Lap]:
+        """Ends a step and begins anew. What it returns tells the times; of a GPU, when that has
+        come to this point."""
+        seconds, events, last = self._seconds, self._events, self._ended
+        self.restart()
+        if not self._cuda:
+            return lambda: Lap(seconds)
+        ended = self._ended = _event()
+        ended.record()
+
+        def times() -> Lap:
+            busy = sum(begin.elapsed_time(end) for begin, end in events) / 1e3
+            return Lap(busy, last.elapsed_time(ended) / 1e3 if last is not None else None)
+
+        return times
+
+    def restart(self) -> None:
+        """Begins anew, with nothing before."""
+        self._seconds, self._events, self._ended = 0.0, [], None
 
 
 def _event() -> Any:

@@ -22,23 +22,40 @@ class Meter:
         self.steps_left = steps_left
         self.device = device
         self._steps = 0
-        self._compiled = compilations()
+        self._compiled, self._compiling = compilations(), False
         self._recent: deque[tuple[float, StepResult]] = deque(maxlen=WINDOW)
         self._since = time.perf_counter()
+        self._stood = 0.0  # since a step was counted
 
     def tick(self, results: Sequence[StepResult]) -> list[Reading]:
         """Call when some steps are through, waiting for data included: a reading of each.
 
-        A device computes several without telling when each was done, so they share their time
-        equally.
+        What a device computes on its own was done some time before anybody looks, and its own clock
+        tells. Steps without one share the time since the last call equally.
         """
         if not results:
             return []
         now = time.perf_counter()
-        seconds, self._since = (now - self._since) / len(results), now
+        share, self._since = (now - self._since) / len(results), now
         compiled, before = compilations(), self._compiled
-        self._compiled = compiled
-        return [self._count(seconds, result, compiled != before) for result in results]
+        here, earlier = compiled != before, self._compiling
+        self._compiled, self._compiling = compiled, here
+        return [
+            # A device's step may have been compiled for when the ones before were looked at.
+            self._count(
+                self._seconds(result, share),
+                result,
+                here or (earlier and result.since_last is not None),
+            )
+            for result in results
+        ]
+
+    def _seconds(self, result: StepResult, share: float) -> float:
+        """Of one step. The one before the first was another's, a rehearsal's say."""
+        stood, self._stood = self._stood, 0.0
+        if result.since_last is None or not self._steps:
+            return share
+        return max(result.since_last - stood, result.busy or 0.0)  # two clocks differ a little
 
     def _count(self, seconds: float, result: StepResult, compiled: bool) -> Reading:
         """The first step warms caches up, and some have the compiler at work (for other lengths of
@@ -55,7 +72,9 @@ class Meter:
         """Evaluating and saving are not training time."""
         begun, before = time.perf_counter(), compilations()
         yield
-        self._since += time.perf_counter() - begun
+        stood = time.perf_counter() - begun
+        self._since += stood
+        self._stood += stood
         self._compiled += compilations() - before
 
     def _reading(self, seconds: float, recent: list[tuple[float, StepResult]]) -> Reading:

@@ -21,6 +21,7 @@ import torch
 
 from shardtune.core.step import LateResult, MicroBatch
 from shardtune.engines.native import NativeEngine
+from shardtune.measure.meter import Meter
 from tests.engines.test_native import batch
 from tests.engines.test_optimizer import RULES, clipped_as_torch_does, left_out
 from tests.engines.test_waiting import ADAPTERS, make
@@ -136,6 +137,27 @@ def test_a_step_is_enqueued_while_the_gpu_is_held_up(adapter: str) -> None:
     through = time.perf_counter() - begun
     assert through > 0.5
     assert enqueued < 0.6 * through
+
+
+def test_a_step_takes_what_the_gpu_took_however_late_one_looks() -> None:
+    engine = ready("lora", "eager")
+    given = steps(1)[0][:1]
+    engine.step(engine.stage(given)).read()
+    meter = Meter(4, DEVICE)
+    results = [engine.step(engine.stage(given)) for _ in range(2)]
+    torch.cuda._sleep(CYCLES)
+    results.append(engine.step(engine.stage(given)))
+    results[-1].read()
+    time.sleep(1.0)  # nobody looks
+    for result in results:
+        (reading,) = meter.tick([result])
+        seconds = reading.seconds
+    assert 0.5 < seconds < 5  # the held up one, of about a second
+    assert results[1].since_last < 0.5  # the one before
+    with meter.paused():
+        time.sleep(1.0)
+    (reading,) = meter.tick([engine.step(engine.stage(given)).read()])
+    assert reading.seconds < 2.0  # of which a second was nobody looking
 
 
 def test_what_was_sent_ahead_is_what_is_computed() -> None:

@@ -100,6 +100,40 @@ def test_the_speed_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) 
     assert reading.seconds_left == 140.0  # 70 more of 2 s
 
 
+def test_a_devices_own_clock_counts_however_late_one_looks() -> None:
+    """A look comes when the next step is under way: by the program's clock the first step after a
+    pause would be too long, and the last ones before the next too short."""
+    meter = Meter(5, "cpu")
+    late = replace(result(100), busy=0.2, since_last=0.25)
+    time.sleep(0.05)
+    first = tick(meter, replace(late, since_last=1e3))  # since a rehearsal's last step
+    assert 0.05 <= first.seconds < 1
+    time.sleep(PAUSE)
+    assert tick(meter, late).seconds == 0.25
+    with meter.paused():
+        time.sleep(PAUSE)
+    third, fourth = meter.tick([replace(late, since_last=0.25 + PAUSE), late])
+    assert 0.2 <= third.seconds <= 0.25
+    assert fourth.seconds == 0.25
+    assert fourth.tokens_per_second == pytest.approx(300 / (0.5 + third.seconds))
+
+
+def test_and_the_compiler_spoils_a_device_step_that_is_read_later() -> None:
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    quick = torch.compile(triple, backend="eager", dynamic=False)
+    meter, late = Meter(5, "cpu"), replace(result(100), busy=0.2, since_last=0.25)
+    tick(meter, result(100))
+    second = tick(meter, late)
+    quick(torch.ones(3))  # for the fourth, before the third is looked at
+    tick(meter, late)
+    fourth = tick(meter, replace(late, since_last=60.0))
+    assert fourth.seconds == 60.0
+    assert fourth.tokens_per_second == second.tokens_per_second
+    assert tick(meter, late).tokens_per_second == pytest.approx(400)
+
+
 def test_the_peak_of_memory_is_what_this_process_held() -> None:
     before = peak_memory("cpu")
     more = 256 << 20  # much beside the tens of MiB by which the two ways to ask differ
