@@ -31,6 +31,16 @@ from benchmarks.table import write_table
 ROOT = Path(__file__).parents[1]
 REPEATS = 15
 NEAR = 0.02  # of the norm; bf16 alone makes 0.003, a token that sees another document 0.1 and more
+HEADINGS = (
+    "way",
+    "documents, in tokens",
+    "forward, ms",
+    "forward + backward, ms",
+    "forward, TFLOP/s",
+    "both, TFLOP/s",
+    "over the dense mask",
+    "first time, ms",
+)
 CHARACTERS = 4  # of a token, about: no tokenizer has to be there
 
 
@@ -223,15 +233,17 @@ def judge(
         yield way, f"wrong: {distance:.2g} from float64" if wrong else ""
 
 
-def measure(size: Size, device: torch.device, without: list[str]) -> list[list[str]]:
-    """The rows of the table. What a way can't do is one line."""
+def measure(size: Size, device: torch.device, without: list[str]) -> Iterator[list[list[str]]]:
+    """The rows of the table so far, after each kind of documents. What a way can't do is one
+    line."""
     given = tensors(size, device)
     judged = list(judge(size, device, given, without))
+    against = [[way.name, reason, *["-"] * 6] for way, reason in judged if reason]
     rows = []
     for kind, packed in batches(size, device).items():
         flops, dense = useful_flops(packed, size), math.nan
         what = f"{kind}: {len(packed.lengths)} in {packed.rows} x {packed.width}"
-        for way in (way for way, against in judged if not against):
+        for way in (way for way, reason in judged if not reason):
             try:
                 timing = time_way(way, packed, given)
             except Exception as error:  # noqa: BLE001 - as above
@@ -251,7 +263,7 @@ def measure(size: Size, device: torch.device, without: list[str]) -> list[list[s
                 ]
             )
             print(" | ".join(rows[-1]), flush=True)
-    return rows + [[way.name, against, *["-"] * 6] for way, against in judged if against]
+        yield rows + against
 
 
 def mask_milliseconds(size: Size, device: torch.device) -> str:
@@ -277,36 +289,36 @@ def main() -> None:
         raise SystemExit("no CUDA device: python -m benchmarks.attention --tiny runs anywhere")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = TINY if tiny else LLAMA
-    rows = measure(size, device, without)
-    if tiny:
-        return
-    card = torch.cuda.get_device_name()
+    mask = "" if tiny or "Flex" in without else mask_milliseconds(size, device)
+    for rows in measure(size, device, without):  # a run that is cut off leaves what it has
+        if not tiny:
+            write(rows, size, mask)
+
+
+def write(rows: list[list[str]], size: Size, mask: str) -> None:
     write_table(
         "attention",
         "Attention that keeps packed documents apart",
-        [
-            "way",
-            "documents, in tokens",
-            "forward, ms",
-            "forward + backward, ms",
-            "forward, TFLOP/s",
-            "both, TFLOP/s",
-            "over the dense mask",
-            "first time, ms",
-        ],
+        HEADINGS,
         rows,
-        f"On one {card}: {size.tokens:,} tokens in bf16, {size.heads} heads of queries and "
+        f"On one {torch.cuda.get_device_name()}: {note(size)} {mask}".strip(),
+        command=" ".join(["attention", *sys.argv[1:]]),
+    )
+
+
+def note(size: Size) -> str:
+    """What the figures are of."""
+    return (
+        f"{size.tokens:,} tokens in bf16, {size.heads} heads of queries and "
         f"{size.groups} of keys and values, {size.dim} numbers each; medians of {REPEATS} runs. "
         "Operations count only where a token sees another (the backward pass as 2.5 forward "
         "passes). *First time* is forward and backward with lengths that this process has not "
         "seen, until the result is there: in training every micro-batch has new ones, and a way "
         "that prepares a kernel for each length pays it again and again. "
-        f"{'' if 'Flex' in without else mask_milliseconds(size, device)}"
         "Lengths are drawn evenly in their logarithm between the two numbers, or are those of real "
         "data at four characters a token. Every way was "
         f"held against float64 on such a batch, forward and backward ({NEAR:.0%} of the norm "
-        "allowed), but for the one that keeps nothing apart.",
-        command=" ".join(["attention", *sys.argv[1:]]),
+        "allowed), but for the one that keeps nothing apart."
     )
 
 

@@ -21,9 +21,10 @@ def test_every_way_keeps_documents_apart_but_the_one_that_says_so(way):
 
 @pytest.mark.long
 def test_a_table_of_every_kind_and_every_way():
-    rows = measure(TINY, CPU, without=["loop"])
+    *_, before, rows = measure(TINY, CPU, without=["loop"])  # one after each kind
     ways = sum(way.on_cpu for way in WAYS)
     assert len(rows) == (ways - 1) * len(batches(TINY, CPU)) + 1
+    assert len(before) == len(rows) - (ways - 1)
     assert rows[-1][1] == "left out of this run"
     assert all("not here" not in row[1] and "wrong" not in row[1] for row in rows)
 
