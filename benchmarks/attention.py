@@ -233,14 +233,17 @@ def judge(
         yield way, f"wrong: {distance:.2g} from float64" if wrong else ""
 
 
-def measure(size: Size, device: torch.device, without: list[str]) -> Iterator[list[list[str]]]:
-    """The rows of the table so far, after each kind of documents. What a way can't do is one
+def measure(
+    size: Size, device: torch.device, without: list[str]
+) -> Iterator[tuple[list[list[str]], str]]:
+    """The rows of the table so far, and what is missing, after each way. What a way can't do is one
     line."""
     given = tensors(size, device)
     judged = list(judge(size, device, given, without))
     against = [[way.name, reason, *["-"] * 6] for way, reason in judged if reason]
     rows = []
-    for kind, packed in batches(size, device).items():
+    kinds = batches(size, device)
+    for done, (kind, packed) in enumerate(kinds.items()):
         flops, dense = useful_flops(packed, size), math.nan
         what = f"{kind}: {len(packed.lengths)} in {packed.rows} x {packed.width}"
         for way in (way for way, reason in judged if not reason):
@@ -263,7 +266,8 @@ def measure(size: Size, device: torch.device, without: list[str]) -> Iterator[li
                 ]
             )
             print(" | ".join(rows[-1]), flush=True)
-        yield rows + against
+            yield rows + against, f"Cut off: {done} of {len(kinds)} kinds of documents are whole. "
+    yield rows + against, ""
 
 
 def mask_milliseconds(size: Size, device: torch.device) -> str:
@@ -290,19 +294,20 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = TINY if tiny else LLAMA
     mask = "" if tiny or "Flex" in without else mask_milliseconds(size, device)
-    for rows in measure(size, device, without):  # a run that is cut off leaves what it has
+    for rows, missing in measure(size, device, without):  # what is cut off leaves what it has
         if not tiny:
-            write(rows, size, mask)
+            write(rows, size, mask + missing, shown=not missing)
 
 
-def write(rows: list[list[str]], size: Size, mask: str) -> None:
+def write(rows: list[list[str]], size: Size, more: str, *, shown: bool) -> None:
     write_table(
         "attention",
         "Attention that keeps packed documents apart",
         HEADINGS,
         rows,
-        f"On one {torch.cuda.get_device_name()}: {note(size)} {mask}".strip(),
+        f"On one {torch.cuda.get_device_name()}: {note(size)} {more}".strip(),
         command=" ".join(["attention", *sys.argv[1:]]),
+        shown=shown,
     )
 
 

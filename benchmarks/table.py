@@ -19,8 +19,10 @@ def write_table(
     command: str = "",
     machine: str = "",
     folder: Path = DOCS,
+    shown: bool = True,
 ) -> None:
-    """Prints the table, and writes it to docs/benchmarks/NAME.md, or to another folder.
+    """Writes the table to docs/benchmarks/NAME.md, or to another folder, and prints it if it is to
+    be `shown`.
 
     `command` is what stood behind `python -m benchmarks.`, if more than NAME; `machine` says where
     the figures come from, if not from here.
@@ -37,4 +39,5 @@ def write_table(
     text = "\n".join([f"# {title}", "", made, "", *lines, "", note, ""])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    print(text)
+    if shown:
+        print(text)

@@ -402,6 +402,21 @@ def test_a_device_has_a_step_to_compute_while_one_is_read(tmp_path: Path) -> Non
     assert progress.step == 6
 
 
+def test_a_step_takes_what_a_device_says_that_it_took(tmp_path: Path) -> None:
+    class Clocked(Late):
+        def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+            result, first = super().step(microbatches), len(self.seen) == 1
+            own = None if first else 100.0 + len(self.seen)
+            return LateResult(lambda: replace(result.read(), since_last=own))
+
+    run, data = make_run(tmp_path, Clocked())
+    fit(run, data, run.begin(), 4)
+    first, *others = metrics(tmp_path, "step")
+    assert first["seconds"] < 100
+    assert [line["seconds"] for line in others] == pytest.approx([102, 103, 104], abs=0.5)
+    assert not any("since_last" in line for line in others)
+
+
 @pytest.mark.parametrize("every", [1, 6])
 def test_what_a_device_says_late_is_said_of_its_own_step(tmp_path: Path, every: int) -> None:
     class Broken(Late):

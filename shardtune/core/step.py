@@ -55,8 +55,8 @@ class StepResult:
     """Seconds in which this rank computed; None where an engine can't tell. A clock's reading, so
     equal steps may differ in it."""
     since_last: float | None = field(default=None, compare=False, repr=False)
-    """Seconds between the end of the step before and the end of this one, by the clock of a device
-    that computes on its own; None where a step has ended when its engine returns."""
+    """Seconds between the end of the step before and the end of this one, by a GPU's clock; None
+    for an engine's first step, and on a processor."""
     losses: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """This rank's micro-batches, each with its loss as it was summed: one that is no number tells
     which of them is to blame."""

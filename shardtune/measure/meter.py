@@ -40,20 +40,17 @@ class Meter:
         compiled, before = compilations(), self._compiled
         here, earlier = compiled != before, self._compiling
         self._compiled, self._compiling = compiled, here
-        return [
-            # A device's step may have been compiled for when the ones before were looked at.
-            self._count(
-                self._seconds(result, share),
-                result,
-                here or (earlier and result.since_last is not None),
-            )
-            for result in results
-        ]
+        readings = []
+        for number, result in enumerate(results):
+            # A look leaves one step of a device behind, which may be what was compiled for.
+            left = earlier and number == 0 and result.since_last is not None
+            readings.append(self._count(self._seconds(result, share), result, here or left))
+        return readings
 
     def _seconds(self, result: StepResult, share: float) -> float:
-        """Of one step. The one before the first was another's, a rehearsal's say."""
+        """Of one step."""
         stood, self._stood = self._stood, 0.0
-        if result.since_last is None or not self._steps:
+        if result.since_last is None:
             return share
         return max(result.since_last - stood, result.busy or 0.0)  # two clocks differ a little
 

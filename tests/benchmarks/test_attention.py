@@ -21,10 +21,13 @@ def test_every_way_keeps_documents_apart_but_the_one_that_says_so(way):
 
 @pytest.mark.long
 def test_a_table_of_every_kind_and_every_way():
-    *_, before, rows = measure(TINY, CPU, without=["loop"])  # one after each kind
-    ways = sum(way.on_cpu for way in WAYS)
-    assert len(rows) == (ways - 1) * len(batches(TINY, CPU)) + 1
-    assert len(before) == len(rows) - (ways - 1)
+    *before, (rows, missing) = measure(TINY, CPU, without=["loop"])
+    ways, kinds = sum(way.on_cpu for way in WAYS), len(batches(TINY, CPU))
+    assert len(rows) == (ways - 1) * kinds + 1
+    assert not missing
+    assert [len(each) for each, _ in before] == list(range(2, len(rows) + 1))  # row by row
+    assert before[0][1].startswith(f"Cut off: 0 of {kinds} ")
+    assert before[-1][1].startswith(f"Cut off: {kinds - 1} of {kinds} ")
     assert rows[-1][1] == "left out of this run"
     assert all("not here" not in row[1] and "wrong" not in row[1] for row in rows)
 

@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoTokenizer
 
+from shardtune.checkpoint.result import probe_logits
+from shardtune.core.step import MicroBatch
 from shardtune.evaluate.generate import Prompt, answer, held_out_prompt, prompt_ids, question_text
 from shardtune.job import LoRA, ModelSection, TrainSection
 from shardtune.models import tiny
@@ -159,7 +161,7 @@ def test_a_temperature_draws(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch tells of what its compiler does itself
-def test_nothing_is_compiled_for_an_answer(model: Any) -> None:
+def test_nothing_is_compiled_for_an_answer_or_a_probe(model: Any) -> None:
     """Layers that are compiled for training answer as they are: else it would be 3 graphs for each
     of them, and minutes on a GPU."""
     counters.clear()
@@ -171,8 +173,10 @@ def test_nothing_is_compiled_for_an_answer(model: Any) -> None:
     for layer in decoder_layers(quick):
         layer.compile(backend="eager")
     assert answer(quick, tokenizer, [ids], **told) == right
+    row = torch.tensor([ids])
+    probe_logits(quick, MicroBatch(row, torch.arange(len(ids))[None], row, (), 0, 0))
     assert not counters["stats"]["unique_graphs"]
-    quick(input_ids=torch.tensor([ids]))
+    quick(input_ids=row)
     assert counters["stats"]["unique_graphs"], "they are compiled otherwise"
 
 

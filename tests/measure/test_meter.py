@@ -106,7 +106,7 @@ def test_a_devices_own_clock_counts_however_late_one_looks() -> None:
     meter = Meter(5, "cpu")
     late = replace(result(100), busy=0.2, since_last=0.25)
     time.sleep(0.05)
-    first = tick(meter, replace(late, since_last=1e3))  # since a rehearsal's last step
+    first = tick(meter, replace(late, since_last=None))  # there was none before it
     assert 0.05 <= first.seconds < 1
     time.sleep(PAUSE)
     assert tick(meter, late).seconds == 0.25
@@ -132,6 +132,18 @@ def test_and_the_compiler_spoils_a_device_step_that_is_read_later() -> None:
     assert fourth.seconds == 60.0
     assert fourth.tokens_per_second == second.tokens_per_second
     assert tick(meter, late).tokens_per_second == pytest.approx(400)
+
+
+def test_but_it_spoils_none_of_those_behind_it() -> None:
+    def fourfold(x: torch.Tensor) -> torch.Tensor:
+        return x * 4
+
+    quick = torch.compile(fourfold, backend="eager", dynamic=False)
+    meter, late = Meter(5, "cpu"), replace(result(100), busy=0.2, since_last=0.25)
+    quick(torch.ones(3))
+    tick(meter, result(100))
+    *_, last = meter.tick([replace(late, since_last=60.0), late, replace(late, since_last=0.5)])
+    assert last.tokens_per_second == pytest.approx(200 / 0.75)
 
 
 def test_the_peak_of_memory_is_what_this_process_held() -> None:

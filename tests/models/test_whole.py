@@ -7,16 +7,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from shardtune.core import joined as families
 from shardtune.models.parts import decoder_layers
 from shardtune.models.silu import opened_back
-from shardtune.models.whole import JointLinear, OnHalves, Opening, WholeMLP, prepare
+from shardtune.models.whole import (
+    JointLinear,
+    OnHalves,
+    Opening,
+    TurnedProducts,
+    WholeMLP,
+    prepare,
+)
 from tests.models.exact import distance, some
 from tests.models.test_lora import IDS, SHAPE, kinds
 from tests.models.test_lora import base_of as model_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+STATIC, DYNAMIC = DimDynamic.STATIC, DimDynamic.DYNAMIC
 TOGETHER = {
     family: (Opening, Opening if family == "gemma" else WholeMLP) for family in families.JOINED
 } | {"phi3": (), "olmo": ()}
@@ -86,6 +97,21 @@ def test_a_compiler_sees_one_graph(family: str) -> None:
         assert distance(model(input_ids=IDS, use_cache=False).logits, right.double()) < 1e-5
     assert found(model)
     torch._dynamo.reset()
+
+
+def test_sizes_come_with_the_input_and_not_with_the_angles() -> None:
+    """A compiler that knows neither would keep the joint product to ask it for them."""
+    open_length = StatelessSymbolicContext([STATIC, DYNAMIC, STATIC])
+    given = {name: torch.empty(2, 9, width) for name, width in (("x", 32), ("cos", 8), ("sin", 8))}
+    with FakeTensorMode(shape_env=ShapeEnv(duck_shape=False)) as fake:
+        x, cos, sin = (
+            fake.from_tensor(each, symbolic_context=open_length, source=LocalSource(name))
+            for name, each in given.items()
+        )
+        weights = [torch.empty(rows, 32) for rows in (32, 16, 16)]
+        parts = TurnedProducts.apply(x, cos, sin, (4, 2, 2), *weights)
+    assert str(x.shape[1]) != str(cos.shape[1]), "nobody has told it that they are the same"
+    assert [str(part.shape[:2]) for part in parts] == [str(x.shape[:2])] * 3
 
 
 def test_in_bf16_the_activation_is_as_near_as_its_rounding() -> None:
