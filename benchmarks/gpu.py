@@ -50,18 +50,22 @@ def run_all(options: argparse.Namespace) -> Iterator[Record]:
     waiting: list[tuple[str, str, Child]] = []
     picked = (pair.split(": ", 1) for pair in options.only)
     wanted = [(CASES[row], method) for row, method in picked]
-    for case, method in wanted or chosen(options.rows, options.methods):
-        missing = left_out(method, tiny=options.tiny)
-        if missing:
-            print(f"{case.name} | {method}: left out: {missing}", flush=True)
-            continue
-        words = ["gpu_run", case.name, method, "--steps", str(options.steps)]
-        # The next one imports what it needs while this one runs; the card is this one's alone.
-        waiting.append((case.name, method, Child(words, options)))
-        if len(waiting) > 1:
+    try:
+        for case, method in wanted or chosen(options.rows, options.methods):
+            missing = left_out(method, tiny=options.tiny)
+            if missing:
+                print(f"{case.name} | {method}: left out: {missing}", flush=True)
+                continue
+            words = ["gpu_run", case.name, method, "--steps", str(options.steps)]
+            # The next one imports what it needs while this one runs; the card is this one's alone.
+            waiting.append((case.name, method, Child(words, options)))
+            if len(waiting) > 1:
+                yield shown(where, *waiting.pop(0))
+        while waiting:
             yield shown(where, *waiting.pop(0))
-    for each in waiting:
-        yield shown(where, *each)
+    finally:  # whoever was ended early leaves nothing on the card
+        for _, _, child in waiting:
+            child.end()
 
 
 def shown(where: Record, case: str, method: str, child: Child) -> Record:
@@ -118,7 +122,7 @@ class Child:
             except subprocess.TimeoutExpired:
                 return {"error": f"not done in {self._timeout:.0f} s"}
             finally:
-                self._end()
+                self.end()
                 self._process.communicate()
             out.seek(0)
             err.seek(0)
@@ -127,7 +131,7 @@ class Child:
                 return found
             return {"error": what_failed(err.read(), self._process.returncode)}
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """With what it has started, so that the next one has the card to itself; ranks of a run
         follow their launcher by themselves."""
         with contextlib.suppress(ProcessLookupError):
@@ -180,4 +184,6 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Its methods have sessions of their own: as an exception it takes them along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -31,9 +31,10 @@ def write_table(
 
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)] if rows else []
     lines += ["| " + " | ".join(row) + " |" for row in rows]
+    gpu = f" and an {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     here = (
         f"with Python {platform.python_version()} and torch {torch.__version__} on "
-        f"{platform.machine()}, {torch.get_num_threads()} threads"
+        f"{platform.machine()}{gpu}, {torch.get_num_threads()} threads"
     )
     made = f"Made by `python -m benchmarks.{command or name}` {machine or here}."
     text = "\n".join([f"# {title}", "", made, "", *lines, "", note, ""])

@@ -49,6 +49,9 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
         blueprint = ModelBlueprint(job.model, job.adapter, job.train)
+        view = RunView(steps, shown=world.is_main)
+        compiled = job.train.kernels == "compiled"
+        view.say("loading the model" + (", then compiling its kernels" if compiled else ""))
         engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
         if job.data.packing:
             require_isolation(
@@ -57,7 +60,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
                 device=world.device,
                 precision=job.train.precision,
             )
-        with engine, RunView(steps, shown=world.is_main) as view:
+        with engine, view:
             if world.device.startswith("cuda"):
                 view.say(agreed(world.gather(how_kept_apart(engine.module()))))
             if job.train.precision == "fp8-base":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 import torch
 
@@ -144,6 +148,23 @@ def test_a_failure_is_a_row_and_stops_nothing(
 def test_a_method_that_hangs_is_ended() -> None:
     options = argparse.Namespace(tiny=True, timeout=0.05)
     assert Child(["gpu_card"], options).result() == {"error": "not done in 0 s"}
+
+
+def test_what_is_ended_early_leaves_no_method_behind(tmp_path: Path) -> None:
+    pair = ["lean 8x2048: shardtune", "lean 8x2048: HF, checkpointing"]
+    words = ["--tiny", "--out", str(tmp_path), "--only", *pair]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert "TFLOP/s" in run.stdout.readline()  # after it two are started, of which one waits
+        parent, until = psutil.Process(run.pid), time.monotonic() + 60
+        while len(methods := parent.children()) < 2:
+            assert time.monotonic() < until, methods
+            time.sleep(0.01)
+        run.terminate()
+        assert run.wait(30) == 128 + signal.SIGTERM
+    _, left = psutil.wait_procs(methods, timeout=30)
+    assert left == []
 
 
 def test_a_toy_stays_out_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
