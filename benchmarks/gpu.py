@@ -123,7 +123,6 @@ class Child:
                 return {"error": f"not done in {self._timeout:.0f} s"}
             finally:
                 self.end()
-                self._process.communicate()
             out.seek(0)
             err.seek(0)
             if self._process.returncode == 0:
@@ -136,6 +135,7 @@ class Child:
         follow their launcher by themselves."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def what_failed(text: str, code: int) -> str:
@@ -149,6 +149,17 @@ def what_failed(text: str, code: int) -> str:
 def read(paths: list[Path]) -> list[Record]:
     """The records of earlier runs, in the order of the files."""
     return [record for path in paths for record in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def leave_on_sigterm() -> None:
+    """By an exception. A method has a process group of its own, which the signal doesn't reach:
+    whoever waits for it ends it on the way out."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the ending
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -184,6 +195,5 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Its methods have sessions of their own: as an exception it takes them along.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    leave_on_sigterm()
     sys.exit(main())

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import leave_on_sigterm
 from benchmarks.gpu_card import clocked
 from benchmarks.gpu_cases import CASES, COMMAND, OURS, our_job
 from benchmarks.gpu_report import latest, letters_of
@@ -275,4 +276,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    leave_on_sigterm()
     sys.exit(main())

@@ -27,18 +27,22 @@ def write_table(
     `command` is what stood behind `python -m benchmarks.`, if more than NAME; `machine` says where
     the figures come from, if not from here.
     """
-    import torch
-
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)] if rows else []
     lines += ["| " + " | ".join(row) + " |" for row in rows]
-    gpu = f" and an {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    here = (
-        f"with Python {platform.python_version()} and torch {torch.__version__} on "
-        f"{platform.machine()}{gpu}, {torch.get_num_threads()} threads"
-    )
-    made = f"Made by `python -m benchmarks.{command or name}` {machine or here}."
+    made = f"Made by `python -m benchmarks.{command or name}` {machine or here()}."
     text = "\n".join([f"# {title}", "", made, "", *lines, "", note, ""])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     if shown:
         print(text)
+
+
+def here() -> str:
+    """What Python, torch and machine this is."""
+    import torch
+
+    gpu = f" and an {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return (
+        f"with Python {platform.python_version()} and torch {torch.__version__} on "
+        f"{platform.machine()}{gpu}, {torch.get_num_threads()} threads"
+    )

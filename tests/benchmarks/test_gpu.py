@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,17 @@ def test_a_method_that_hangs_is_ended() -> None:
     assert Child(["gpu_card"], options).result() == {"error": "not done in 0 s"}
 
 
-def test_what_is_ended_early_leaves_no_method_behind(tmp_path: Path) -> None:
-    pair = ["lean 8x2048: shardtune", "lean 8x2048: HF, checkpointing"]
-    words = ["--tiny", "--out", str(tmp_path), "--only", *pair]
-    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+ENDLESS = """
+from argparse import Namespace
+from benchmarks.gpu import leave_on_sigterm, run_all
+leave_on_sigterm()
+only = ["lean 8x2048: shardtune", "lean 8x2048: HF, checkpointing"]
+list(run_all(Namespace(only=only, tiny=True, steps=1_000_000, timeout=1_000)))
+"""
+
+
+def test_what_is_ended_early_leaves_no_method_behind() -> None:
+    command = [sys.executable, "-c", ENDLESS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert "TFLOP/s" in run.stdout.readline()  # after it two are started, of which one waits
@@ -161,10 +169,15 @@ def test_what_is_ended_early_leaves_no_method_behind(tmp_path: Path) -> None:
         while len(methods := parent.children()) < 2:
             assert time.monotonic() < until, methods
             time.sleep(0.01)
-        run.terminate()
-        assert run.wait(30) == 128 + signal.SIGTERM
-    _, left = psutil.wait_procs(methods, timeout=30)
-    assert left == []
+        time.sleep(0.5)  # until the first one is told to go
+        try:
+            run.terminate()
+            assert run.wait(30) == 128 + signal.SIGTERM
+            assert not any(map(psutil.pid_exists, [each.pid for each in methods]))
+        finally:
+            for each in methods:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 def test_a_toy_stays_out_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
