@@ -75,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args().tiny
-    print(json.dumps(matmul_rate("cpu", 256) if tiny else matmul_rate("cuda", 8192)))
+    print(json.dumps(matmul_rate("cpu", 64) if tiny else matmul_rate("cuda", 8192)))
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Writes the tables of docs/strategies.md: `python -m docs.make_tables`.
+"""Writes the tables of docs/strategies.md and docs/planner.md: `python -m docs.make_tables`.
 
-Sizes come from the layouts, what combines from the conformance table, and what is refused from jobs
-that really are. `--check` says whether the page is up to date, for a test.
+Sizes come from the layouts, what combines from the conformance table, what is refused from jobs
+that really are, and forecasts from the planner. `--check` says whether the pages are up to date,
+for a test.
 """
 
 from __future__ import annotations
@@ -10,27 +11,30 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
 
+from shardtune.budget import within_memory
+from shardtune.core.cluster import parse_cluster
 from shardtune.core.document import dotted
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
 from shardtune.core.machine import Machine
 from shardtune.errors import JobError, Problem
+from shardtune.forecast import GIB, Forecast, forecast
 from shardtune.job import Job
 from shardtune.plan import make_plan
 from shardtune.resolve import resolve
 from shardtune.rules import check
+from shardtune.shapes import shape_of
 from shardtune.strategies import DeepSpeed, Strategy
 from tests.conformance.table import ADAPTERS, ROWS, Row
 from tests.jobs import make_job
 from tests.test_rules import BROKEN
 
-PAGE = Path(__file__).with_name("strategies.md")
 BEGIN, END = "<!-- table {name} -->", "<!-- /table {name} -->"
 GB = 1e9
 PARAMETERS, RANKS, MICROBATCHES = 7_500_000_000, 64, 1
@@ -239,16 +243,86 @@ def written(sections: Sections) -> str:
     return code(shown | {key: value for key, value in sections.items() if key != "model"})
 
 
-# The page ----------------------------------------------------------------------------------------
-
-TABLES = {"memory": memory_and_traffic, "combinations": combinations, "refusals": refusals}
+# Forecasts ---------------------------------------------------------------------------------------
 
 
-def filled(text: str) -> str:
-    for name, make in TABLES.items():
+def on_an_h200(rows: int, **train: Any) -> Forecast:
+    """LoRA on an 8 B Llama, as `shardtune estimate` has it with these settings of `train`."""
+    job = make_job(
+        model={"name": "llama-3.1-8b"},
+        adapter={"type": "lora", "rank": 16},
+        data={"train": [{"path": "a.jsonl", "format": "completion"}], "sequence_length": 2048},
+        train={"steps": 100, "global_batch": rows, **train},
+    )
+    shape, cluster = shape_of(job.model), parse_cluster("1xH200")
+    resolved = resolve(job, Machine(cores=16, gpus=1), 1)
+    return forecast(within_memory(resolved, shape, cluster).job, shape, cluster)
+
+
+def rows_at_once() -> str:
+    tries = [on_an_h200(32, micro_batch=2**n) for n in range(6)]
+    taken = on_an_h200(32).work.micro_batch
+    names = [f"{n}{' (taken)' * (n == taken)}" for n in (each.work.micro_batch for each in tries)]
+    speeds = [f"{each.speed.tokens_per_second:,.0f}" for each in tries]
+    needed = [
+        f"{each.memory.required / GIB:.1f}" if each.fits else "does not fit" for each in tries
+    ]
+    lines = [["tokens a second", *speeds], ["GiB required", *needed]]
+    return table(["rows", *names], lines, "lrrrrrr")
+
+
+def levels() -> str:
+    lines = []
+    for room in (None, 60, 44, 36, 30, 26):
+        settings = {"micro_batch": 8, "gradient_checkpointing": "auto", "memory_gib": room}
+        found = on_an_h200(8, **settings)
+        shown = f"{room}" if room else f"null ({found.capacity / GIB:.1f})"
+        kept = str(found.work.kept_layers or "")
+        sizes = f"{found.memory.required / GIB:.1f}", f"{found.speed.step.total * 1e3:.0f}"
+        lines.append([shown, f"`{found.work.checkpointing}`", kept, *sizes])
+    headings = "`train.memory_gib`", "level", "layers that keep all", "GiB required", "ms a step"
+    return table(headings, lines, "rlrrr")
+
+
+def waiting() -> str:
+    """What it costs that activations wait in main memory."""
+    lines = []
+    for level in ("full", "most", "none"):
+        settings = {"micro_batch": 8, "gradient_checkpointing": level}
+        here, there = (
+            on_an_h200(8, offload_activations=offload, **settings) for offload in (False, True)
+        )
+        figures = []
+        for each in (here, there):
+            figures += [
+                f"{each.memory.required / GIB:.1f}",
+                f"{each.speed.step.total * 1e3:.0f}",
+            ]
+        lines.append([f"`{level}`", *figures, f"{there.memory.host / GIB:.1f}"])
+    headings = "level", "GiB", "ms a step", "GiB, offloaded", "ms a step", "GiB of main memory"
+    return table(headings, lines, "lrrrrr")
+
+
+# The pages ---------------------------------------------------------------------------------------
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "strategies.md": {
+        "memory": memory_and_traffic,
+        "combinations": combinations,
+        "refusals": refusals,
+        "waiting": waiting,
+    },
+    "planner.md": {"rows": rows_at_once, "levels": levels},
+}
+
+
+def filled(page: Path) -> str:
+    """The text of a page with its tables as they are now."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in PAGES[page.name].items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
         if begin not in text or end not in text:
-            raise SystemExit(f"{PAGE}: has no place for the table {name!r}")
+            raise SystemExit(f"{page}: has no place for the table {name!r}")
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
         text = f"{head}{begin}\n{make()}\n{end}{tail}"
@@ -257,15 +331,16 @@ def filled(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether the page is current")
-    text = PAGE.read_text(encoding="utf-8")
-    new = filled(text)
-    if parser.parse_args().check:
-        if new != text:
-            print(f"{PAGE} is out of date: run python -m docs.make_tables", file=sys.stderr)
-        return int(new != text)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    parser.add_argument("--check", action="store_true", help="only say whether they are current")
+    only_check = parser.parse_args().check
+    pages = [Path(__file__).with_name(name) for name in PAGES]
+    old = [page for page in pages if filled(page) != page.read_text(encoding="utf-8")]
+    for page in old:
+        if only_check:
+            print(f"{page} is out of date: run python -m docs.make_tables", file=sys.stderr)
+        else:
+            page.write_text(filled(page), encoding="utf-8")
+    return int(only_check and bool(old))
 
 
 if __name__ == "__main__":

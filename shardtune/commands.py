@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardtune.core.shape import ModelShape
     from shardtune.forecast import Forecast
     from shardtune.job import Job
+    from shardtune.jobfile import LoadedJob
     from shardtune.resolve import ResolvedJob
 
 
@@ -22,9 +23,12 @@ def estimate(arguments: argparse.Namespace) -> int:
     """One job on one cluster. Exit code 1 if it doesn't fit."""
     from shardtune.fit import offer, shortage
     from shardtune.forecast import forecast
+    from shardtune.rules import check
 
-    resolved, shape, cluster = _given(arguments)
-    found = forecast(_spread(resolved, shape, cluster), shape, cluster)
+    loaded, resolved, shape, cluster = _given(arguments)
+    job = _spread(resolved, shape, cluster)
+    check(job, loaded.place)
+    found = forecast(job, shape, cluster)
     summary = found.summary()
     if not found.fits:
         summary["reasons"] += [shortage(found), offer(found.job, shape, cluster)]
@@ -85,10 +89,13 @@ def _dry_run(found: Forecast) -> dict[str, Any]:
 def plan(arguments: argparse.Namespace) -> int:
     """Every strategy on one cluster, the best first. Exit code 1 if none fits."""
     from shardtune.fit import offer
+    from shardtune.rules import check
     from shardtune.search import rank
 
-    resolved, shape, cluster = _given(arguments)
+    loaded, resolved, shape, cluster = _given(arguments)
     ranking = rank(resolved.job, shape, cluster, arguments.minimise)
+    if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
+        check(_spread(resolved, shape, cluster), loaded.place)
     best = ranking.best
     fix = "" if best else offer(_spread(resolved, shape, cluster), shape, cluster)
     if arguments.json:
@@ -147,8 +154,11 @@ def _summary(ranking: Any, fix: str) -> dict[str, Any]:
     }
 
 
-def _given(arguments: argparse.Namespace) -> tuple[ResolvedJob, ModelShape, Cluster]:
-    """The job as it would run on GPUs, its model's shape, and the cluster. Nothing is opened."""
+def _given(
+    arguments: argparse.Namespace,
+) -> tuple[LoadedJob, ResolvedJob, ModelShape, Cluster]:
+    """The job, and as it would run on GPUs, its model's shape, and the cluster. Nothing is
+    opened."""
     from dataclasses import replace
 
     from shardtune.core.cluster import parse_cluster
@@ -167,7 +177,7 @@ def _given(arguments: argparse.Namespace) -> tuple[ResolvedJob, ModelShape, Clus
     loaded = load_job(arguments.job, arguments.overrides)
     machine = Machine(cores=16 * cluster.gpus_per_node, gpus=cluster.gpus)
     resolved = resolve(loaded.job, machine, cluster.gpus, nodes=cluster.nodes)
-    return resolved, shape_of(resolved.job.model), cluster
+    return loaded, resolved, shape_of(resolved.job.model), cluster
 
 
 def _spread(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) -> Job:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Discriminator, Field, Tag
 
 from shardtune.core.layout import Layout
 from shardtune.core.schedule import ScheduleKind
@@ -25,6 +25,15 @@ Kernels = Literal["eager", "compiled"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 NotNegativeNumber = Annotated[float, Field(ge=0)]
+
+
+def _unless_said(kind: str) -> Discriminator:
+    """Chooses by `type`; a section that has none is of this kind."""
+
+    def chosen(value: Any) -> Any:
+        return value.get("type", kind) if isinstance(value, dict) else getattr(value, "type", None)
+
+    return Discriminator(chosen)
 
 
 class ModelSection(Section):
@@ -203,6 +212,11 @@ class SGD(Section):
     """Share of a weight that is added to its gradient."""
 
 
+Optimizer = Annotated[
+    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")], _unless_said("adamw")
+]
+
+
 class TrainSection(Section):
     """How to train."""
 
@@ -225,7 +239,7 @@ class TrainSection(Section):
     precision: Precision = "bf16"
     """Of the computation. Weights that are trained are kept in fp32 in any case. `fp8-base` is bf16
     with an adapter whose frozen base is held and multiplied in 8 bits: for GPUs that do so twice as
-    fast (Hopper and later). Under `strategy: ddp`, with `model.quantization: none`."""
+    fast (Ada, Hopper and later). Under `strategy: ddp`, with `model.quantization: none`."""
     gradient_checkpointing: Auto | Recompute = "none"
     """What the backward pass computes once more instead of keeping it: `none` keeps the result of
     every product (small operations between them are repeated where layers are compiled), `mlp`
@@ -262,7 +276,7 @@ class TrainSection(Section):
     """Longer gradients are scaled down to this length; null never clips."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides order, initial adapters and dropout."""
-    optimizer: Annotated[AdamW | SGD, Field(discriminator="type")] = AdamW()
+    optimizer: Optimizer = AdamW()
     """The update rule."""
     on_nan: Literal["skip", "stop"] = "skip"
     """What to do when a gradient is not finite: leave the update out on every rank, or stop. The
@@ -348,13 +362,8 @@ class RayLaunch(Section):
         return self.model_copy(update={"workers": count})
 
 
-def _local_unless_said(value: Any) -> Any:
-    """A launch without a type is one on this machine."""
-    return {"type": "local"} | value if isinstance(value, dict) else value
-
-
 Launch = Annotated[
-    LocalLaunch | RayLaunch, BeforeValidator(_local_unless_said), Field(discriminator="type")
+    Annotated[LocalLaunch, Tag("local")] | Annotated[RayLaunch, Tag("ray")], _unless_said("local")
 ]
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardtune.backend import translated
 from shardtune.core.document import KeyPath, dotted, parse_document, read_document
+from shardtune.core.others import OTHERS_WORDS
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.job import Job
 
@@ -231,6 +232,7 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
         ]
         near = did_you_mean(given, words)
         fix = f"did you mean {near!r}?" if near else fix
+        fix = OTHERS_WORDS.get(given, fix)
     return f"is {_show(given)}; it must be {wanted}", fix
 
 
@@ -255,15 +257,17 @@ def _unknown_key(path: KeyPath, value: Any) -> tuple[str, str]:
     key = str(path[-1])
     known = _keys_at(path[:-1], value)
     near = did_you_mean(key, known)
-    if near:
+    if key in OTHERS_WORDS:
+        return "unknown key", OTHERS_WORDS[key]
+    if near and near != key:
         return "unknown key", f"did you mean {near!r}?"
     types = [_tag(model) for model in _sections_at(path[:-1]) if key in model.model_fields]
     if types:
         return "unknown key here", f"it belongs to `type: {types[0]}`; set that, or remove the key"
     keys = (other for other in _all_keys(Job) if other[0] != "backend")  # others' words for ours
-    elsewhere = [dotted(other) for other in keys if other[-1] == key]
-    if elsewhere:
-        return "unknown key here", f"did you mean {' or '.join(elsewhere[:2])!r}?"
+    elsewhere = list(dict.fromkeys(dotted(other) for other in keys if other[-1] == key))
+    if elsewhere and key != "type":  # which many have
+        return "unknown key here", f"did you mean {' or '.join(map(repr, elsewhere[:2]))}?"
     return "unknown key", f"known here: {', '.join(known)}"
 
 
@@ -301,7 +305,9 @@ def _tags(path: KeyPath) -> set[str]:
 def _keys_at(path: KeyPath, value: Any) -> list[str]:
     section = _at(value, path)
     chosen = section.get("type") if isinstance(section, dict) else None
-    models = [model for model in _sections_at(path) if chosen is None or _tag(model) == chosen]
+    models = _sections_at(path)
+    if chosen is not None:
+        models = [model for model in models if _tag(model) in (None, chosen)]
     return list(dict.fromkeys(key for model in models for key in model.model_fields))
 
 

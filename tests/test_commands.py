@@ -57,6 +57,35 @@ def test_estimate_says_what_would_fit(job: Path, capsys: pytest.CaptureFixture[s
     assert "fix:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train.precision=fp8-base"], "train.precision"),
+        (["model.quantization=nf4"], "model.quantization"),
+        (["train.optimizer.paged=true", "train.optimizer.bits=8"], "train.optimizer.paged"),
+        (["train.steps=5", "train.warmup_steps=9"], "train.warmup_steps"),
+    ],
+)
+def test_what_can_not_run_is_refused_as_by_train(
+    command: str, words: list[str], key: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(job), "--cluster", "1xH200", *words]) == 2
+    told = capsys.readouterr().err
+    assert main(["show", str(job), *words, "launch.processes=1"]) == 2
+    assert told == capsys.readouterr().err
+    assert f"command line: {key}: " in told
+
+
+def test_estimate_refuses_what_plan_would_leave_out(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["adapter.type=lora", "train.precision=fp8-base"]
+    assert main(["plan", str(job), "--cluster", "1xH200", *words]) == 0
+    assert main(["estimate", str(job), "--cluster", "1xH200", *words, "strategy=fsdp"]) == 2
+    assert "fsdp divides them" in capsys.readouterr().err
+
+
 def test_plan_writes_the_best_job(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from shardtune.core.document import dotted
+from shardtune.core.others import OTHERS_WORDS
 from shardtune.errors import JobError
-from shardtune.jobfile import LoadedJob, leaves, load_job
+from shardtune.job import AdamW, Job
+from shardtune.jobfile import LoadedJob, _all_keys, leaves, load_job
+from shardtune.strategies import FSDP
 from tests.jobs import LINE, SECTIONS, job_text, write_job
 
 
@@ -49,6 +54,25 @@ def test_overrides_are_read_as_yaml(tmp_path: Path) -> None:
     assert job.train.steps == 2  # as the file says
 
 
+def test_a_type_that_goes_without_saying(tmp_path: Path) -> None:
+    words = "train.optimizer.eps=1e-6", "train.optimizer.betas=[0.9, 0.99]", "strategy=fsdp"
+    job = load(tmp_path, *words).job
+    assert job.train.optimizer == AdamW(eps=1e-6, betas=(0.9, 0.99))
+    assert job.strategy == FSDP()
+    again = Job.model_validate_json(job.model_dump_json())
+    assert again == job
+
+
+@pytest.mark.parametrize("word", OTHERS_WORDS)
+def test_words_of_other_tools_lead_to_keys_that_are_there(word: str) -> None:
+    """And none of them is one of ours, or it would hide a better answer."""
+    keys = {dotted(key) for key in _all_keys(Job)}
+    named = re.findall(r"\b[a-z]+\.[a-z_]+", OTHERS_WORDS[word])
+    assert set(named) <= keys
+    ours = {key.rpartition(".")[2] for key in keys if "strategy" not in key}
+    assert word not in ours
+
+
 def test_an_override_reaches_into_lists(tmp_path: Path) -> None:
     two = "{train: [{path: a, format: chat}, {path: b, format: chat}]}"
     job = load(tmp_path, "data.train.1.path=c", "data.train.0.columns.text=body", data=two).job
@@ -77,9 +101,20 @@ WRONG = {
     ),
     "trian.steps=3": "command line: trian: unknown key\n    fix: did you mean 'train'?",
     "train.stepz=3": "command line: train.stepz: unknown key\n    fix: did you mean 'steps'?",
-    "train.optimizer.eps=1e-6": (
-        "command line: train.optimizer.type: is missing\n"
-        "    fix: add `type:` with one of adamw, sgd"
+    "train.optimizer.momentum=0.9": (
+        "command line: train.optimizer.momentum: unknown key here\n"
+        "    fix: it belongs to `type: sgd`; set that, or remove the key"
+    ),
+    "strategy=fdsp": "command line: strategy.type: is 'fdsp'\n    fix: did you mean 'fsdp'?",
+    "train.lr=1": "command line: train.lr: unknown key\n    fix: here it is train.learning_rate",
+    "model.attention=flash_attention_4": (
+        "command line: model.attention: is \"flash_attention_4\"; it must be 'sdpa', 'eager' or "
+        "'flash_attention_2'\n    fix: write sdpa: with `shardtune[flash]` installed it is "
+        "FlashAttention 4 on GPUs that can have it"
+    ),
+    "data.train.0.type=alpaca": (
+        "command line: data.train.0.type: unknown key\n    fix: known here: path, format, name, "
+        "split, columns, template, overflow, weight"
     ),
     "data.train.1.path=b": (
         "command line: data.train.1.path: data.train is a list of 1; '1' is not one of them\n"

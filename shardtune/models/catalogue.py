@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.core.known_models import find_model, is_known
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.models import smollm2, tiny
 from shardtune.models.folder import cached_folder
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 PLACE = "model.name"
+BARE = ("openai-community/", "distilbert/")  # whose models the hub has by their bare names, too
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,15 @@ def _hub_id(name: str) -> str:
         fact = f"{name!r} is neither a built-in model, nor an existing folder, nor a hub id"
         fix = f"name one of {', '.join(BUILT_IN)}, a folder, or a hub id like organisation/model"
         raise ModelError(Problem(PLACE, fact, fix))
-    # A hub id with an organisation is meant as it is, however near its last part may come.
-    if "/" not in name and (near := did_you_mean(name.lower(), BUILT_IN)):
+    if "/" in name:
+        return name  # as it is, however near its last part may come to another
+    if is_known(name) and name.lower() not in BUILT_IN:
+        full = find_model(name).name
+        if full.startswith(BARE):
+            return name
+        fact = f"{name!r} is a shape that `plan` and `estimate` know, not a model to load"
+        raise ModelError(Problem(PLACE, fact, f"write a hub id, such as {full}, or a folder"))
+    if near := did_you_mean(name.lower(), BUILT_IN):
         raise ModelError(_no_built_in(PLACE, name, near))
     return name
 

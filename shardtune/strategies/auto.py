@@ -35,5 +35,5 @@ class AutoStrategy(Section):
 
 
 def spelt_out(value: object) -> object:
-    """`strategy: auto` is short for `strategy: {type: auto}`."""
-    return {"type": "auto"} if value == "auto" else value
+    """`strategy: auto` is short for `strategy: {type: auto}`, and so is any other word."""
+    return {"type": value} if isinstance(value, str) else value

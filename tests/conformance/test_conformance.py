@@ -38,11 +38,11 @@ def marked(rows: list[Row]) -> list[Any]:
 
 
 def marks(row: Row) -> list[pytest.MarkDecorator]:
-    """Rows of four ranks take longest: with LoRA the gate has enough of them."""
+    """Rows of four and eight ranks take longest: with LoRA the gate has enough of them."""
     if row.build:
         return [pytest.mark.build]
     large = row.strategy == "tensor4"  # the slowest of all
-    return [pytest.mark.long] if row.ranks == 4 and (row.adapter != "lora" or large) else []
+    return [pytest.mark.long] if row.ranks >= 4 and (row.adapter != "lora" or large) else []
 
 
 @pytest.mark.parametrize("row", marked([row for row in ROWS if row.refused]))

@@ -60,6 +60,12 @@ def test_a_hub_id_stays_as_it_is(name: str) -> None:
     assert resolve(name) == name
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "Llama-3.1-8B-Instruct"])
+def test_a_shape_is_not_taken_for_a_model(name: str) -> None:
+    with pytest.raises(ModelError, match="such as meta-llama/Llama"):
+        resolve(name)
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [

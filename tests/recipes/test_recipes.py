@@ -29,6 +29,7 @@ TINY = {
 LONG = {
     *("zeropp_2nodes", "fsdp_hybrid", "fsdp_tensor", "fsdp_pipeline", "zero3_long", "zero2"),
     *("zero3_offload_cpu", "zero1", "zero2_qlora"),  # which the conformance table has, too
+    *("gpu_lora_8b", "gpu_lean_8b", "gpu_paged_1b", "gpu_qlora_70b"),  # plain ones on a CPU
 }
 """Four ranks, or cut as another that is here: `tests/conformance` has a row of each."""
 
@@ -63,6 +64,13 @@ def require(text: str) -> None:
         pytest.skip("libaio is not installed")
     if "nvme" in text:
         pytest.skip("DeepSpeed compiles for minutes; tests/engines/test_deepspeed.py has the case")
+
+
+@pytest.mark.parametrize("name", ["lora_8b", "fp8_8b", "lean_8b", "paged_1b", "qlora_70b"])
+def test_what_is_meant_for_one_gpu_fits_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ROOT / "recipes" / f"gpu_{name}.yaml"
+    assert main(["estimate", str(recipe), "--cluster", "1xH200"]) == 0
+    assert capsys.readouterr().out.startswith("fits")
 
 
 def test_there_are_recipes() -> None:

@@ -1,0 +1,45 @@
+"""Words of other tools, in the place of which a job has others."""
+
+FLASH = (
+    "write sdpa: with `shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
+)
+OTHERS_WORDS = {
+    "r": "here it is adapter.rank",
+    "lora_r": "here it is adapter.rank",
+    "lora_alpha": "here it is adapter.alpha",
+    "lora_dropout": "here it is adapter.dropout",
+    "target_modules": "here it is adapter.targets",
+    "lora_target_modules": "here it is adapter.targets",
+    "load_in_4bit": "here it is model.quantization: nf4",
+    "load_in_8bit": "here it is model.quantization: int8",
+    "attn_implementation": "here it is model.attention",
+    "base_model": "here it is model.name",
+    "model_name_or_path": "here it is model.name",
+    "datasets": "here it is data.train, a list",
+    "sequence_len": "here it is data.sequence_length",
+    "max_length": "here it is data.sequence_length",
+    "max_seq_length": "here it is data.sequence_length",
+    "max_seq_len": "here it is data.sequence_length",
+    "cutoff_len": "here it is data.sequence_length",
+    "sample_packing": "here it is data.packing",
+    "lr": "here it is train.learning_rate",
+    "lr_scheduler": "here it is train.schedule",
+    "lr_scheduler_type": "here it is train.schedule",
+    "num_epochs": "here it is train.epochs",
+    "num_train_epochs": "here it is train.epochs",
+    "max_steps": "here it is train.steps",
+    "batch_size": "here it is train.global_batch: rows of a step, over all ranks",
+    "micro_batch_size": "here it is train.micro_batch",
+    "per_device_train_batch_size": "here it is train.micro_batch",
+    "gradient_accumulation_steps": (
+        "it follows from train.global_batch: rows of a step, over all ranks and micro-batches"
+    ),
+    "bf16": "here it is train.precision: bf16",
+    "fp16": "here it is train.precision: fp16",
+    "output_dir": "here it is save.directory",
+    "save_steps": "here it is save.every",
+    "eval_steps": "here it is evaluate.every",
+    "flash_attention_3": FLASH,
+    "flash_attention_4": FLASH,
+}
+"""What keys and values are called in the configurations that people bring, and where it is here."""
