@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardtune.core.cluster import Cluster
+    from shardtune.core.document import KeyPath
     from shardtune.core.shape import ModelShape
     from shardtune.forecast import Forecast
     from shardtune.job import Job
@@ -27,7 +30,7 @@ def estimate(arguments: argparse.Namespace) -> int:
 
     loaded, resolved, shape, cluster = _given(arguments)
     job = _spread(resolved, shape, cluster)
-    check(job, loaded.place)
+    check(job, _place(loaded))
     found = forecast(job, shape, cluster)
     summary = found.summary()
     if not found.fits:
@@ -95,7 +98,7 @@ def plan(arguments: argparse.Namespace) -> int:
     loaded, resolved, shape, cluster = _given(arguments)
     ranking = rank(resolved.job, shape, cluster, arguments.minimise)
     if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
-        check(_spread(resolved, shape, cluster), loaded.place)
+        check(_spread(resolved, shape, cluster), _place(loaded))
     best = ranking.best
     fix = "" if best else offer(_spread(resolved, shape, cluster), shape, cluster)
     if arguments.json:
@@ -178,6 +181,11 @@ def _given(
     machine = Machine(cores=16 * cluster.gpus_per_node, gpus=cluster.gpus)
     resolved = resolve(loaded.job, machine, cluster.gpus, nodes=cluster.nodes)
     return loaded, resolved, shape_of(resolved.job.model), cluster
+
+
+def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:
+    """Where to look for a value: how many ranks there are is said by the cluster."""
+    return lambda path: "--cluster" if path[0] == "launch" else loaded.place(path)
 
 
 def _spread(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) -> Job:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from shardtune.core.layout import Layout
 from shardtune.core.schedule import ScheduleKind
 from shardtune.core.section import Section
 from shardtune.core.setup import Bits, Loss, Precision, Recompute
 from shardtune.strategies import DDP, Strategy
+from shardtune.strategies.auto import spelt_out
 
 Auto = Literal["auto"]
 Kernels = Literal["eager", "compiled"]
@@ -30,8 +31,9 @@ NotNegativeNumber = Annotated[float, Field(ge=0)]
 def _unless_said(kind: str) -> Discriminator:
     """Chooses by `type`; a section that has none is of this kind."""
 
-    def chosen(value: Any) -> Any:
-        return value.get("type", kind) if isinstance(value, dict) else getattr(value, "type", None)
+    def chosen(value: Any) -> str:
+        given = value.get("type", kind) if isinstance(value, dict) else getattr(value, "type", kind)
+        return str(given)
 
     return Discriminator(chosen)
 
@@ -205,7 +207,7 @@ class AdamW(Section):
 class SGD(Section):
     """Plain gradient descent. It shows errors of gradient scale that AdamW hides."""
 
-    type: Literal["sgd"] = "sgd"
+    type: Literal["sgd"]
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """How much of the last update goes into the next."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -376,7 +378,7 @@ class BackendTrainer(Section):
     """As `launch.workers`."""
     resources_per_worker: dict[str, NotNegativeNumber] = Field(default_factory=dict)
     """As `launch.resources_per_worker`."""
-    strategy: Strategy | None = None
+    strategy: Annotated[Strategy | None, BeforeValidator(spelt_out)] = None
     """As the section `strategy`."""
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardtune.backend import translated
 from shardtune.core.document import KeyPath, dotted, parse_document, read_document
-from shardtune.core.others import OTHERS_WORDS
+from shardtune.core.others import OTHERS_KEYS, OTHERS_VALUES
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.job import Job
 
@@ -232,7 +232,9 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
         ]
         near = did_you_mean(given, words)
         fix = f"did you mean {near!r}?" if near else fix
-        fix = OTHERS_WORDS.get(given, fix)
+        fix = OTHERS_VALUES.get(given, fix)
+        if given in _tags(path):
+            fix = f"write {{type: {given}}}, or {dotted((*path, 'type'))}={given} behind a command"
     return f"is {_show(given)}; it must be {wanted}", fix
 
 
@@ -257,13 +259,13 @@ def _unknown_key(path: KeyPath, value: Any) -> tuple[str, str]:
     key = str(path[-1])
     known = _keys_at(path[:-1], value)
     near = did_you_mean(key, known)
-    if key in OTHERS_WORDS:
-        return "unknown key", OTHERS_WORDS[key]
-    if near and near != key:
-        return "unknown key", f"did you mean {near!r}?"
     types = [_tag(model) for model in _sections_at(path[:-1]) if key in model.model_fields]
     if types:
         return "unknown key here", f"it belongs to `type: {types[0]}`; set that, or remove the key"
+    if key in OTHERS_KEYS and path[0] != "evaluate":  # which has lengths of its own
+        return "unknown key", OTHERS_KEYS[key]
+    if near:
+        return "unknown key", f"did you mean {near!r}?"
     keys = (other for other in _all_keys(Job) if other[0] != "backend")  # others' words for ours
     elsewhere = list(dict.fromkeys(dotted(other) for other in keys if other[-1] == key))
     if elsewhere and key != "type":  # which many have
@@ -295,7 +297,10 @@ def _sections_at(path: KeyPath) -> list[type[BaseModel]]:
 
 
 def _tag(model: type[BaseModel]) -> str | None:
-    return model.model_fields["type"].default if "type" in model.model_fields else None
+    """The one `type` that a section has; none where it has no such key, or a choice."""
+    field = model.model_fields.get("type")
+    words = typing.get_args(field.annotation) if field else ()
+    return str(words[0]) if len(words) == 1 else None
 
 
 def _tags(path: KeyPath) -> set[str]:

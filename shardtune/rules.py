@@ -150,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "micro-batch-within-global",
         ("train", "micro_batch"),
-        lambda job: _at_once(job) > job.train.global_batch,
+        lambda job: _shares(job) <= job.train.global_batch < _at_once(job),
         lambda job: (
             f"micro_batch({job.train.micro_batch}) x processes({_shares(job)}) = "
             f"{_at_once(job)} > global_batch({job.train.global_batch})"

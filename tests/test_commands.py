@@ -82,7 +82,7 @@ def test_estimate_refuses_what_plan_would_leave_out(
 ) -> None:
     words = ["adapter.type=lora", "train.precision=fp8-base"]
     assert main(["plan", str(job), "--cluster", "1xH200", *words]) == 0
-    assert main(["estimate", str(job), "--cluster", "1xH200", *words, "strategy=fsdp"]) == 2
+    assert main(["estimate", str(job), "--cluster", "1xH200", *words, "strategy.type=fsdp"]) == 2
     assert "fsdp divides them" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,32 @@ def test_the_schema_is_a_json_schema() -> None:
             assert schema["$ref"].removeprefix("#/$defs/") in whole["$defs"]
         for choice in ("anyOf", "oneOf", "enum", "prefixItems"):
             assert schema.get(choice, ["at least one"])
+
+
+@pytest.mark.parametrize(
+    ("sections", "good"),
+    [
+        ({}, True),
+        ({"train": {"optimizer": {"weight_decay": 0.1}}}, True),
+        ({"train": {"optimizer": {"type": "sgd", "momentum": 0.5}}}, True),
+        ({"train": {"optimizer": {"momentum": 0.5}}}, False),
+        ({"train": {"optimizer": "adamw"}}, False),
+        ({"strategy": "auto"}, True),
+        ({"strategy": "fsdp"}, False),
+        ({"launch": {"processes": 2}}, True),
+        ({"launch": {"type": "ray", "workers": 2}}, True),
+        ({"launch": {"workers": 2}}, False),
+        ({"backend": {"type": "ray", "trainer": {"strategy": "auto"}}}, True),
+    ],
+)
+def test_an_editor_and_the_loader_say_the_same(sections: dict[str, Any], good: bool) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    data = {"train": [{"path": "a.jsonl", "format": "chat"}]}
+    document = {"model": {"name": "tiny"}, "data": data, **sections}
+    with nullcontext() if good else pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, Job.model_json_schema())
+    with nullcontext() if good else pytest.raises(ValidationError):
+        Job.model_validate_json(json.dumps(document))
 
 
 def test_every_section_is_closed() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardtune.core.document import dotted
-from shardtune.core.others import OTHERS_WORDS
+from shardtune.core.others import OTHERS_KEYS
 from shardtune.errors import JobError
-from shardtune.job import AdamW, Job
+from shardtune.job import AdamW, Job, LocalLaunch
 from shardtune.jobfile import LoadedJob, _all_keys, leaves, load_job
-from shardtune.strategies import FSDP
+from shardtune.strategies import AutoStrategy
 from tests.jobs import LINE, SECTIONS, job_text, write_job
 
 
@@ -55,22 +55,20 @@ def test_overrides_are_read_as_yaml(tmp_path: Path) -> None:
 
 
 def test_a_type_that_goes_without_saying(tmp_path: Path) -> None:
-    words = "train.optimizer.eps=1e-6", "train.optimizer.betas=[0.9, 0.99]", "strategy=fsdp"
-    job = load(tmp_path, *words).job
+    words = "train.optimizer.eps=1e-6", "train.optimizer.betas=[0.9, 0.99]", "launch.processes=2"
+    job = load(tmp_path, *words, "strategy=auto").job
     assert job.train.optimizer == AdamW(eps=1e-6, betas=(0.9, 0.99))
-    assert job.strategy == FSDP()
+    assert job.launch == LocalLaunch(processes=2)
+    assert job.strategy == AutoStrategy()
     again = Job.model_validate_json(job.model_dump_json())
     assert again == job
 
 
-@pytest.mark.parametrize("word", OTHERS_WORDS)
+@pytest.mark.parametrize("word", OTHERS_KEYS)
 def test_words_of_other_tools_lead_to_keys_that_are_there(word: str) -> None:
-    """And none of them is one of ours, or it would hide a better answer."""
-    keys = {dotted(key) for key in _all_keys(Job)}
-    named = re.findall(r"\b[a-z]+\.[a-z_]+", OTHERS_WORDS[word])
-    assert set(named) <= keys
-    ours = {key.rpartition(".")[2] for key in keys if "strategy" not in key}
-    assert word not in ours
+    named = set(re.findall(r"\b[a-z]+\.[a-z_]+", OTHERS_KEYS[word]))
+    assert named
+    assert named <= {dotted(key) for key in _all_keys(Job)}
 
 
 def test_an_override_reaches_into_lists(tmp_path: Path) -> None:
@@ -89,6 +87,7 @@ def test_the_last_override_of_a_key_wins(tmp_path: Path) -> None:
     assert load(tmp_path, "train.steps=5", "train.steps=7").job.train.steps == 7
 
 
+A_SECTION = "a section of its own (`key: value` lines)"
 NO_PAIR = "fix: write train.steps=10"
 WRONG = {
     "train.steps": f"command line: 'train.steps' is not key=value\n    {NO_PAIR}",
@@ -105,7 +104,38 @@ WRONG = {
         "command line: train.optimizer.momentum: unknown key here\n"
         "    fix: it belongs to `type: sgd`; set that, or remove the key"
     ),
-    "strategy=fdsp": "command line: strategy.type: is 'fdsp'\n    fix: did you mean 'fsdp'?",
+    "strategy=fsdp": (
+        f'command line: strategy: is "fsdp"; it must be {A_SECTION}\n'
+        "    fix: write {type: fsdp}, or strategy.type=fsdp behind a command"
+    ),
+    "train.optimizer=sgd": (
+        f'command line: train.optimizer: is "sgd"; it must be {A_SECTION}\n'
+        "    fix: write {type: sgd}, or train.optimizer.type=sgd behind a command"
+    ),
+    "train.optimizer=3": (
+        f"command line: train.optimizer: is 3; it must be {A_SECTION}\n    fix: give {A_SECTION}"
+    ),
+    "train.optimizer.type=": (
+        "command line: train.optimizer.type: is 'None'\n    fix: write one of 'adamw', 'sgd'"
+    ),
+    "launch=ray": (
+        f'command line: launch: is "ray"; it must be {A_SECTION}\n'
+        "    fix: write {type: ray}, or launch.type=ray behind a command"
+    ),
+    "launch=": (
+        f"command line: launch: is empty; it must be {A_SECTION}\n    fix: give {A_SECTION}"
+    ),
+    "launch.workers=3": (
+        "command line: launch.workers: unknown key here\n"
+        "    fix: it belongs to `type: ray`; set that, or remove the key"
+    ),
+    "launch={type: ray, wrokers: 2}": (
+        "command line: launch.wrokers: unknown key\n    fix: did you mean 'workers'?"
+    ),
+    "strategy={type: fsdp, fp16: {}}": (
+        "command line: strategy.fp16: unknown key here\n"
+        "    fix: it belongs to `type: deepspeed`; set that, or remove the key"
+    ),
     "train.lr=1": "command line: train.lr: unknown key\n    fix: here it is train.learning_rate",
     "model.attention=flash_attention_4": (
         "command line: model.attention: is \"flash_attention_4\"; it must be 'sdpa', 'eager' or "
@@ -216,7 +246,6 @@ def test_leaves_are_the_values_that_a_person_writes() -> None:
 
 # Mistakes in the file ----------------------------------------------------------------------------
 
-A_SECTION = "a section of its own (`key: value` lines)"
 # (section, text, complaint)
 MISTAKES = [
     ("train", "{stpes: 3}", "train.stpes: unknown key\n    fix: did you mean 'steps'?"),
@@ -260,7 +289,9 @@ MISTAKES = [
     ("train", "", f"train: is empty; it must be {A_SECTION}\n    fix: give {A_SECTION}"),
     ("train", "[steps, 3]",
      f"train: is a list of 2; it must be {A_SECTION}\n    fix: give {A_SECTION}"),
-    ("adapter", "lora", f'adapter: is "lora"; it must be {A_SECTION}\n    fix: give {A_SECTION}'),
+    ("adapter", "lora",
+     f'adapter: is "lora"; it must be {A_SECTION}\n'
+     "    fix: write {type: lora}, or adapter.type=lora behind a command"),
     ("adapter", "{rank: 4}",
      "adapter.type: is missing\n    fix: add `type:` with one of ia3, lora, none"),
     ("adapter", "{type: qlora}", "adapter.type: is 'qlora'\n    fix: did you mean 'lora'?"),

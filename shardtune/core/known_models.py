@@ -51,6 +51,15 @@ def find_model(name: str) -> KnownModel:
     return found
 
 
+def hub_id(name: str) -> str:
+    """The full name of a model of the catalogue. One that was tuned keeps the word that says so:
+    its weights are others."""
+    if (found := _names().get(_plain(name))) is not None:
+        return found.name
+    organisation, slash, _ = find_model(name).name.rpartition("/")
+    return f"{organisation}{slash}{name}"
+
+
 def is_known(name: str) -> bool:
     """Whether the catalogue has the model."""
     return _find(name) is not None

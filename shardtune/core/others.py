@@ -1,9 +1,6 @@
 """Words of other tools, in the place of which a job has others."""
 
-FLASH = (
-    "write sdpa: with `shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
-)
-OTHERS_WORDS = {
+OTHERS_KEYS = {
     "r": "here it is adapter.rank",
     "lora_r": "here it is adapter.rank",
     "lora_alpha": "here it is adapter.alpha",
@@ -28,18 +25,25 @@ OTHERS_WORDS = {
     "num_epochs": "here it is train.epochs",
     "num_train_epochs": "here it is train.epochs",
     "max_steps": "here it is train.steps",
-    "batch_size": "here it is train.global_batch: rows of a step, over all ranks",
+    "batch_size": (
+        "here it is train.global_batch, rows of a step over all ranks, or train.micro_batch, rows "
+        "of a forward pass"
+    ),
     "micro_batch_size": "here it is train.micro_batch",
     "per_device_train_batch_size": "here it is train.micro_batch",
     "gradient_accumulation_steps": (
         "it follows from train.global_batch: rows of a step, over all ranks and micro-batches"
     ),
-    "bf16": "here it is train.precision: bf16",
-    "fp16": "here it is train.precision: fp16",
+    "bf16": "here it is train.precision",
+    "fp16": "here it is train.precision",
     "output_dir": "here it is save.directory",
     "save_steps": "here it is save.every",
     "eval_steps": "here it is evaluate.every",
-    "flash_attention_3": FLASH,
-    "flash_attention_4": FLASH,
 }
-"""What keys and values are called in the configurations that people bring, and where it is here."""
+"""What keys are called in the configurations that people bring, and where it is here."""
+
+_FLASH = (
+    "write sdpa: with `shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
+)
+OTHERS_VALUES = {"flash_attention_3": _FLASH, "flash_attention_4": _FLASH}
+"""The same of values."""

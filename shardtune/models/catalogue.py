@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.core.known_models import find_model, is_known
+from shardtune.core.known_models import hub_id, is_known
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.models import smollm2, tiny
 from shardtune.models.folder import cached_folder
@@ -108,13 +108,15 @@ def _hub_id(name: str) -> str:
         raise ModelError(Problem(PLACE, fact, fix))
     if "/" in name:
         return name  # as it is, however near its last part may come to another
-    if is_known(name) and name.lower() not in BUILT_IN:
-        full = find_model(name).name
+    near = did_you_mean(name.lower(), BUILT_IN)
+    akin = near.partition("-")[0] == name.lower().partition("-")[0]
+    if is_known(name) and not akin:
+        full = hub_id(name)
         if full.startswith(BARE):
             return name
         fact = f"{name!r} is a shape that `plan` and `estimate` know, not a model to load"
-        raise ModelError(Problem(PLACE, fact, f"write a hub id, such as {full}, or a folder"))
-    if near := did_you_mean(name.lower(), BUILT_IN):
+        raise ModelError(Problem(PLACE, fact, f"write its hub id, {full}, or a folder"))
+    if near:
         raise ModelError(_no_built_in(PLACE, name, near))
     return name
 

@@ -42,14 +42,16 @@ class Speed:
 
 def settle(layers: Iterable[nn.Module]) -> None:
     """Prepares layers that have their weights, whole and where they stay, once `hasten` has run."""
+    joined = False
     for layer in layers:
         for module in layer.modules():
             join_weights = getattr(module, "join_weights", None)
             if join_weights is not None:
                 join_weights()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # Weights have left places that are a little too small for what stands together now: unless
-        # they go back, an allocator that found nothing else for them keeps gigabytes of them.
+                joined = True
+    if joined:
+        # What weights have left is a little too small for those that stand together now. Unless the
+        # allocator gives it back, it keeps gigabytes of it. Without a GPU this does nothing.
         torch.cuda.empty_cache()
 
 

@@ -90,7 +90,7 @@ def _facts(report: Mapping[str, Any]) -> Table:
         grid.add_row("" if number else "forecast", line)
     grid.add_row("result", Text(f"{result['path']} ({result['kind']})"))
     logits = f"logits within {result['largest_difference']:.2g}"
-    grid.add_row("", f"read back: weights as they were trained, {logits}")
+    grid.add_row("", f"read back: weights as they were written, {logits}")
     grid.add_row("all files", Text(report["directory"]))
     for number, command in enumerate(_next(report)):
         grid.add_row("" if number else "next", Text(command))

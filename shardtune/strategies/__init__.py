@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from shardtune.strategies.auto import AutoStrategy, spelt_out
+from shardtune.strategies.auto import AutoStrategy, OrShort, spelt_out
 from shardtune.strategies.ddp import DDP
 from shardtune.strategies.deepspeed import DeepSpeed
 from shardtune.strategies.fsdp import FSDP
@@ -21,6 +21,7 @@ Strategy = Annotated[
     AutoStrategy | DDP | FSDP | DeepSpeed | Tensor | Pipeline | Layers,
     BeforeValidator(spelt_out),
     Field(discriminator="type"),
+    OrShort(),
 ]
 """Every strategy that a job can name."""
 

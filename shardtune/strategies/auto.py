@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from pydantic import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
 from shardtune.core.blueprint import Blueprint
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
@@ -35,5 +39,14 @@ class AutoStrategy(Section):
 
 
 def spelt_out(value: object) -> object:
-    """`strategy: auto` is short for `strategy: {type: auto}`, and so is any other word."""
-    return {"type": value} if isinstance(value, str) else value
+    """`strategy: auto` is short for `strategy: {type: auto}`."""
+    return {"type": "auto"} if value == "auto" else value
+
+
+class OrShort:
+    """Tells the JSON Schema of it."""
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [{"const": "auto", "type": "string"}, handler(core_schema)]}

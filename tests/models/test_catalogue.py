@@ -60,10 +60,19 @@ def test_a_hub_id_stays_as_it_is(name: str) -> None:
     assert resolve(name) == name
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "Llama-3.1-8B-Instruct"])
-def test_a_shape_is_not_taken_for_a_model(name: str) -> None:
-    with pytest.raises(ModelError, match="such as meta-llama/Llama"):
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("gemma-2-9b-it", "google/gemma-2-9b-it"),
+    ],
+)
+def test_a_shape_is_not_taken_for_a_model(name: str, full: str) -> None:
+    with pytest.raises(ModelError) as caught:
         resolve(name)
+    (problem,) = caught.value.problems
+    assert problem.fix == f"write its hub id, {full}, or a folder"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +82,7 @@ def test_a_shape_is_not_taken_for_a_model(name: str) -> None:
         ("tinny", "tiny"),
         ("smollm2-135m-instuct", "smollm2-135m-instruct"),
         ("SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
+        ("smollm2-135m", "smollm2-135m-instruct"),
     ],
 )
 def test_a_misspelt_built_in_name_is_not_taken_for_a_hub_id(name: str, near: str) -> None:

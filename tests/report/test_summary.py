@@ -77,7 +77,7 @@ def test_everything_that_a_person_wants_to_know() -> None:
         "speed 221 tokens/s over all ranks",
         "peak memory 3.18 GiB on the fullest of 2 ranks",
         "result runs/quickstart/result (lora)",
-        "read back: weights as they were trained, logits within 0",
+        "read back: weights as they were written, logits within 0",
         "all files runs/quickstart",
         'next shardtune generate runs/quickstart --prompt "..."',
         "shardtune merge runs/quickstart runs/quickstart/merged",
