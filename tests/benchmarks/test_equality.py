@@ -26,3 +26,19 @@ def test_runs_on_other_samples_are_not_compared(tmp_path: Path) -> None:
         (tmp_path / name / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(SystemExit, match="same samples"):
         fp8_loss.main(["--runs", str(tmp_path / "wide"), str(tmp_path / "small")])
+
+
+@pytest.mark.parametrize(("rounded", "code"), [(1.004, 0), (1.006, 1)])
+def test_what_8_bits_cost_is_a_share_of_the_loss(rounded: float, code: int, tmp_path: Path) -> None:
+    for name, loss in (("wide", 1.0), ("small", rounded)):
+        (tmp_path / name).mkdir()
+        step = {"kind": "step", "loss": loss, "samples_sha256": "a"}
+        lines = [json.dumps(step), json.dumps({"kind": "evaluation"})]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+        job = {"model": {"name": "some/model"}, "data": {"train": [{"path": "data/text.jsonl"}]}}
+        (tmp_path / name / "job.yaml").write_text(json.dumps(job))
+    runs = ["--runs", str(tmp_path / "wide"), str(tmp_path / "small")]
+    assert fp8_loss.main([*runs, "--out", str(tmp_path)]) == code
+    more = f"{rounded - 1:+.2%}"
+    line = f"| model | text | 1 | 1.0000 | {rounded:.4f} | {more} | {more} |"
+    assert line in (tmp_path / "fp8_loss.md").read_text()
