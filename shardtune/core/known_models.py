@@ -55,7 +55,8 @@ def hub_id(name: str) -> str:
     """The full name of a model of the catalogue. One that was tuned keeps the word that says so:
     its weights are others."""
     if (found := _names().get(_plain(name))) is not None:
-        return found.name
+        ids = (each for each in found.aliases if _plain(each).endswith(f"/{_plain(name)}"))
+        return next(ids, found.name)  # a model of the same shape has weights of its own, too
     organisation, slash, _ = find_model(name).name.rpartition("/")
     return f"{organisation}{slash}{name}"
 

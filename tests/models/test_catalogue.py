@@ -66,6 +66,8 @@ def test_a_hub_id_stays_as_it_is(name: str) -> None:
         ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
         ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
         ("gemma-2-9b-it", "google/gemma-2-9b-it"),
+        ("vicuna-7b-v1.5", "lmsys/vicuna-7b-v1.5"),
+        ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
     ],
 )
 def test_a_shape_is_not_taken_for_a_model(name: str, full: str) -> None:
