@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+EXAMPLES = 64
+EXAMPLE_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class SourceReport:
@@ -74,3 +77,13 @@ class PreparedData:
         """The digest of each set, by what it is for and its name."""
         sides = (("train", self.train), ("eval", self.eval))
         return {f"{side}/{each.name}": each.digest for side, sets in sides for each in sets}
+
+    def examples(self) -> list[list[int]]:
+        """The token ids of some documents that are trained, from all over the data sets, the same
+        each time; of long ones the beginning."""
+        every = max(1, -(-sum(len(each.rows) for each in self.train) // EXAMPLES))
+        return [
+            each.rows[row]["input_ids"][:EXAMPLE_TOKENS]
+            for each in self.train
+            for row in range(0, len(each.rows), every)
+        ]

@@ -21,6 +21,7 @@ from shardtune.models.parts import (
 )
 from shardtune.models.quantise import stored_as
 from shardtune.models.speed import Speed, hasten, settle
+from shardtune.models.usual import Texts
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class ModelBlueprint:
     section: ModelSection
     adapter: Adapter
     train: TrainSection
+    texts: Texts = ()
+    """Some of those that are trained: 8-bit weights are made used to them."""
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`. Weights to be quantised are never whole in 16 bits."""
@@ -65,6 +68,7 @@ class ModelBlueprint:
             device=device,
             divide=divide,
             left_out=left_out,
+            texts=self.texts,
         )
 
 

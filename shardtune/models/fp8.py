@@ -7,11 +7,15 @@ one below a 28,000th of its row's largest by more, and below a 450,000th it is z
 The backward pass multiplies with the transposed weights, whose rows are others: a layer holds its
 weights twice, one byte each, as much as once in bf16. Adapters and everything that is trained stay
 in bf16 and fp32.
+
+Inputs of a layer have much in common: some channels are large, and much the same, in every token.
+Whatever rounding does to them it does to each token, and the loss shows it. So what inputs usually
+are is taken off before they are rounded, and goes through exact weights, once and for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,47 +43,89 @@ class FP8Linear(QuantisedLinear):
     share. Each of those then has its rows in the joint layer, and no weights of its own.
 
     `weight` is what the forward pass multiplies with, `back` its transpose with scales of its own.
+    `usual` is what its inputs usually are, and `to_usual` what exact weights make of that; both are
+    zero until somebody finds out.
     """
 
     scale: nn.Parameter
     back: nn.Parameter
     back_scale: nn.Parameter
+    usual: nn.Parameter
+    to_usual: nn.Parameter
 
     def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
         super().__init__(linear, compute)
-        for name in ("scale", "back", "back_scale"):
+        for name in ("scale", "back", "back_scale", "usual", "to_usual"):
             self.register_parameter(name, None)
         self.home: tuple[JointFP8, ...] = ()
         self.begin = 0
+        self.heard: list[tuple[Tensor, int]] | None = None
+        """Sums of inputs, and of how many each is, while somebody listens."""
 
     def quantise(self, weight: Tensor) -> None:
         if self.home:
             self.weight = None  # type: ignore[assignment]
             self.home[0].take(self, weight)
             return
-        forward, backward = by_row(weight), by_row(weight.t().contiguous())
-        for name, value in zip(
-            ("weight", "scale", "back", "back_scale"), (*forward, *backward), strict=True
-        ):
-            setattr(self, name, nn.Parameter(value, requires_grad=False))
+        self.weight, self.scale = _frozen(*by_row(weight))
+        self.back, self.back_scale = _frozen(*by_row(weight.t().contiguous()))
+        rows, columns = weight.shape
+        zeros = (weight.new_zeros(size, dtype=self.compute) for size in (columns, rows))
+        self.usual, self.to_usual = _frozen(*zeros)
 
     def dequantize(self) -> Tensor:
-        weight, scale = self.forwards()
+        weight, scale, _ = self.forwards()
         return (weight.float() * scale).to(self.compute)
 
-    def forwards(self) -> tuple[Tensor, Tensor]:
-        """What the forward pass multiplies with."""
-        if not self.home:
-            return self.weight, self.scale
-        rows = slice(self.begin, self.begin + self.out_features)
-        return self.home[0].weight[rows], self.home[0].scale[rows]
+    @property
+    def whole(self) -> FP8Linear:
+        """The layer that holds the weights."""
+        return self.home[0] if self.home else self
 
-    def backwards(self) -> tuple[Tensor, Tensor]:
-        """What the backward pass multiplies with."""
-        if not self.home:
-            return self.back, self.back_scale
-        columns = slice(self.begin, self.begin + self.out_features)
-        return self.home[0].back[:, columns].contiguous(), self.home[0].back_scale
+    @property
+    def rows(self) -> slice:
+        """Where its own are."""
+        return slice(self.begin, self.begin + self.out_features)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """An input, less what it usually is, as the forward pass multiplies it."""
+        whole = self.whole
+        if whole.heard is not None:
+            whole.heard.append((x.float().sum(0), len(x)))
+        small, scale = by_row(x, whole.usual)
+        return small, scale
+
+    def forwards(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the forward pass multiplies with, and adds."""
+        whole = self.whole
+        if whole is self:
+            return self.weight, self.scale, self.to_usual
+        return whole.weight[self.rows], whole.scale[self.rows], whole.to_usual[self.rows]
+
+    def backwards(self) -> tuple[Tensor, Tensor, None]:
+        """What the backward pass multiplies with; it has nothing to add."""
+        whole = self.whole
+        if whole is self:
+            return self.back, self.back_scale, None
+        return whole.back[:, self.rows].contiguous(), whole.back_scale, None
+
+    def listen(self) -> None:
+        """From here on it hears what its inputs are."""
+        self.heard = []
+
+    def conclude(self) -> None:
+        """That they are usually so, and listens no more."""
+        if self.heard:
+            count = sum(number for _, number in self.heard)
+            total = torch.stack([each for each, _ in self.heard]).sum(0)
+            self.usual.data.copy_(total / count)
+        self.heard = None
+
+    def take_exactly(self, weight: Tensor) -> None:
+        """Has what inputs usually are go through `weight`, which are its exact weights."""
+        self.whole.to_usual.data[self.rows] = (weight.float() @ self.whole.usual.float()).to(
+            self.compute
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         flat = input.reshape(-1, input.shape[-1]).to(self.compute)
@@ -119,7 +165,7 @@ class Product8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FP8Linear) -> Tensor:
         ctx.layer = layer
-        y: Tensor = scaled(None, None, *by_row(x), *layer.forwards(), x.dtype)
+        y: Tensor = scaled(None, None, *layer.rounded(x), *layer.forwards(), x.dtype)
         return y
 
     @staticmethod
@@ -149,12 +195,17 @@ def how_multiplied(device: str) -> str:
     )
 
 
+def _frozen(*values: Tensor) -> Iterator[nn.Parameter]:
+    return (nn.Parameter(value, requires_grad=False) for value in values)
+
+
 @torch.library.custom_op("shardtune::by_row", mutates_args=())
-def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit numbers, and the scale of each row. On a GPU a row of up to `BLOCK` is read once; a
-    compiler would read it twice, and gains nothing from doing it where the numbers are made."""
+def by_row(x: Tensor, usual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """8-bit numbers, and the scale of each row, of what is left without the `usual`. On a GPU a row
+    of up to `BLOCK` is read once; a compiler would read it twice, and gains nothing from doing it
+    where the numbers are made."""
     if triton is None or not multiplied_as_such(x.device):
-        wide = x.float()
+        wide = x.float() if usual is None else x.float() - usual.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
         small = (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3)
         return small.contiguous(), scale
@@ -163,18 +214,27 @@ def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(len(x), 1, dtype=torch.float32)
     block = min(triton.next_power_of_2(x.shape[1]), BLOCK)
     sizes = (x.stride(0), x.shape[1], block, block >= x.shape[1])
-    _rows[(len(x),)](x, small, scale, *sizes, num_warps=8)
+    less = x if usual is None else usual
+    _rows[(len(x),)](x, less, small, scale, *sizes, usual is not None, num_warps=8)
     return small, scale
 
 
 @by_row.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, usual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     small = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
     return small, x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 def _row_kernel(  # type: ignore[no-untyped-def]
-    x, small, scale, x_row, columns, block: tl.constexpr, whole: tl.constexpr
+    x,
+    usual,
+    small,
+    scale,
+    x_row,
+    columns,
+    block: tl.constexpr,
+    whole: tl.constexpr,
+    less: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
@@ -184,16 +244,22 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     if whole:
         inside = c < columns
         numbers = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
+        if less:
+            numbers -= tl.load(usual + c, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(numbers), 0))
         tl.store(small + c, (numbers * (448.0 / largest)).to(tl.float8e4nv), mask=inside)
     else:
         for begin in range(0, columns, block):
             inside = begin + c < columns
             numbers = tl.load(x + begin + c, mask=inside, other=0.0).to(tl.float32)
+            if less:
+                numbers -= tl.load(usual + begin + c, mask=inside, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(numbers), 0))
         for begin in range(0, columns, block):
             inside = begin + c < columns
             numbers = tl.load(x + begin + c, mask=inside, other=0.0).to(tl.float32)
+            if less:
+                numbers -= tl.load(usual + begin + c, mask=inside, other=0.0).to(tl.float32)
             numbers = (numbers * (448.0 / largest)).to(tl.float8e4nv)
             tl.store(small + begin + c, numbers, mask=inside)
     tl.store(scale + row, largest / 448.0)
@@ -210,12 +276,13 @@ def scaled(
     x_scale: Tensor,
     weight: Tensor,
     scale: Tensor,
+    more: Tensor | None,
     dtype: torch.dtype,
     past: Tensor | None = None,
 ) -> Tensor:
-    """`narrow @ matrix` (if there is any) plus the 8-bit product `x @ weight.T`. Where there is, it
-    may be added to what went `past` it, and has its shape then."""
-    y = _multiply(x, x_scale, weight, scale, dtype)
+    """`narrow @ matrix` (if there is any) plus the 8-bit product `x @ weight.T`, and `more` in each
+    row. Where there is, it may be added to what went `past` it, and has its shape then."""
+    y = _multiply(x, x_scale, weight, scale, more, dtype)
     if narrow is None or matrix is None:
         return y
     if past is None:
@@ -231,6 +298,7 @@ def _(
     x_scale: Tensor,
     weight: Tensor,
     scale: Tensor,
+    more: Tensor | None,
     dtype: torch.dtype,
     past: Tensor | None = None,
 ) -> Tensor:
@@ -240,18 +308,24 @@ def _(
 
 
 def _multiply(
-    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    more: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """`x @ weight.T`, both with a scale for each row."""
+    """`x @ weight.T`, both with a scale for each row, and `more`."""
     if multiplied_as_such(x.device) and not any(size % 16 for size in weight.shape):
         return torch._scaled_mm(
             x.contiguous(),
             weight.t(),
             scale_a=x_scale,
             scale_b=scale.t(),
+            bias=more,
             out_dtype=dtype,
             use_fast_accum=True,
         )
     # The same numbers, multiplied as wider ones.
-    product = (x.to(dtype) @ weight.to(dtype).t()).float()
-    return (product * x_scale * scale.t()).to(dtype)
+    product = (x.to(dtype) @ weight.to(dtype).t()).float() * x_scale * scale.t()
+    return (product if more is None else product + more.float()).to(dtype)

@@ -26,6 +26,7 @@ from shardtune.models.load import DTYPES, load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, stored_as, swap
 from shardtune.models.speed import Speed, hasten
 from shardtune.models.tokens import ends, grown
+from shardtune.models.usual import Texts, hear
 from shardtune.models.weights import NoFiles, WeightFiles
 
 Divide = Callable[[nn.Module], None]
@@ -46,17 +47,22 @@ def build_in_parts(
     device: str,
     divide: Divide,
     left_out: LeftOut | None = None,
+    texts: Texts = (),
 ) -> nn.Module:
     """The adapted model. Frozen weights are held in `precision`, trained ones in fp32.
 
     Without an adapter (not even the one that trains all weights) the model is frozen. What
-    `left_out` names, of the adapted skeleton, stays without memory.
+    `left_out` names, of the adapted skeleton, stays without memory. 8-bit weights are made used to
+    `texts`, if there are any.
     """
     model = skeleton(section, DTYPES[precision])
     use_boundaries(model, device, DTYPES[precision])
     names = Names.of(model, WeightFiles.find(section), section)
     frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
-    return frame.fill(device, divide, seed=seed, left_out=left_out)
+    built = frame.fill(device, divide, seed=seed, left_out=left_out)
+    if texts and stored_as(section, precision) == "fp8":
+        frame.accustom(device, texts)
+    return built
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,21 @@ class Frame:
             divide(part)
             _give_back_memory()
         return self.model
+
+    def accustom(self, device: str, texts: Texts) -> None:
+        """Lets 8-bit layers find out what their inputs usually are. What exact weights make of that
+        takes these, so they are read once more: nobody has kept them."""
+        from shardtune.models.fp8 import FP8Linear
+
+        hear(self.model, texts, device, self.compute)
+        takers: dict[str, list[FP8Linear]] = {}
+        for name, module in self.model.named_modules():
+            tensor = self.names.tensor_of.get(_unwrapped(f"{name}.weight"))
+            if isinstance(module, FP8Linear) and tensor is not None:
+                takers.setdefault(tensor, []).append(module)
+        for tensor, weight in self.names.files.read(takers):
+            for module in takers[tensor]:
+                module.take_exactly(weight.to(device=device, dtype=self.compute))
 
 
 def _give_back_memory() -> None:

@@ -152,7 +152,7 @@ def _forwards(
     y: Tensor
     if (whole := _in_8_bits(layers)) is not None:
         wide = None if up is None else up.t()
-        y = scaled(narrow, wide, *by_row(x), *whole.forwards(), x.dtype, past)
+        y = scaled(narrow, wide, *whole.rounded(x), *whole.forwards(), x.dtype, past)
     else:
         y = across(narrow, up, x, [restored(layer) for layer in layers], past)
     return y

@@ -19,8 +19,10 @@ def load_result(folder: str, section: ModelSection, precision: Precision) -> Any
     """A result as anybody would load it: an adapter on its model, or a whole model.
 
     An adapter that was trained on quantised weights is put on weights that are quantised the same
-    way. To merge it, load it on the original ones (`unquantised`).
+    way. To merge it, load it on the original ones (`unquantised`). 8-bit floating point is a way to
+    multiply faster while training, not another model: its adapter is put on the original ones.
     """
+    precision = "bf16" if precision == "fp8-base" else precision
     if not (Path(folder) / "adapter_config.json").is_file():
         own = {"name": folder, "revision": None, "add_tokens": ()}  # it has them already
         whole = section.model_copy(update=own)

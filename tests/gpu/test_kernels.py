@@ -137,8 +137,12 @@ def test_sums_are_not_rounded_to_16_bits() -> None:
 def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None:
     assert how_multiplied("cuda") == "frozen weights: held in 8 bits and multiplied as such"
     layer = FP8Linear(nn.Linear(inputs, outputs, bias=False), torch.bfloat16)
-    layer.quantise((some((outputs, inputs), 0) / inputs**0.5).bfloat16().cuda())
-    x = some((rows, inputs), 1).bfloat16().cuda()
+    exact = (some((outputs, inputs), 0) / inputs**0.5).bfloat16().cuda()
+    layer.quantise(exact)
+    usual = some((inputs,), 5).bfloat16().cuda()
+    layer.usual.data.copy_(usual)
+    layer.take_exactly(exact)
+    x = (some((rows, inputs), 1).cuda() + 10 * usual).bfloat16()
     given = [x, (some((16, inputs), 2) / 10).cuda(), (some((outputs, 16), 3) / 10).cuda()]
     outer = some((rows, outputs), 4).bfloat16().cuda()
     found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given, outer)
@@ -147,8 +151,8 @@ def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None
         return small.double() * scale.double()
 
     _, down, up = (each.bfloat16().double() for each in given)
-    y = restored(*by_row(x)) @ restored(layer.weight, layer.scale).t()
-    y += x.double() @ down.t() @ up.t()
+    y = restored(*by_row(x, usual)) @ restored(layer.weight, layer.scale).t()
+    y += exact.double() @ usual.double() + x.double() @ down.t() @ up.t()
     to_x = restored(*by_row(outer)) @ restored(layer.back, layer.back_scale).t()
     to_x += outer.double() @ up @ down
     for ours, right in zip(found[:2], (y, to_x), strict=True):
@@ -164,12 +168,15 @@ def test_rows_in_8_bits(columns: int) -> None:
     x = some((37, columns), 0).bfloat16()
     x[5] *= 1e-6
     x[6] = 0.0
-    small, scale = (each.cpu() for each in by_row(x.cuda()))
-    right, right_scale = by_row(x)
-    assert torch.allclose(scale, right_scale, rtol=1e-6)
-    apart = (small.float() - right.float()).abs()
-    assert (apart <= right.float().abs() / 7).all()
-    assert (apart > 0).float().mean() < 0.01
+    for usual in (None, some((columns,), 1).bfloat16()):
+        small, scale = (
+            each.cpu() for each in by_row(x.cuda(), None if usual is None else usual.cuda())
+        )
+        right, right_scale = by_row(x, usual)
+        assert torch.allclose(scale, right_scale, rtol=1e-6)
+        apart = (small.float() - right.float()).abs()
+        assert (apart <= right.float().abs() / 7).all()
+        assert (apart > 0).float().mean() < 0.01
     x[7, 3], x[8, 0] = torch.inf, torch.nan
     small, _ = by_row(x.cuda())
     assert small.float().isfinite().all(1).logical_not().nonzero().flatten().tolist() == [7, 8]

@@ -204,7 +204,7 @@ def test_the_number_of_rows_stays_open() -> None:
             back_across(narrow, down, y, [weight]),
             *gated(y, narrow, up, last),
             *gated_back(y[:, :4].contiguous(), x[:, :3].contiguous(), last, y, narrow, up)[:1],
-            scaled(None, None, *by_row(x), *by_row(weight), torch.float32),
+            scaled(None, None, *by_row(x), *by_row(weight), None, torch.float32),
         )
 
     of_rows = (some((ROWS, WIDE), 0), some((ROWS, 4), 1), some((ROWS, 8), 2))
