@@ -1,11 +1,11 @@
-"""Where the loss of 8-bit weights comes from, and what rounding them by data would save.
+"""Where the loss of 8-bit weights comes from, and what each way of ours to keep it near saves.
 
     python -m benchmarks.fp8_rounding
 
 A model answers texts with some of its linear layers rounded to e4m3, and is compared with itself in
-fp32. `nearest` is what `precision: fp8-base` does. `by data` is GPTQ: columns are rounded one after
-the other, and what that does to the outputs of other texts is made up for in those that are left.
-It isn't in the product.
+fp32. First each number is rounded by itself, then as `precision: fp8-base` does: what inputs
+usually are is taken off, weights are rounded by data, and the largest channels have a second
+column. All of that is found out on other texts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from torch.nn import functional as f
 
 from benchmarks.table import DOCS, write_table
 from shardtune.job import ModelSection
-from shardtune.models.fp8 import by_row
+from shardtune.models.by_data import bytes_of
+from shardtune.models.fp8 import FP8Linear, by_row
 from shardtune.models.load import load_base, load_tokenizer
+from shardtune.models.quantise import swap
 
 DATA = Path(__file__).parents[1] / "data"
-DAMPING = 0.01  # of the mean of the diagonal, so that directions without data stay as they are
-COLUMNS = 64  # that are made up for one by one, before all that follow are
 
 Layers = dict[str, nn.Linear]
 
@@ -38,27 +38,6 @@ def nearest(x: Tensor) -> Tensor:
     """Each number as the nearest that e4m3 has, with a scale for each row."""
     small, scale = by_row(x.reshape(-1, x.shape[-1]))
     return (small.float() * scale).view_as(x)
-
-
-def by_data(weight: Tensor, moments: Tensor) -> Tensor:
-    """The same grid; `moments` are the sums of products of inputs, in which errors are weighed."""
-    scale = by_row(weight)[1]
-    width = weight.shape[1]
-    damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(width)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    upper = torch.linalg.cholesky(inverse, upper=True)
-    left, found = weight.clone(), torch.empty_like(weight)
-    for begin in range(0, width, COLUMNS):
-        end = min(begin + COLUMNS, width)
-        errors = torch.zeros(len(weight), end - begin)
-        for column in range(begin, end):
-            ratio = (left[:, column : column + 1] / scale).clamp(-448, 448)
-            found[:, column] = (ratio.to(torch.float8_e4m3fn).float() * scale)[:, 0]
-            error = (left[:, column] - found[:, column]) / upper[column, column]
-            left[:, column:end] -= torch.outer(error, upper[column, column:end])
-            errors[:, column - begin] = error
-        left[:, end:] -= errors @ upper[begin:end, end:]
-    return found
 
 
 @contextmanager
@@ -80,23 +59,28 @@ def rounded(layers: Layers, weights: Mapping[str, Tensor], *, inputs: bool) -> I
 
 
 @torch.no_grad()
-def moments_of(model: Any, layers: Layers, texts: list[Tensor]) -> dict[str, Tensor]:
-    """Sums of products of each layer's inputs."""
-    found: dict[str, Tensor] = {}
-
-    def add(name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
-        def hook(_: Any, given: tuple[Tensor, ...]) -> None:
-            x = given[0].reshape(-1, given[0].shape[-1]).float()
-            found[name] = found.get(name, 0) + x.t() @ x
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(add(name)) for name, layer in layers.items()]
+def as_the_product_does(model: Any, layers: Layers, texts: list[Tensor]) -> Iterator[str]:
+    """Puts 8-bit layers in the place of `layers`, and names what has been done to them so far."""
+    exact = {name: layer.weight.data for name, layer in layers.items()}
+    swap(model, set(layers.values()), "fp8", torch.float32)
+    small = dict(model.model.layers.named_modules())
+    found: dict[str, FP8Linear] = {name: small[name] for name in layers}
+    for name, layer in found.items():
+        layer.quantise(exact[name])
+        bytes_of(layer.weight)[:, layer.in_features :] = 0  # no second columns yet
+        layer.listen()
     for text in texts:
         model(text)
-    for hook in hooks:
-        hook.remove()
-    return found
+    for name, layer in found.items():
+        layer.conclude()
+        layer.to_usual.data.copy_(exact[name] @ layer.usual)
+    yield "less what inputs usually are"
+    for name, layer in found.items():
+        layer.take_exactly(exact[name])
+    yield "and weights by data"
+    for layer in found.values():
+        layer.forget()
+    yield "and the largest channels twice: `fp8-base`"
 
 
 @torch.no_grad()
@@ -112,6 +96,12 @@ def compared(exact: list[Tensor], other: list[Tensor], texts: list[Tensor]) -> t
         apart = f.kl_div(found, right, reduction="sum", log_target=True)
         sums += torch.tensor([*losses, apart, len(right)], dtype=torch.float64)
     return float(sums[1] / sums[0] - 1), float(sums[2] / sums[3])
+
+
+def line(name: str, more: float, apart: float) -> list[str]:
+    found = [name, f"{more:+.2%}", f"{1e3 * apart:.2f}"]
+    print(" | ".join(found), file=sys.stderr, flush=True)
+    return found
 
 
 def read(file: Path, count: int, tokenizer: Any) -> list[Tensor]:
@@ -138,8 +128,6 @@ def main(given: list[str] | None = None) -> int:
         if isinstance(module, nn.Linear)
     }
     plain = {name: nearest(layer.weight.data) for name, layer in layers.items()}
-    moments = moments_of(model, layers, read(options.calibration, options.rows, tokenizer))
-    guided = {name: by_data(layer.weight.data, moments[name]) for name, layer in layers.items()}
     mlp = {name: layer for name, layer in layers.items() if "mlp" in name}
     rest = {name: layer for name, layer in layers.items() if "mlp" not in name}
     ways: list[tuple[str, Layers, Mapping[str, Tensor], bool]] = [
@@ -148,15 +136,17 @@ def main(given: list[str] | None = None) -> int:
         ("nearest: inputs", layers, {}, True),
         ("nearest: weights and inputs of MLPs", mlp, plain, True),
         ("nearest: weights and inputs of attention", rest, plain, True),
-        ("by data: weights, and inputs as they come", layers, guided, True),
-        ("by data: weights", layers, guided, False),
     ]
     exact, lines = answers(model, texts), []
     for name, chosen, weights, inputs in ways:
         with rounded(chosen, weights, inputs=inputs):
             more, apart = compared(exact, answers(model, texts), texts)
-        lines.append([name, f"{more:+.2%}", f"{1e3 * apart:.2f}"])
-        print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
+        lines.append(line(name, more, apart))
+    others = read(options.calibration, options.rows, tokenizer)
+    lines += [
+        line(name, *compared(exact, answers(model, texts), texts))
+        for name in as_the_product_does(model, layers, others)
+    ]
     write_table(
         "fp8_rounding",
         "Where the loss of 8-bit weights comes from",
@@ -165,7 +155,7 @@ def main(given: list[str] | None = None) -> int:
         f"{Path(options.model).name} in fp32, forward only, on {len(texts)} texts of "
         f"{options.texts.name}, beside itself without rounding; calibrated on as many of "
         f"{options.calibration.name}. A change of loss has a sign by chance, too; the divergence "
-        "of the answers' odds has none. `by data` isn't in the product.",
+        "of the answers' odds has none. The last three rows add up.",
         folder=options.out,
     )
     return 0

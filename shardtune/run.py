@@ -30,7 +30,7 @@ from shardtune.job import AdamW, Job, NoAdapter
 from shardtune.launch.join import JoinedWorld
 from shardtune.measure.environment import describe_environment
 from shardtune.measure.meter import GIB, peak_memory
-from shardtune.models.fp8 import E4M3
+from shardtune.models.by_data import E4M3
 from shardtune.models.load import DTYPES, held_precision, own_dtype
 from shardtune.models.result import load_result
 from shardtune.report.terminal import RunView

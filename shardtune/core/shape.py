@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from shardtune.core.eight_bits import columns_twice
 from shardtune.core.weight import Kind, Part, Weight
 from shardtune.errors import ModelError, Problem, did_you_mean
 
@@ -300,6 +301,16 @@ class ModelShape:
     def quantisable(self, kept: Collection[str] = ()) -> int:
         """Numbers in the linear modules that can be stored in 4 or 8 bits, biases not counted."""
         return sum(weight.total for weight in self._packed(kept))
+
+    def eight_bit(self) -> int:
+        """Bytes of the linear modules in 8-bit floating point: each number for either direction,
+        and the columns that they have twice."""
+        return sum(
+            weight.total
+            // weight.shape[-1]
+            * (2 * weight.shape[-1] + columns_twice(weight.shape[-1]))
+            for weight in self._packed(())
+        )
 
     def _packed(self, kept: Collection[str]) -> list[Weight]:
         """Linear modules in layers, without those in modules called as one of `kept`; GPT-2's

@@ -181,7 +181,7 @@ def _linear(
     *many, outputs, inputs = weight.shape
     copies = math.prod(many)
     rows = tokens * met(weight, shape)
-    by_row = work.fp8 and work.counted
+    by_row = work.by_row
     faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 else 1.0
     forward = copies * on.product(
         rows, outputs / cut.tensor, inputs, faster=faster, operand=1 if by_row else 2

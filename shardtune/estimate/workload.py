@@ -166,6 +166,11 @@ class Workload:
         return 4 if self.wide_stream else self.widths.compute
 
     @property
+    def by_row(self) -> bool:
+        """Whether frozen weights are in 8 bits as our own engine has them."""
+        return self.fp8 and self.counted
+
+    @property
     def keeps_products(self) -> bool:
         """Whether a layer of our own keeps results of products and of attention, and nothing that
         lies between them: compiled, or where some of the products are to be repeated."""
@@ -197,6 +202,8 @@ def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
         packed = 0 if work.packed_bits is None else shape.quantisable()
         bits = work.packed_bits or 0.0
         frozen = (shape.parameters - packed) * widths.frozen + packed * bits / 8
+        if work.by_row:
+            frozen += shape.eight_bit() - shape.quantisable() * widths.frozen
         params = frozen + trained * widths.trained
     return ModelBytes(
         params=round(params),

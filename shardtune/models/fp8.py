@@ -8,9 +8,13 @@ The backward pass multiplies with the transposed weights, whose rows are others:
 weights twice, one byte each, as much as once in bf16. Adapters and everything that is trained stay
 in bf16 and fp32.
 
-Inputs of a layer have much in common: some channels are large, and much the same, in every token.
-Whatever rounding does to them it does to each token, and the loss shows it. So what inputs usually
-are is taken off before they are rounded, and goes through exact weights, once and for all.
+Three things keep the loss near to that in bf16, all of them from what goes into a layer (`usual`):
+- Inputs have much in common: some channels are large, and much the same, in every token. Rounding
+  would do the same to each of them. So what inputs usually are is taken off before they are rounded
+  and goes through exact weights, once and for all.
+- Weights are rounded by the data (`by_data`), not each by itself.
+- Of the channels that matter most, what rounding has left of an input is multiplied too: they have
+  a second column, behind all others.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.eight_bits import columns_twice
 from shardtune.models.added import added
+from shardtune.models.by_data import E4M3, LARGEST, Heard, by_data, bytes_of
 from shardtune.models.quantise import QuantisedLinear
 
 try:
@@ -30,10 +36,10 @@ try:
 except ImportError:  # on a machine without a GPU
     triton = None
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
 BLOCK = 32768
 """Numbers of a row that a processor of the GPU can hold."""
+FEW = 64
+"""Rows for which cuBLAS may have no kernel that adds anything."""
 NEEDED = (8, 9)
 """The first compute capability whose matrix unit multiplies 8-bit numbers: Ada, then Hopper."""
 
@@ -44,7 +50,7 @@ class FP8Linear(QuantisedLinear):
 
     `weight` is what the forward pass multiplies with, `back` its transpose with scales of its own.
     `usual` is what its inputs usually are, and `to_usual` what exact weights make of that; both are
-    zero until somebody finds out.
+    zero until somebody finds out. `twice` are the channels whose columns `weight` has twice.
     """
 
     scale: nn.Parameter
@@ -52,30 +58,33 @@ class FP8Linear(QuantisedLinear):
     back_scale: nn.Parameter
     usual: nn.Parameter
     to_usual: nn.Parameter
+    twice: nn.Parameter
 
     def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
         super().__init__(linear, compute)
-        for name in ("scale", "back", "back_scale", "usual", "to_usual"):
+        for name in ("scale", "back", "back_scale", "usual", "to_usual", "twice"):
             self.register_parameter(name, None)
         self.home: tuple[JointFP8, ...] = ()
         self.begin = 0
-        self.heard: list[tuple[Tensor, int]] | None = None
-        """Sums of inputs, and of how many each is, while somebody listens."""
+        self.heard: Heard | None = None
+        """Its inputs, while somebody listens."""
 
     def quantise(self, weight: Tensor) -> None:
         if self.home:
             self.weight = None  # type: ignore[assignment]
             self.home[0].take(self, weight)
             return
-        self.weight, self.scale = _frozen(*by_row(weight))
-        self.back, self.back_scale = _frozen(*by_row(weight.t().contiguous()))
         rows, columns = weight.shape
+        twice = torch.arange(columns_twice(columns), dtype=torch.int32, device=weight.device)
+        small, scale = by_row(weight)
+        self.weight, self.scale = _frozen(_with_twice(small, twice), scale)
+        self.back, self.back_scale = _frozen(*by_row(weight.t().contiguous()))
         zeros = (weight.new_zeros(size, dtype=self.compute) for size in (columns, rows))
-        self.usual, self.to_usual = _frozen(*zeros)
+        self.usual, self.to_usual, self.twice = _frozen(*zeros, twice)
 
     def dequantize(self) -> Tensor:
         weight, scale, _ = self.forwards()
-        return (weight.float() * scale).to(self.compute)
+        return (weight[:, : self.in_features].float() * scale).to(self.compute)
 
     @property
     def whole(self) -> FP8Linear:
@@ -91,8 +100,8 @@ class FP8Linear(QuantisedLinear):
         """An input, less what it usually is, as the forward pass multiplies it."""
         whole = self.whole
         if whole.heard is not None:
-            whole.heard.append((x.float().sum(0), len(x)))
-        small, scale = by_row(x, whole.usual)
+            whole.heard.add(x)
+        small, scale = by_row(x, whole.usual, whole.twice)
         return small, scale
 
     def forwards(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,21 +120,32 @@ class FP8Linear(QuantisedLinear):
 
     def listen(self) -> None:
         """From here on it hears what its inputs are."""
-        self.heard = []
+        self.heard = Heard(self.in_features, self.weight.device)
 
     def conclude(self) -> None:
-        """That they are usually so, and listens no more."""
-        if self.heard:
-            count = sum(number for _, number in self.heard)
-            total = torch.stack([each for each, _ in self.heard]).sum(0)
-            self.usual.data.copy_(total / count)
-        self.heard = None
+        """What inputs usually are, and which channels matter most."""
+        assert self.heard is not None
+        self.heard.conclude()
+        self.usual.data.copy_(self.heard.mean)
+        sizes = self.dequantize().float().square().sum(0) * self.heard.spread.diagonal()
+        self.twice.data.copy_(sizes.topk(len(self.twice)).indices.sort().values)
 
     def take_exactly(self, weight: Tensor) -> None:
-        """Has what inputs usually are go through `weight`, which are its exact weights."""
-        self.whole.to_usual.data[self.rows] = (weight.float() @ self.whole.usual.float()).to(
-            self.compute
-        )
+        """Rounds `weight`, which are its exact weights, once more, now by what was heard; and has
+        what inputs usually are go through them."""
+        whole = self.whole
+        assert whole.heard is not None
+        exact, scale = weight.float(), whole.scale[self.rows]
+        whole.to_usual.data[self.rows] = (exact @ whole.usual.float()).to(self.compute)
+        if whole.heard.factor is not None:
+            small = by_data(exact, scale, whole.heard.factor)
+            bytes_of(whole.weight)[self.rows, : self.in_features] = bytes_of(small)
+
+    def forget(self) -> None:
+        """Listens no more, and keeps what it has concluded."""
+        self.heard = None
+        found = bytes_of(self.weight)
+        found[:, self.in_features :] = found.index_select(1, self.twice)
 
     def forward(self, input: Tensor) -> Tensor:
         flat = input.reshape(-1, input.shape[-1]).to(self.compute)
@@ -199,46 +219,63 @@ def _frozen(*values: Tensor) -> Iterator[nn.Parameter]:
     return (nn.Parameter(value, requires_grad=False) for value in values)
 
 
+def _with_twice(small: Tensor, twice: Tensor) -> Tensor:
+    found = bytes_of(small)
+    return torch.cat([found, found.index_select(1, twice)], 1).view(E4M3)
+
+
 @torch.library.custom_op("shardtune::by_row", mutates_args=())
-def by_row(x: Tensor, usual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """8-bit numbers, and the scale of each row, of what is left without the `usual`. On a GPU a row
-    of up to `BLOCK` is read once; a compiler would read it twice, and gains nothing from doing it
-    where the numbers are made."""
+def by_row(
+    x: Tensor, usual: Tensor | None = None, twice: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """8-bit numbers, and the scale of each row, of what is left without the `usual`. The columns
+    `twice` come once more, at the end, with what rounding has left of them. On a GPU a row of up to
+    `BLOCK` is read once; a compiler would read it twice, and gains nothing from doing it where the
+    numbers are made."""
     if triton is None or not multiplied_as_such(x.device):
         wide = x.float() if usual is None else x.float() - usual.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-        small = (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+        wide = (wide / scale).clamp(-LARGEST, LARGEST)
+        small = wide.to(E4M3)
+        if twice is not None:
+            left = wide[:, twice] - small.float()[:, twice]
+            small = torch.cat([bytes_of(small), bytes_of(left.to(E4M3))], 1).view(E4M3)
         return small.contiguous(), scale
     x = x if x.stride(1) == 1 else x.contiguous()
-    small = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
+    columns, more = x.shape[1], 0 if twice is None else len(twice)
+    small = x.new_empty(len(x), columns + more, dtype=E4M3)
     scale = x.new_empty(len(x), 1, dtype=torch.float32)
-    block = min(triton.next_power_of_2(x.shape[1]), BLOCK)
-    sizes = (x.stride(0), x.shape[1], block, block >= x.shape[1])
-    less = x if usual is None else usual
-    _rows[(len(x),)](x, less, small, scale, *sizes, usual is not None, num_warps=8)
+    block = min(triton.next_power_of_2(columns), BLOCK)
+    given = (x, x if usual is None else usual, x if twice is None else twice, small, scale)
+    sizes = (x.stride(0), columns, more, block, triton.next_power_of_2(max(more, 1)))
+    _rows[(len(x),)](*given, *sizes, block >= columns, usual is not None, num_warps=8)
     return small, scale
 
 
 @by_row.register_fake
-def _(x: Tensor, usual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    small = torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
+def _(x: Tensor, usual: Tensor | None = None, twice: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    columns = x.shape[1] + (0 if twice is None else twice.shape[0])
+    small = x.new_empty(x.shape[0], columns, dtype=E4M3)
     return small, x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 def _row_kernel(  # type: ignore[no-untyped-def]
     x,
     usual,
+    twice,
     small,
     scale,
     x_row,
     columns,
+    more,
     block: tl.constexpr,
+    more_block: tl.constexpr,
     whole: tl.constexpr,
     less: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
-    small += row * columns
+    small += row * (columns + more)
     c = tl.arange(0, block)
     largest = 1e-12
     if whole:
@@ -263,6 +300,15 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             numbers = (numbers * (448.0 / largest)).to(tl.float8e4nv)
             tl.store(small + begin + c, numbers, mask=inside)
     tl.store(scale + row, largest / 448.0)
+    if more_block > 1:
+        m = tl.arange(0, more_block)
+        c = tl.load(twice + m, mask=m < more, other=0)
+        numbers = tl.load(x + c).to(tl.float32)
+        if less:
+            numbers -= tl.load(usual + c).to(tl.float32)
+        numbers = numbers * (448.0 / largest)
+        numbers -= numbers.to(tl.float8e4nv).to(tl.float32)
+        tl.store(small + columns + m, numbers.to(tl.float8e4nv), mask=m < more)
 
 
 _rows: Any = triton.jit(_row_kernel) if triton is not None else None
@@ -317,15 +363,17 @@ def _multiply(
 ) -> Tensor:
     """`x @ weight.T`, both with a scale for each row, and `more`."""
     if multiplied_as_such(x.device) and not any(size % 16 for size in weight.shape):
-        return torch._scaled_mm(
+        few = len(x) < FEW
+        y = torch._scaled_mm(
             x.contiguous(),
             weight.t(),
             scale_a=x_scale,
             scale_b=scale.t(),
-            bias=more,
+            bias=None if few else more,
             out_dtype=dtype,
             use_fast_accum=True,
         )
+        return y.add_(more) if few and more is not None else y
     # The same numbers, multiplied as wider ones.
     product = (x.to(dtype) @ weight.to(dtype).t()).float() * x_scale * scale.t()
     return (product if more is None else product + more.float()).to(dtype)

@@ -22,11 +22,12 @@ from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter
 from shardtune.models.adapters import answer_in, initialise, insert
 from shardtune.models.attention import use_boundaries
 from shardtune.models.catalogue import PLACE
+from shardtune.models.fp8 import FP8Linear
 from shardtune.models.load import DTYPES, load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, stored_as, swap
 from shardtune.models.speed import Speed, hasten
 from shardtune.models.tokens import ends, grown
-from shardtune.models.usual import Texts, hear
+from shardtune.models.usual import Texts, hear, holders, in_turn
 from shardtune.models.weights import NoFiles, WeightFiles
 
 Divide = Callable[[nn.Module], None]
@@ -121,19 +122,22 @@ class Frame:
         return self.model
 
     def accustom(self, device: str, texts: Texts) -> None:
-        """Lets 8-bit layers find out what their inputs usually are. What exact weights make of that
-        takes these, so they are read once more: nobody has kept them."""
-        from shardtune.models.fp8 import FP8Linear
-
-        hear(self.model, texts, device, self.compute)
-        takers: dict[str, list[FP8Linear]] = {}
-        for name, module in self.model.named_modules():
-            tensor = self.names.tensor_of.get(_unwrapped(f"{name}.weight"))
-            if isinstance(module, FP8Linear) and tensor is not None:
-                takers.setdefault(tensor, []).append(module)
-        for tensor, weight in self.names.files.read(takers):
-            for module in takers[tensor]:
-                module.take_exactly(weight.to(device=device, dtype=self.compute))
+        """Lets 8-bit layers hear what their inputs are, and round their weights by it. Nobody has
+        kept the exact ones, so they are read once more."""
+        names = {module: name for name, module in self.model.named_modules()}
+        for group in in_turn(self.layers, device):
+            hear(self.model, group, texts, device, self.compute)
+            takers: dict[str, list[FP8Linear]] = {}
+            for module in (inside for layer in group for inside in layer.modules()):
+                tensor = self.names.tensor_of.get(_unwrapped(f"{names[module]}.weight"))
+                if isinstance(module, FP8Linear) and tensor is not None:
+                    takers.setdefault(tensor, []).append(module)
+            for tensor, weight in self.names.files.read(takers):
+                for module in takers[tensor]:
+                    module.take_exactly(weight.to(device=device, dtype=self.compute))
+            for layer in group:
+                for holder in holders(layer):
+                    holder.forget()
 
 
 def _give_back_memory() -> None:

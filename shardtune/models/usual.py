@@ -2,30 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
+
+from shardtune.models.fp8 import FP8Linear
 
 Texts = Sequence[Sequence[int]]
 """Token ids."""
+ROOM = 4 * 2**30
+"""Bytes for what is heard at a time: the square of a layer's width, for each that listens. What all
+layers of a model hear would be larger than the model."""
+SHARE = 4
+"""Of free memory, at most this part."""
+
+
+def in_turn(layers: Sequence[nn.Module], device: str) -> Iterator[list[nn.Module]]:
+    """Decoder layers, as many at a time as there is room to listen to."""
+    room = float(ROOM)
+    if torch.device(device).type == "cuda":
+        room = min(room, torch.cuda.mem_get_info(device)[0] / SHARE)
+    group: list[nn.Module] = []
+    taken = 0.0
+    for layer in layers:
+        size = sum(4 * each.in_features**2 for each in holders(layer))
+        if group and taken + size > room:
+            yield group
+            group, taken = [], 0.0
+        group.append(layer)
+        taken += size
+    yield group
+
+
+def holders(part: nn.Module) -> list[FP8Linear]:
+    """The layers that hold 8-bit weights, their own or those of several."""
+    found = [module for module in part.modules() if isinstance(module, FP8Linear)]
+    return [module for module in found if module.whole is module]
+
+
+class _Enough(Exception):
+    """Ends a forward pass."""
 
 
 @torch.no_grad()
-def hear(model: Any, texts: Texts, device: str, compute: torch.dtype) -> None:
-    """Runs `texts` through a model that has its weights, one after the other: a pass over its
-    layers each, without its head. Adapters add nothing yet."""
-    from shardtune.models.fp8 import FP8Linear
-
+def hear(
+    model: Any, group: Sequence[nn.Module], texts: Texts, device: str, compute: torch.dtype
+) -> None:
+    """Runs `texts` through a model that has its weights, one after the other, as far as to the end
+    of the `group` that listens. Adapters add nothing yet."""
     causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = [module for module in model.modules() if isinstance(module, FP8Linear)]
-    holders = [layer for layer in layers if layer.whole is layer]
-    for layer in holders:
+    listening = [layer for part in group for layer in holders(part)]
+    for layer in listening:
         layer.listen()
+
+    def stop(*_: Any) -> None:
+        raise _Enough
+
+    handle = group[-1].register_forward_hook(stop)
     # Each text has a length of its own, for which nothing is to be compiled.
     eager = torch.compiler.set_stance("force_eager")
     with eager, torch.autocast(torch.device(device).type, compute):
         for text in texts:
-            causal.base_model(input_ids=torch.tensor([list(text)], device=device), use_cache=False)
-    for layer in holders:
+            ids = torch.tensor([list(text)], device=device)
+            with suppress(_Enough):
+                causal.base_model(input_ids=ids, use_cache=False)
+    handle.remove()
+    for layer in listening:
         layer.conclude()

@@ -13,6 +13,7 @@ from shardtune.engines.halved import FEW, add_up_rows
 from shardtune.engines.score import score_in_place
 from shardtune.models.across import stand_together
 from shardtune.models.added import added
+from shardtune.models.by_data import Heard, by_data
 from shardtune.models.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
 from shardtune.models.gated import gated, gated_back
 from shardtune.models.products import Adapted, GatedProducts
@@ -139,10 +140,12 @@ def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None
     layer = FP8Linear(nn.Linear(inputs, outputs, bias=False), torch.bfloat16)
     exact = (some((outputs, inputs), 0) / inputs**0.5).bfloat16().cuda()
     layer.quantise(exact)
-    usual = some((inputs,), 5).bfloat16().cuda()
-    layer.usual.data.copy_(usual)
+    x = (some((rows, inputs), 1) + 10 * some((inputs,), 5)).bfloat16().cuda()
+    layer.listen()
+    layer.rounded(x)
+    layer.conclude()
     layer.take_exactly(exact)
-    x = (some((rows, inputs), 1).cuda() + 10 * usual).bfloat16()
+    layer.forget()
     given = [x, (some((16, inputs), 2) / 10).cuda(), (some((outputs, 16), 3) / 10).cuda()]
     outer = some((rows, outputs), 4).bfloat16().cuda()
     found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given, outer)
@@ -151,12 +154,36 @@ def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None
         return small.double() * scale.double()
 
     _, down, up = (each.bfloat16().double() for each in given)
-    y = restored(*by_row(x, usual)) @ restored(layer.weight, layer.scale).t()
+    usual = layer.usual
+    y = restored(*by_row(x, usual, layer.twice)) @ restored(layer.weight, layer.scale).t()
     y += exact.double() @ usual.double() + x.double() @ down.t() @ up.t()
     to_x = restored(*by_row(outer)) @ restored(layer.back, layer.back_scale).t()
     to_x += outer.double() @ up @ down
     for ours, right in zip(found[:2], (y, to_x), strict=True):
         assert distance(ours, right) < 0.01
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+)
+@pytest.mark.parametrize(("rows", "columns"), [(5, 40), (300, 200), (1024, 576)])
+def test_rounding_by_data_as_column_by_column(rows: int, columns: int) -> None:
+    """The same as on a CPU, but for the odd number half-way between two, and what follows it."""
+    weight, x = some((rows, columns), 0), some((4 * columns, columns), 1).cumsum(1)
+    found = []
+    for device in ("cpu", "cuda"):
+        heard = Heard(columns, torch.device(device))
+        heard.add(x.to(device))
+        heard.conclude()
+        assert heard.factor is not None
+        own = weight.to(device)
+        found.append(by_data(own, by_row(own)[1], heard.factor).cpu().float())
+    spread = (x - x.mean(0)).double()
+    scale = by_row(weight)[1]
+    off = [float(((each * scale - weight).double() @ spread.t()).norm()) for each in found]
+    nearest = float(((by_row(weight)[0].float() * scale - weight).double() @ spread.t()).norm())
+    assert off[1] == pytest.approx(off[0], rel=0.02)
+    assert off[1] < 0.6 * nearest
 
 
 @pytest.mark.skipif(
@@ -168,7 +195,8 @@ def test_rows_in_8_bits(columns: int) -> None:
     x = some((37, columns), 0).bfloat16()
     x[5] *= 1e-6
     x[6] = 0.0
-    for usual in (None, some((columns,), 1).bfloat16()):
+    some_usual = some((columns,), 1).bfloat16()
+    for usual in (None, some_usual):
         small, scale = (
             each.cpu() for each in by_row(x.cuda(), None if usual is None else usual.cuda())
         )
@@ -177,6 +205,12 @@ def test_rows_in_8_bits(columns: int) -> None:
         apart = (small.float() - right.float()).abs()
         assert (apart <= right.float().abs() / 7).all()
         assert (apart > 0).float().mean() < 0.01
+    twice = torch.tensor([0, 3, 11], dtype=torch.int32)
+    small, scale = (each.cpu() for each in by_row(x.cuda(), some_usual.cuda(), twice.cuda()))
+    both = (small.float()[:, twice] + small.float()[:, columns:]) * scale
+    right = (x.float() - some_usual.float())[:, twice]
+    bound = right.abs() / 200 + scale * 2**-9  # the least number that there is
+    assert ((both - right).abs() <= bound).all()
     x[7, 3], x[8, 0] = torch.inf, torch.nan
     small, _ = by_row(x.cuda())
     assert small.float().isfinite().all(1).logical_not().nonzero().flatten().tolist() == [7, 8]

@@ -14,9 +14,15 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.engines.native import NativeEngine
 from shardtune.job import IA3, Adapter, LoRA, ModelSection, TrainSection
-from shardtune.models import fp8
+from shardtune.models import fp8, parts, usual
 from shardtune.models.blueprint import ModelBlueprint
-from shardtune.models.fp8 import E4M3, LARGEST, FP8Linear, JointFP8, by_row, how_multiplied
+from shardtune.models.by_data import E4M3, LARGEST, Heard, by_data
+from shardtune.models.fp8 import (
+    FP8Linear,
+    JointFP8,
+    by_row,
+    how_multiplied,
+)
 from shardtune.models.lora import AdaptedLinear, GatedMLP, Joining
 from shardtune.models.products import Adapted
 from shardtune.models.result import load_result
@@ -69,6 +75,25 @@ def test_each_row_uses_the_whole_range() -> None:
 def test_what_a_compiler_is_told_of_rows_is_what_comes() -> None:
     for x in (some((7, 5), 0), some((5, 7), 0).t(), some((7, 5), 0).bfloat16()):
         torch.library.opcheck(by_row, (x,), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_columns_that_come_twice_are_finer() -> None:
+    """The second time with what rounding has left: three bits more and one for the sign."""
+    x, common, twice = (
+        some((6, 40), 0),
+        some((40,), 1),
+        torch.tensor([3, 17, 30], dtype=torch.int32),
+    )
+    small, scale = by_row(x, common, twice)
+    assert small.shape == (6, 43)
+    back, right = small.float() * scale, x - common
+    plain, _ = by_row(right)
+    assert torch.equal(small[:, :40].float(), plain.float())
+    normal = small.float()[:, 40:].abs() >= 2**-6
+    off = (back[:, :40][:, twice] + back[:, 40:] - right[:, twice]).abs()
+    assert (off <= HALF_STEP**2 * right[:, twice].abs() * 1.001)[normal].all()
+    options = ("test_schema", "test_faketensor")
+    torch.library.opcheck(by_row, (x, common, twice), test_utils=options)
 
 
 def test_what_is_not_finite_stays_so() -> None:
@@ -183,10 +208,12 @@ def test_joint_weights_are_counted_once(folder: Path, monkeypatch: pytest.Monkey
         frozen = sum(m.in_features * m.out_features for m in linears if type(m) is FP8Linear)
         found = {p for m in linears if isinstance(m, FP8Linear) for p in m.parameters()}
         small = sum(p.numel() for p in found if p.dtype == E4M3)
-        assert small == 2 * frozen  # each weight once for each direction, a byte each
+        more = {m.whole: len(m.whole.twice) for m in linears if type(m) is FP8Linear}
+        again = sum(size * len(m.weight) for m, size in more.items())
+        assert small == 2 * frozen + again  # each weight once for each direction, a byte each
         assert not any(p.is_meta for p in model.parameters())
-    # Joint layers have one row of scales for what goes back, and one of what inputs usually are, not
-    # one each: 3 layers, of which each saves two for attention and one for the MLP, 32 wide.
+    # Joint layers have one row of scales for what goes back, and one of what inputs usually are,
+    # not one each: 3 layers, of which each saves two for attention and one for the MLP, 32 wide.
     assert held["eager"] - held["compiled"] == 3 * (2 + 1) * 32 * (4 + 2)
 
 
@@ -230,9 +257,96 @@ def test_what_inputs_have_in_common_costs_nothing() -> None:
     layer.conclude()
     assert torch.allclose(layer.usual, x.mean(0), atol=1e-5)
     layer.take_exactly(weight)
+    layer.forget()
+    assert layer.heard is None
     assert distance(layer(x), expected) < before / 5
     assert common(layer(x)) < before_common / 5
-    assert layer.heard is None
+
+
+def test_the_channels_that_matter_most_come_twice() -> None:
+    layer, x = filled(40, 96), some((64, 96), 1)
+    large = list(range(5, 96, 6))  # sixteen, as many as there is a second column for
+    x[:, large] *= 20
+    layer.listen()
+    layer(x)
+    layer.conclude()
+    weight = some((40, 96), 0) / 96**0.5
+    layer.take_exactly(weight)
+    layer.forget()
+    assert layer.twice.tolist() == large
+    small = layer.weight.float()
+    assert torch.equal(small[:, 96:], small[:, large])
+    assert distance(layer.dequantize(), weight.double()) < 0.15  # some further off than they need
+
+
+def test_weights_rounded_by_data_do_less_to_outputs() -> None:
+    """Where channels go together, and on other inputs of the same kind than those heard."""
+    weight, mixing = some((40, 96), 0) / 96**0.5, some((12, 96), 1)
+    inputs = [some((512, 12), seed) @ mixing + some((512, 96), seed + 9) / 5 for seed in (2, 3)]
+    heard = Heard(96, torch.device("cpu"))
+    heard.add(inputs[0][:200])
+    heard.add(inputs[0][200:])
+    heard.conclude()
+    assert torch.allclose(heard.mean, inputs[0].mean(0), atol=1e-5)
+    assert torch.allclose(heard.spread / 511, inputs[0].t().cov(), rtol=1e-3, atol=1e-3)
+    assert heard.factor is not None
+    nearest, scale = by_row(weight)
+    found = by_data(weight, scale, heard.factor)
+
+    def off(small: Tensor) -> float:
+        return distance(inputs[1] @ (small.float() * scale).t(), (inputs[1] @ weight.t()).double())
+
+    assert off(found) < 0.5 * off(nearest)
+    assert (found.float() * scale - weight).abs().max() < 0.5 * weight.abs().max()
+
+
+def test_channels_that_say_nothing_leave_weights_as_they_are() -> None:
+    """Each rounded by itself is best where inputs have nothing to do with each other; and silence,
+    or what isn't a number, is no ground for anything."""
+    weight = some((8, 20), 0)
+    nearest, scale = by_row(weight)
+    heard = Heard(20, torch.device("cpu"))
+    heard.add(torch.eye(20).repeat(50, 1))
+    heard.conclude()
+    heard.spread.copy_(torch.eye(20))
+    assert heard.factor is not None
+    found = by_data(weight, scale, torch.eye(20))
+    assert torch.equal(found.float(), nearest.float())
+    for x in (torch.zeros(4, 20), torch.full((4, 20), torch.nan)):
+        layer = filled(8, 20)
+        before = layer.weight.float()
+        layer.listen()
+        layer.rounded(x)
+        layer.conclude()
+        layer.take_exactly(weight)
+        layer.forget()
+        assert torch.equal(layer.weight.float(), before)
+        assert not layer.usual.any()
+
+
+def test_as_many_layers_listen_as_there_is_room_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outcome is nearly the same: what comes later hears what is rounded already."""
+    texts = [IDS[0].tolist(), IDS[1].tolist()]
+    found: list[list[Tensor]] = []
+    runs: list[list[int]] = []
+
+    def count(model: Any, group: Any, *rest: Any) -> None:
+        runs[-1].append(len(group))
+        usual.hear(model, group, *rest)
+
+    monkeypatch.setattr(parts, "hear", count)
+    for room in (4 * 2**30, 1):
+        monkeypatch.setattr(usual, "ROOM", room)
+        runs.append([])
+        section = TrainSection(precision="fp8-base")
+        drawing = ModelBlueprint(ModelSection(name=str(folder)), LoRA(rank=4), section, texts)
+        model: Any = drawing.whole("cpu")
+        found.append([m.forwards()[2] for m in model.modules() if type(m) is FP8Linear])
+    assert runs == [[3], [1, 1, 1]]
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])

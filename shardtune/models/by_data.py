@@ -1,0 +1,158 @@
+"""Rounds weights by what goes into them, as GPTQ does (Frantar et al., 2022).
+
+Rounded each by itself, a row's weights are off independently of each other, and their errors add up
+where inputs go together. Here columns are rounded one after the other, and what that does to the
+outputs is made up for in the columns that are left. Numbers and scales are the same; only which of
+its two neighbours a weight becomes is chosen otherwise, and now and then one further off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # on a machine without a GPU
+    triton = None
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+DAMPING = (0.01, 0.1, 1.0)
+"""Shares of the mean spread that each channel is given besides, so that none is without. More where
+the least is too little for the arithmetic."""
+COLUMNS = 64
+"""That are made up for one by one, before all that follow are at once."""
+ROWS = 16
+
+
+class Heard:
+    """What inputs are: their sum, and the sums of products of each channel with each other."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.count = 0
+        self.mean = torch.zeros(width, device=device)
+        self.spread = torch.zeros(width, width, device=device)
+        self.factor: Tensor | None = None
+        """How the error of a column is made up for in those behind it; None if it can't be."""
+
+    def add(self, x: Tensor) -> None:
+        wide = x.float()
+        self.count += len(wide)
+        self.mean += wide.sum(0)
+        self.spread.addmm_(wide.t(), wide)
+
+    def conclude(self) -> None:
+        """Makes a mean of the sum, and of the products those of what differs from it."""
+        if self.count:
+            self.mean /= self.count
+            self.spread.addr_(self.mean, self.mean, alpha=-self.count)
+        if not self.spread.isfinite().all():
+            self.mean.zero_()
+            self.spread.zero_()
+        self.factor = _factor(self.spread)
+
+
+def _factor(spread: Tensor) -> Tensor | None:
+    """The upper factor of the inverse."""
+    usual = spread.diagonal().mean()
+    if not usual > 0:
+        return None
+    for damping in DAMPING:
+        damped = spread.clone()
+        damped.diagonal().add_(damping * usual)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if failed:
+            continue
+        inverse = torch.cholesky_inverse(lower)
+        upper: Tensor
+        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+        if not failed:
+            return upper.contiguous()  # cuSOLVER has it by columns
+    return None
+
+
+def by_data(weight: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+    """8-bit numbers for weights in fp32, with the scales of their rows."""
+    left, small = weight.clone(), torch.empty_like(weight, dtype=E4M3)
+    width = weight.shape[1]
+    block = _on_gpu if triton is not None and weight.is_cuda else _one_by_one
+    for begin in range(0, width, COLUMNS):
+        end = min(begin + COLUMNS, width)
+        errors = block(left, scale, factor, small, begin, end)
+        left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
+    return small
+
+
+def _one_by_one(
+    left: Tensor, scale: Tensor, factor: Tensor, small: Tensor, begin: int, end: int
+) -> Tensor:
+    errors = left.new_empty(len(left), end - begin)
+    numbers = bytes_of(small)
+    for column in range(begin, end):
+        ratio = (left[:, column : column + 1] / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+        numbers[:, column : column + 1] = bytes_of(ratio)
+        error = (left[:, column] - (ratio.float() * scale)[:, 0]) / factor[column, column]
+        left[:, column:end].addr_(error, factor[column, column:end], alpha=-1)
+        errors[:, column - begin] = error
+    return errors
+
+
+def _on_gpu(
+    left: Tensor, scale: Tensor, factor: Tensor, small: Tensor, begin: int, end: int
+) -> Tensor:
+    """The same in one kernel: a row knows nothing of the others."""
+    rows, width = left.shape
+    errors = left.new_empty(rows, end - begin)
+    grid = (triton.cdiv(rows, ROWS),)
+    _columns[grid](
+        left, scale, factor, small, errors, rows, width, begin, end - begin, ROWS, COLUMNS
+    )
+    return errors
+
+
+def _column_kernel(  # type: ignore[no-untyped-def]
+    left,
+    scale,
+    factor,
+    small,
+    errors,
+    rows,
+    width,
+    begin,
+    columns,
+    some: tl.constexpr,
+    block: tl.constexpr,
+):
+    r = tl.program_id(0) * some + tl.arange(0, some)
+    c = tl.arange(0, block)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    place = r.to(tl.int64)[:, None] * width + begin + c[None, :]
+    numbers = tl.load(left + place, mask=inside, other=0.0)
+    scales = tl.load(scale + r, mask=r < rows, other=1.0)
+    found = tl.zeros([some, block], tl.float32)
+    off = tl.zeros([some, block], tl.float32)
+    for column in range(columns):
+        row = factor + (begin + column).to(tl.int64) * width + begin
+        shares = tl.load(row + c, mask=(c >= column) & (c < columns), other=0.0)
+        own = tl.sum(tl.where(c == column, shares, 0.0), 0)
+        exact = tl.sum(tl.where((c == column)[None, :], numbers, 0.0), 1)
+        ratio = tl.minimum(tl.maximum(exact / scales, -448.0), 448.0)
+        rounded = ratio.to(tl.float8e4nv).to(tl.float32)
+        error = (exact - rounded * scales) / own
+        numbers -= error[:, None] * shares[None, :]
+        found = tl.where((c == column)[None, :], rounded[:, None], found)
+        off = tl.where((c == column)[None, :], error[:, None], off)
+    tl.store(small + place, found.to(tl.float8e4nv), mask=inside)
+    tl.store(errors + r.to(tl.int64)[:, None] * columns + c[None, :], off, mask=inside)
+
+
+_columns: Any = triton.jit(_column_kernel) if triton is not None else None
+
+
+def bytes_of(small: Tensor) -> Tensor:
+    """8-bit numbers as bytes, which can be moved about in more ways."""
+    return small.detach().view(torch.uint8)
