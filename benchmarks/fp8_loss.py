@@ -26,7 +26,7 @@ from benchmarks.table import DOCS, write_table
 LIMIT = 0.005
 LAST = 20  # steps at the end that are looked at by themselves
 HEADINGS = (
-    "model", "data", "steps", "loss in bf16", "in fp8-base", "difference",
+    "model", "data", "machine", "steps", "loss in bf16", "in fp8-base", "difference",
     f"of the last {LAST} steps",
 )  # fmt: skip
 
@@ -54,6 +54,13 @@ def pairs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Path, Pat
         yield both[0], both[1]
 
 
+def machine_of(run: Path) -> str:
+    """On which the 8-bit numbers were multiplied; a CPU does so as wider ones."""
+    file = run / "environment.json"
+    gpus = json.loads(file.read_text(encoding="utf-8"))["gpus"] if file.exists() else []
+    return gpus[0] if gpus else "CPU"
+
+
 def compared(wide: Path, small: Path) -> tuple[list[str], float]:
     """A row of the table, and how much more the loss is as a share."""
     both = [steps_of(run) for run in (wide, small)]
@@ -64,7 +71,8 @@ def compared(wide: Path, small: Path) -> tuple[list[str], float]:
     job = yaml.safe_load((wide / "job.yaml").read_text(encoding="utf-8"))
     more = mean(rounded) / mean(exact) - 1
     last = mean(rounded[-LAST:]) / mean(exact[-LAST:]) - 1
-    names = Path(job["model"]["name"]).name, Path(job["data"]["train"][0]["path"]).stem
+    sources = " + ".join(Path(source["path"]).stem for source in job["data"]["train"])
+    names = Path(job["model"]["name"]).name, sources, machine_of(small)
     losses = [f"{mean(each):.4f}" for each in (exact, rounded)]
     return [*names, str(len(exact)), *losses, f"{more:+.2%}", f"{last:+.2%}"], more
 

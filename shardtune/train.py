@@ -50,8 +50,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
         plan = make_plan(job, world.size, steps)
         blueprint = ModelBlueprint(job.model, job.adapter, job.train, inputs.data.examples())
         view = RunView(steps, shown=world.is_main)
-        compiled = job.train.kernels == "compiled"
-        view.say("loading the model" + (", then compiling its kernels" if compiled else ""))
+        view.say(how_loaded(job))
         engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
         if job.data.packing:
             require_isolation(
@@ -134,6 +133,16 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
 def count_steps(job: Job, data: Loader) -> int:
     """How many steps the run has, which only the data can tell where the job counts epochs."""
     return job.train.steps or data.total_steps(job.train.epochs or 1.0)
+
+
+def how_loaded(job: Job) -> str:
+    """What takes its time before the first step."""
+    rounded = job.train.precision == "fp8-base"
+    compiled = job.train.kernels == "compiled"
+    words = ["loading the model"]
+    words += ["rounding it by 64 texts"] if rounded else []
+    words += ["compiling its kernels"] if compiled else []
+    return ", then ".join(words)
 
 
 def due(step: int, every: int) -> bool:

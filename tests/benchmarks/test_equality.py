@@ -40,5 +40,5 @@ def test_what_8_bits_cost_is_a_share_of_the_loss(rounded: float, code: int, tmp_
     runs = ["--runs", str(tmp_path / "wide"), str(tmp_path / "small")]
     assert fp8_loss.main([*runs, "--out", str(tmp_path)]) == code
     more = f"{rounded - 1:+.2%}"
-    line = f"| model | text | 1 | 1.0000 | {rounded:.4f} | {more} | {more} |"
+    line = f"| model | text | CPU | 1 | 1.0000 | {rounded:.4f} | {more} | {more} |"
     assert line in (tmp_path / "fp8_loss.md").read_text()

@@ -327,3 +327,15 @@ def test_collation_is_fast():
     begin = time.process_time()
     rows = sum(len(batch.input_ids) for step in big.steps(0, 20) for batch in step)
     assert (time.process_time() - begin) / rows < 0.005  # measured: about 0.1 ms a row of 2048
+
+
+def test_examples_come_from_all_over_the_data() -> None:
+    first = prepared("first", [([n, 1], [False, True]) for n in range(150)])
+    long = prepared("long", [([7] * 900, [False] + [True] * 899)])
+    data = PreparedData(train=(first, long), eval=(DATA.train[0],))
+    found = data.examples()
+    assert found[:3] == [[0, 1], [3, 1], [6, 1]]
+    assert found[-1] == [7] * 512  # its beginning
+    assert len(found) == 51
+    assert data.examples() == found
+    assert PreparedData(train=(), eval=()).examples() == []

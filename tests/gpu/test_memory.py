@@ -24,6 +24,6 @@ def test_weights_that_stand_together_leave_nothing_behind() -> None:
         num_attention_heads=16, num_key_value_heads=16,
     )  # fmt: skip
     quickened(adapted.to("cuda"))
-    # A layer's queries, keys and values had 48 MiB, its gate and up 128. What was left on an H200: 135
-    # MiB, and 575 without `empty_cache`.
+    # A layer's queries, keys and values had 48 MiB, its gate and up 128. On an H200 135 MiB were
+    # left, and 575 without `empty_cache`.
     assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 256 * MIB
