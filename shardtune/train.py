@@ -140,7 +140,7 @@ def how_loaded(job: Job) -> str:
     rounded = job.train.precision == "fp8-base"
     compiled = job.train.kernels == "compiled"
     words = ["loading the model"]
-    words += ["rounding it by 64 texts"] if rounded else []
+    words += ["rounding it by the data"] if rounded else []
     words += ["compiling its kernels"] if compiled else []
     return ", then ".join(words)
 
