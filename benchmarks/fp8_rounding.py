@@ -79,7 +79,7 @@ def as_the_product_does(model: Any, layers: Layers, texts: list[Tensor]) -> Iter
         layer.take_exactly(exact[name])
     yield "and weights by data"
     for layer in found.values():
-        layer.forget()
+        layer.finish()
     yield "and the largest channels twice: `fp8-base`"
 
 

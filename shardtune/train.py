@@ -48,7 +48,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
-        blueprint = ModelBlueprint(job.model, job.adapter, job.train, inputs.data.examples())
+        blueprint = ModelBlueprint(job.model, job.adapter, job.train, inputs.data.examples)
         view = RunView(steps, shown=world.is_main)
         view.say(how_loaded(job))
         engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line

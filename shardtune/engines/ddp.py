@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,14 +23,21 @@ class DDPEngine(NativeEngine):
 
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
         super().__init__(model, setup, world)
-        # Every rank has read the same weights; of those in 8 bits gloo can't send any.
-        small = [n for n, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn]
+        small = self._spread_small(model)
         leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         leave_out(model, small)
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
             model, gradient_as_bucket_view=True
         )
         self._settle()
+
+    def _spread_small(self, model: nn.Module) -> list[str]:
+        """Weights in 8 bits, which gloo can't send, as bytes: they are rounded by data, and on
+        different GPUs that may come out differently. Returns their names."""
+        small = {n: p for n, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn}
+        for parameter in small.values():
+            dist.broadcast(parameter.detach().view(torch.uint8), 0)
+        return list(small)
 
     def _settle(self) -> None:
         """DDP lays its buckets out anew after its first backward pass, and with them the order in

@@ -170,8 +170,22 @@ def _first_values(layer: Any, adapter: Adapter, device: str) -> None:
     if adapter.variant == "pissa":
         layer.pissa_init(NAME, "pissa")
     if adapter.variant == "dora":
-        layer.lora_variant[NAME].init(layer, adapter_name=NAME)
-        _move(layer.lora_magnitude_vector, device)
+        _magnitudes(layer, device)
+
+
+def measure_again(part: nn.Module, adapter: Adapter, device: str) -> None:
+    """For adapters that start from the size of weights, which are others now."""
+    from peft.tuners.lora import LoraLayer
+
+    if isinstance(adapter, LoRA) and adapter.variant == "dora":
+        for layer in part.modules():
+            if isinstance(layer, LoraLayer):
+                _magnitudes(layer, device)
+
+
+def _magnitudes(layer: Any, device: str) -> None:
+    layer.lora_variant[NAME].init(layer, adapter_name=NAME)
+    _move(layer.lora_magnitude_vector, device)
 
 
 def _move(adapter: nn.Module, device: str) -> None:

@@ -35,8 +35,8 @@ class ModelBlueprint:
     section: ModelSection
     adapter: Adapter
     train: TrainSection
-    texts: Texts = ()
-    """Some of those that are trained: 8-bit weights are made used to them."""
+    texts: Callable[[], Texts] = list
+    """Some of those that are trained: 8-bit weights are rounded by them."""
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`. Weights to be quantised are never whole in 16 bits."""

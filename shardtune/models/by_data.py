@@ -24,55 +24,70 @@ LARGEST = 448.0
 DAMPING = (0.01, 0.1, 1.0)
 """Shares of the mean spread that each channel is given besides, so that none is without. More where
 the least is too little for the arithmetic."""
+TOO_LARGE = 10
+"""Times the median size of a token."""
 COLUMNS = 64
 """That are made up for one by one, before all that follow are at once."""
 ROWS = 16
 
 
 class Heard:
-    """What inputs are: their sum, and the sums of products of each channel with each other."""
+    """What inputs are: their mean, and how channels differ from theirs together."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.count = 0
-        self.mean = torch.zeros(width, device=device)
         self.spread = torch.zeros(width, width, device=device)
-        self.factor: Tensor | None = None
-        """How the error of a column is made up for in those behind it; None if it can't be."""
+        """Sums of products of each channel with each other."""
+        self._origin: Tensor | None = None
+        self._sum = torch.zeros(width, device=device)
 
     def add(self, x: Tensor) -> None:
+        """Tokens that are much larger than others are left out: in most models the first of a text
+        is, in a few channels, and would decide alone what is usual."""
+        if not len(x):  # an expert that no token was sent to
+            return
         wide = x.float()
+        sizes = wide.norm(dim=1)
+        wide = wide[~(sizes > TOO_LARGE * sizes.median())]  # what isn't a number stays, to be seen
+        if self._origin is None:
+            self._origin = wide.mean(0)  # near to the mean: what follows is exact for all that
+        wide = wide - self._origin
         self.count += len(wide)
-        self.mean += wide.sum(0)
-        self.spread.addmm_(wide.t(), wide)
+        self._sum += wide.sum(0)
+        with torch.autocast(x.device.type, enabled=False):
+            self.spread.addmm_(wide.t(), wide)
 
-    def conclude(self) -> None:
-        """Makes a mean of the sum, and of the products those of what differs from it."""
-        if self.count:
-            self.mean /= self.count
-            self.spread.addr_(self.mean, self.mean, alpha=-self.count)
-        if not self.spread.isfinite().all():
-            self.mean.zero_()
+    def mean(self) -> Tensor:
+        """Of all inputs; zero if there were none, or if one isn't finite. Then, too, nothing is
+        spread. To be asked for once."""
+        if self._origin is None or not self._sum.isfinite().all():
             self.spread.zero_()
-        self.factor = _factor(self.spread)
+            return torch.zeros_like(self._sum)
+        off = self._sum / self.count
+        self.spread.addr_(off, off, alpha=-self.count)
+        return self._origin + off
 
-
-def _factor(spread: Tensor) -> Tensor | None:
-    """The upper factor of the inverse."""
-    usual = spread.diagonal().mean()
-    if not usual > 0:
-        return None
-    for damping in DAMPING:
-        damped = spread.clone()
-        damped.diagonal().add_(damping * usual)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if failed:
-            continue
-        inverse = torch.cholesky_inverse(lower)
-        upper: Tensor
-        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-        if not failed:
+    def factor(self) -> Tensor | None:
+        """How the error of a column is made up for in those behind it: the upper factor of the
+        inverse of `spread`, which is gone then. None if there is none."""
+        spread, self.spread = self.spread, self.spread.new_empty(0)
+        usual = spread.diagonal().mean()
+        added = 0.0
+        for damping in DAMPING if usual > 0 else ():
+            spread.diagonal().add_((damping - added) * usual)
+            added = damping
+            lower, failed = torch.linalg.cholesky_ex(spread)
+            if failed:
+                continue
+            del spread  # squares of a wide layer are gigabytes
+            inverse = torch.cholesky_inverse(lower)
+            del lower
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if failed or not upper.isfinite().all():
+                return None
             return upper.contiguous()  # cuSOLVER has it by columns
-    return None
+        return None
 
 
 def by_data(weight: Tensor, scale: Tensor, factor: Tensor) -> Tensor:

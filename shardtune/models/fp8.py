@@ -68,6 +68,8 @@ class FP8Linear(QuantisedLinear):
         self.begin = 0
         self.heard: Heard | None = None
         """Its inputs, while somebody listens."""
+        self.factor: Tensor | None = None
+        """By which its weights are rounded, while they are."""
 
     def quantise(self, weight: Tensor) -> None:
         if self.home:
@@ -123,27 +125,27 @@ class FP8Linear(QuantisedLinear):
         self.heard = Heard(self.in_features, self.weight.device)
 
     def conclude(self) -> None:
-        """What inputs usually are, and which channels matter most."""
+        """What inputs usually are, which channels matter most, and how weights are to be rounded;
+        and listens no more."""
         assert self.heard is not None
-        self.heard.conclude()
-        self.usual.data.copy_(self.heard.mean)
-        sizes = self.dequantize().float().square().sum(0) * self.heard.spread.diagonal()
+        heard, self.heard = self.heard, None
+        self.usual.data.copy_(heard.mean())
+        sizes = self.dequantize().float().square().sum(0) * heard.spread.diagonal()
         self.twice.data.copy_(sizes.topk(len(self.twice)).indices.sort().values)
+        self.factor = heard.factor()
 
     def take_exactly(self, weight: Tensor) -> None:
         """Rounds `weight`, which are its exact weights, once more, now by what was heard; and has
         what inputs usually are go through them."""
-        whole = self.whole
-        assert whole.heard is not None
-        exact, scale = weight.float(), whole.scale[self.rows]
+        whole, exact = self.whole, weight.float()
         whole.to_usual.data[self.rows] = (exact @ whole.usual.float()).to(self.compute)
-        if whole.heard.factor is not None:
-            small = by_data(exact, scale, whole.heard.factor)
+        if whole.factor is not None:
+            small = by_data(exact, whole.scale[self.rows], whole.factor)
             bytes_of(whole.weight)[self.rows, : self.in_features] = bytes_of(small)
 
-    def forget(self) -> None:
-        """Listens no more, and keeps what it has concluded."""
-        self.heard = None
+    def finish(self) -> None:
+        """Once all its rows have been taken."""
+        self.factor = None
         found = bytes_of(self.weight)
         found[:, self.in_features :] = found.index_select(1, self.twice)
 
@@ -267,7 +269,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     scale,
     x_row,
     columns,
-    more,
+    more: tl.constexpr,
     block: tl.constexpr,
     more_block: tl.constexpr,
     whole: tl.constexpr,
@@ -300,7 +302,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             numbers = (numbers * (448.0 / largest)).to(tl.float8e4nv)
             tl.store(small + begin + c, numbers, mask=inside)
     tl.store(scale + row, largest / 448.0)
-    if more_block > 1:
+    if more > 0:
         m = tl.arange(0, more_block)
         c = tl.load(twice + m, mask=m < more, other=0)
         numbers = tl.load(x + c).to(tl.float32)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter
-from shardtune.models.adapters import answer_in, initialise, insert
+from shardtune.models.adapters import answer_in, initialise, insert, measure_again
 from shardtune.models.attention import use_boundaries
 from shardtune.models.catalogue import PLACE
 from shardtune.models.fp8 import FP8Linear
@@ -48,12 +48,12 @@ def build_in_parts(
     device: str,
     divide: Divide,
     left_out: LeftOut | None = None,
-    texts: Texts = (),
+    texts: Callable[[], Texts] = list,
 ) -> nn.Module:
     """The adapted model. Frozen weights are held in `precision`, trained ones in fp32.
 
     Without an adapter (not even the one that trains all weights) the model is frozen. What
-    `left_out` names, of the adapted skeleton, stays without memory. 8-bit weights are made used to
+    `left_out` names, of the adapted skeleton, stays without memory. 8-bit weights are rounded by
     `texts`, if there are any.
     """
     model = skeleton(section, DTYPES[precision])
@@ -61,8 +61,8 @@ def build_in_parts(
     names = Names.of(model, WeightFiles.find(section), section)
     frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
     built = frame.fill(device, divide, seed=seed, left_out=left_out)
-    if texts and stored_as(section, precision) == "fp8":
-        frame.accustom(device, texts)
+    if stored_as(section, precision) == "fp8" and (found := texts()):
+        frame.accustom(device, found)
     return built
 
 
@@ -125,19 +125,23 @@ class Frame:
         """Lets 8-bit layers hear what their inputs are, and round their weights by it. Nobody has
         kept the exact ones, so they are read once more."""
         names = {module: name for name, module in self.model.named_modules()}
-        for group in in_turn(self.layers, device):
+        for group in in_turn(self.layers):
             hear(self.model, group, texts, device, self.compute)
-            takers: dict[str, list[FP8Linear]] = {}
-            for module in (inside for layer in group for inside in layer.modules()):
-                tensor = self.names.tensor_of.get(_unwrapped(f"{names[module]}.weight"))
-                if isinstance(module, FP8Linear) and tensor is not None:
-                    takers.setdefault(tensor, []).append(module)
-            for tensor, weight in self.names.files.read(takers):
-                for module in takers[tensor]:
-                    module.take_exactly(weight.to(device=device, dtype=self.compute))
             for layer in group:
+                inside = [module for module in layer.modules() if isinstance(module, FP8Linear)]
                 for holder in holders(layer):
-                    holder.forget()
+                    holder.conclude()
+                    takers: dict[str, list[FP8Linear]] = {}
+                    for module in (each for each in inside if each.whole is holder):
+                        tensor = self.names.tensor_of.get(_unwrapped(f"{names[module]}.weight"))
+                        if tensor is not None:  # a joint layer has none of its own
+                            takers.setdefault(tensor, []).append(module)
+                    for tensor, weight in self.names.files.read(takers):
+                        for module in takers[tensor]:
+                            module.take_exactly(weight.to(device=device, dtype=self.compute))
+                    holder.finish()
+                measure_again(layer, self.adapter, device)
+        torch.cuda.empty_cache()  # squares of wide layers; without a GPU this does nothing
 
 
 def _give_back_memory() -> None:

@@ -13,25 +13,21 @@ from shardtune.models.fp8 import FP8Linear
 
 Texts = Sequence[Sequence[int]]
 """Token ids."""
-ROOM = 4 * 2**30
+ROOM = 2 * 2**30
 """Bytes for what is heard at a time: the square of a layer's width, for each that listens. What all
-layers of a model hear would be larger than the model."""
-SHARE = 4
-"""Of free memory, at most this part."""
+layers of a model hear would be larger than the model. It depends on nothing but the model: layers
+hear those before them, so who listens when decides what weights become, and ranks have to agree."""
 
 
-def in_turn(layers: Sequence[nn.Module], device: str) -> Iterator[list[nn.Module]]:
-    """Decoder layers, as many at a time as there is room to listen to."""
-    room = float(ROOM)
-    if torch.device(device).type == "cuda":
-        room = min(room, torch.cuda.mem_get_info(device)[0] / SHARE)
+def in_turn(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Decoder layers, as many at a time as there is room to listen to, but one at least."""
     group: list[nn.Module] = []
-    taken = 0.0
+    taken = 0
     for layer in layers:
         size = sum(4 * each.in_features**2 for each in holders(layer))
-        if group and taken + size > room:
+        if group and taken + size > ROOM:
             yield group
-            group, taken = [], 0.0
+            group, taken = [], 0
         group.append(layer)
         taken += size
     yield group
@@ -64,11 +60,11 @@ def hear(
     handle = group[-1].register_forward_hook(stop)
     # Each text has a length of its own, for which nothing is to be compiled.
     eager = torch.compiler.set_stance("force_eager")
-    with eager, torch.autocast(torch.device(device).type, compute):
-        for text in texts:
-            ids = torch.tensor([list(text)], device=device)
-            with suppress(_Enough):
-                causal.base_model(input_ids=ids, use_cache=False)
-    handle.remove()
-    for layer in listening:
-        layer.conclude()
+    try:
+        with eager, torch.autocast(torch.device(device).type, compute):
+            for text in texts:
+                ids = torch.tensor([list(text)], device=device)
+                with suppress(_Enough):
+                    causal.base_model(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()

@@ -331,11 +331,14 @@ def test_collation_is_fast():
 
 def test_examples_come_from_all_over_the_data() -> None:
     first = prepared("first", [([n, 1], [False, True]) for n in range(150)])
+    often = prepared("often", [([n, 2], [False, True]) for n in range(50)], weight=3.0)
     long = prepared("long", [([7] * 900, [False] + [True] * 899)])
-    data = PreparedData(train=(first, long), eval=(DATA.train[0],))
+    data = PreparedData(train=(first, often, long), eval=(DATA.train[0],))
     found = data.examples()
-    assert found[:3] == [[0, 1], [3, 1], [6, 1]]
+    kinds = [text[1] for text in found]
+    assert {kind: kinds.count(kind) for kind in (1, 2, 7)} == {1: 32, 2: 32, 7: 1}
+    assert found[:3] == [[0, 1], [4, 1], [9, 1]]
+    assert found[31] == [145, 1]
     assert found[-1] == [7] * 512  # its beginning
-    assert len(found) == 51
     assert data.examples() == found
     assert PreparedData(train=(), eval=()).examples() == []

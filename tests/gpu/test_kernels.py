@@ -145,7 +145,7 @@ def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None
     layer.rounded(x)
     layer.conclude()
     layer.take_exactly(exact)
-    layer.forget()
+    layer.finish()
     given = [x, (some((16, inputs), 2) / 10).cuda(), (some((outputs, 16), 3) / 10).cuda()]
     outer = some((rows, outputs), 4).bfloat16().cuda()
     found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given, outer)
@@ -174,10 +174,11 @@ def test_rounding_by_data_as_column_by_column(rows: int, columns: int) -> None:
     for device in ("cpu", "cuda"):
         heard = Heard(columns, torch.device(device))
         heard.add(x.to(device))
-        heard.conclude()
-        assert heard.factor is not None
+        heard.mean()
+        factor = heard.factor()
+        assert factor is not None
         own = weight.to(device)
-        found.append(by_data(own, by_row(own)[1], heard.factor).cpu().float())
+        found.append(by_data(own, by_row(own)[1], factor).cpu().float())
     spread = (x - x.mean(0)).double()
     scale = by_row(weight)[1]
     off = [float(((each * scale - weight).double() @ spread.t()).norm()) for each in found]
