@@ -32,39 +32,47 @@ ROWS = 16
 
 
 class Heard:
-    """What inputs are: their mean, and how channels differ from theirs together."""
+    """What inputs are: what they usually are, and how they differ from that.
+
+    Tokens that are much larger than others have no part in the first: in most models the first of a
+    text is, in a few channels, and would decide alone. In the second they have, because what is
+    done to them reaches all others through attention.
+    """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.count = 0
         self.spread = torch.zeros(width, width, device=device)
         """Sums of products of each channel with each other."""
         self._origin: Tensor | None = None
-        self._sum = torch.zeros(width, device=device)
+        self._sums = torch.zeros(2, width, device=device)
+        self._usual = 0
+        """Of how many the first is the sum: those that aren't too large."""
 
     def add(self, x: Tensor) -> None:
-        """Tokens that are much larger than others are left out: in most models the first of a text
-        is, in a few channels, and would decide alone what is usual."""
         if not len(x):  # an expert that no token was sent to
             return
         wide = x.float()
         sizes = wide.norm(dim=1)
-        wide = wide[~(sizes > TOO_LARGE * sizes.median())]  # what isn't a number stays, to be seen
+        usual = ~(sizes > TOO_LARGE * sizes.median())  # what isn't a number stays, to be seen
         if self._origin is None:
-            self._origin = wide.mean(0)  # near to the mean: what follows is exact for all that
+            self._origin = wide[usual].mean(0)  # near to the mean, or digits would be lost
         wide = wide - self._origin
         self.count += len(wide)
-        self._sum += wide.sum(0)
+        self._usual += int(usual.sum())
+        self._sums += torch.stack([wide[usual].sum(0), wide.sum(0)])
         with torch.autocast(x.device.type, enabled=False):
             self.spread.addmm_(wide.t(), wide)
 
     def mean(self) -> Tensor:
-        """Of all inputs; zero if there were none, or if one isn't finite. Then, too, nothing is
-        spread. To be asked for once."""
-        if self._origin is None or not self._sum.isfinite().all():
+        """What inputs usually are; zero if there were none, or if one isn't finite: then nothing is
+        spread, either. To be asked for once."""
+        if self._origin is None or not self._sums.isfinite().all():
             self.spread.zero_()
-            return torch.zeros_like(self._sum)
-        off = self._sum / self.count
-        self.spread.addr_(off, off, alpha=-self.count)
+            return torch.zeros_like(self._sums[0])
+        off, total = self._sums[0] / self._usual, self._sums[1]
+        # From sums around the origin to sums around the mean.
+        self.spread.addr_(off, total, alpha=-1).addr_(total, off, alpha=-1)
+        self.spread.addr_(off, off, alpha=self.count)
         return self._origin + off
 
     def factor(self) -> Tensor | None:
