@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardtune.core.network import socket_environment
 from shardtune.core.pulse import Pulses
 from shardtune.launch import PULSE, STACK, STARTED_BY_US
 from shardtune.launch.last_words import ERROR_FILE, LastWords, read_last_words
+from shardtune.launch.process import is_dying
 from shardtune.launch.settings import torch_settings
 
 DEATH = 10.0  # seconds in which the kernel has to have ended a killed process
@@ -66,6 +68,14 @@ class Group:
         """The process ids of those that run."""
         ended = self.codes()
         return {rank: each.pid for rank, each in self.ranks.items() if rank not in ended}
+
+    def settled_codes(self) -> dict[int, int]:
+        """`codes`, with those that are dying now: who complains of a lost peer can be the first to
+        be dead."""
+        deadline = time.monotonic() + DEATH
+        while any(map(is_dying, self.alive().values())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.codes()
 
     def tell(self, number: signal.Signals) -> None:
         """Sends a signal to every rank that runs."""

@@ -117,6 +117,7 @@ def _attempt(
         while True:
             codes = group.codes()
             if any(codes.values()):
+                codes = group.settled_codes()
                 if signals.came and _were_interrupted(codes):
                     return signals.code
                 return company.agree(of_dead_ranks(group, codes, kills))

@@ -16,6 +16,7 @@ from shardtune.launch import STACK
 
 ASK = signal.SIGUSR2
 STOPPED = "T"
+_EXITING = 0x4  # PF_EXITING of the kernel's sched.h
 _STACK_LINES = 14
 _MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
@@ -47,6 +48,13 @@ def state(pid: int) -> str:
     """R running, S sleeping, D waiting for a disk, T stopped, Z dead; empty where unknown."""
     fields = _stat(pid)
     return fields[0] if fields else ""
+
+
+def is_dying(pid: int) -> bool:
+    """Whether the kernel is taking a process down, or has, and nobody has asked yet how it ended.
+    To free what it held can take seconds, and its peers hear of its death before its parent."""
+    fields = _stat(pid)
+    return bool(fields) and bool(int(fields[6]) & _EXITING)
 
 
 def cpu_seconds(pid: int) -> float:
