@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from shardtune.core.eight_bits import columns_twice
+from shardtune.core.eight_bits import ROOM, columns_twice, rounding, square
 from shardtune.core.weight import Kind, Part, Weight
 from shardtune.errors import ModelError, Problem, did_you_mean
 
@@ -311,6 +311,18 @@ class ModelShape:
             * (2 * weight.shape[-1] + columns_twice(weight.shape[-1]))
             for weight in self._packed(())
         )
+
+    def rounding_bytes(self) -> int:
+        """At most so many bytes are taken for a while, beside `eight_bit`, to round them by data.
+        Modules with one input may hear it together, which takes less."""
+        packed = self._packed(())
+        squares = {
+            part: sum(square(each.shape[-1]) for each in packed if each.part == part)
+            for part in LAYERS
+        }
+        whole = sum(square(each.shape[-1]) * each.times for each in packed)
+        heard = min(whole, max(ROOM, *squares.values()))
+        return heard + max((rounding(each.shape[-1], each.size) for each in packed), default=0)
 
     def _packed(self, kept: Collection[str]) -> list[Weight]:
         """Linear modules in layers, without those in modules called as one of `kept`; GPT-2's

@@ -58,6 +58,8 @@ def moments_of(
     }
     if work.widths.loaded is not None:
         found["building"] = step.building(work.widths.loaded)
+    if work.fp8:
+        found["building"] = step.rounding()
     return found
 
 
@@ -105,6 +107,10 @@ class _Step:
             params=on_gpu(self.held, "params") * loaded / widths.trained + largest * widths.trained,
             optimizer=largest * lower,
         )
+
+    def rounding(self) -> Sizes:
+        """Weights in 8 bits, and what it takes to round them by data. Nothing is trained yet."""
+        return self.sizes(optimizer=0.0, buffers=float(self.shape.rounding_bytes()))
 
     def loss(self) -> Sizes:
         """All activations are there, and the loss takes most."""

@@ -92,7 +92,9 @@ class Heard:
             del lower
             upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if failed or not upper.isfinite().all():
+            del inverse
+            # What isn't a number is the least and the largest. To ask each for itself takes room.
+            if failed or not torch.stack(upper.aminmax()).isfinite().all():
                 return None
             return upper.contiguous()  # cuSOLVER has it by columns
         return None

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardtune.core.eight_bits import ROOM, square
 from shardtune.models.fp8 import FP8Linear
 
 Texts = Sequence[Sequence[int]]
 """Token ids."""
-ROOM = 2 * 2**30
-"""Bytes for what is heard at a time: the square of a layer's width, for each that listens. What all
-layers of a model hear would be larger than the model. It depends on nothing but the model: layers
-hear those before them, so who listens when decides what weights become, and ranks have to agree."""
 
 
 def in_turn(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
@@ -24,7 +21,7 @@ def in_turn(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     group: list[nn.Module] = []
     taken = 0
     for layer in layers:
-        size = sum(4 * each.in_features**2 for each in holders(layer))
+        size = sum(square(each.in_features) for each in holders(layer))
         if group and taken + size > ROOM:
             yield group
             group, taken = [], 0

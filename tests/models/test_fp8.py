@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardtune.core import shape
+from shardtune.core.eight_bits import ROOM, square
 from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.engines.ddp import DDPEngine
 from shardtune.engines.native import NativeEngine
 from shardtune.job import IA3, Adapter, LoRA, ModelSection, TrainSection
+from shardtune.measure.ledger import Ledger
 from shardtune.models import fp8, parts, usual
 from shardtune.models.blueprint import ModelBlueprint
 from shardtune.models.by_data import E4M3, LARGEST, Heard, by_data, bytes_of
@@ -27,6 +30,7 @@ from shardtune.models.fp8 import (
 from shardtune.models.lora import AdaptedLinear, GatedMLP, Joining
 from shardtune.models.products import Adapted
 from shardtune.models.result import load_result
+from shardtune.shapes import shape_of
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
 from tests.models.families import write
@@ -405,6 +409,35 @@ def test_as_many_layers_listen_as_there_is_room_for(
     for one, other in zip(*found, strict=True):
         assert one.any()
         assert distance(one, other.double()) < 0.3
+
+
+@pytest.mark.parametrize("room", [ROOM, 1], ids=["all", "one"])
+@pytest.mark.parametrize("widths", [(128, 1024), (512, 512)], ids=["squares", "weights"])
+def test_the_forecast_counts_what_rounding_takes(
+    tmp_path: Path, widths: tuple[int, int], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, inner = widths
+    written = write(tmp_path, "qwen2", hidden_size=hidden, intermediate_size=inner)
+    written.bfloat16().save_pretrained(tmp_path)
+    for module in (usual, shape):
+        monkeypatch.setattr(module, "ROOM", room)
+    taken: list[int] = []
+
+    def watched(frame: Any, *given: Any) -> None:
+        ledger = Ledger("cpu")
+        with ledger:
+            ledger.adopt(frame.model.parameters())
+            before = sum(event.change for event in ledger.events)
+            accustom(frame, *given)
+        taken.append(sum(ledger.peaks()["building"].values()) - before)
+
+    accustom = parts.Frame.accustom
+    monkeypatch.setattr(parts.Frame, "accustom", watched)
+    rounded_by(tmp_path, LoRA(rank=4), TEXTS)
+    told = shape_of(ModelSection(name=str(tmp_path))).rounding_bytes()
+    # What the inverse is found in on a GPU is of its library, and nothing that a ledger sees.
+    unseen = square(inner) if inner > hidden else 0
+    assert taken[0] + unseen == pytest.approx(told, rel=0.04)
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
