@@ -61,6 +61,12 @@ def test_memory_that_is_left_buys_time(memory_gib: float) -> None:
     assert not has_room(forecast(more, SHAPE, H200))
 
 
+def test_more_layers_than_there_are_keep_no_more_than_all() -> None:
+    found = [forecast(at_level(job(), "mlp", kept), SHAPE, H200) for kept in (SHAPE.layers, 1000)]
+    assert found[0].memory == found[1].memory
+    assert found[0].speed == found[1].speed
+
+
 def test_less_memory_never_makes_it_faster() -> None:
     found = [chosen(gib) for gib in (22, 26, 30, 36, 44, 50, 60, 80)]
     times = [each.speed.step.total for each in found]
