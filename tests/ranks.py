@@ -14,8 +14,11 @@ import queue
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shardtune.core.world import World
 
@@ -28,6 +31,7 @@ def on_ranks(
     ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT
 ) -> list[Any]:
     """`function(world, *arguments)` on each rank; returns what each one returned, by rank."""
+    _serve()
     answers = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -57,6 +61,15 @@ def on_ranks(
                 process.kill()
                 process.join()
     return [found[rank] for rank in range(ranks)]
+
+
+def _serve() -> None:
+    """Starts the server, unless it runs. What its ranks free goes back to the system at once: on
+    ARM torch's allocator would wait, for as long as the machine is busy, and nobody could say what
+    a rank has taken at most."""
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("MIMALLOC_PURGE_DELAY", "0")
+        forkserver.ensure_running()
 
 
 def _hang(folder: Path, silent: list[int], timeout: float) -> str:

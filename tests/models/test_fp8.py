@@ -411,13 +411,17 @@ def test_as_many_layers_listen_as_there_is_room_for(
         assert distance(one, other.double()) < 0.3
 
 
-@pytest.mark.parametrize("room", [ROOM, 1], ids=["all", "one"])
-@pytest.mark.parametrize("widths", [(128, 1024), (512, 512)], ids=["squares", "weights"])
+@pytest.mark.parametrize(
+    ("widths", "room"),
+    [((128, 768), ROOM), ((256, 256), 1)],
+    ids=["squares, of all layers", "weights, of one layer"],
+)
 def test_the_forecast_counts_what_rounding_takes(
     tmp_path: Path, widths: tuple[int, int], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, inner = widths
-    written = write(tmp_path, "qwen2", hidden_size=hidden, intermediate_size=inner)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2}
+    written = write(tmp_path, "qwen2", **sizes)
     written.bfloat16().save_pretrained(tmp_path)
     for module in (usual, shape):
         monkeypatch.setattr(module, "ROOM", room)
@@ -437,7 +441,8 @@ def test_the_forecast_counts_what_rounding_takes(
     told = shape_of(ModelSection(name=str(tmp_path))).rounding_bytes()
     # What the inverse is found in on a GPU is of its library, and nothing that a ledger sees.
     unseen = square(inner) if inner > hidden else 0
-    assert taken[0] + unseen == pytest.approx(told, rel=0.04)
+    # Small layers also have the errors of a few columns, which are nothing beside large ones.
+    assert taken[0] + unseen == pytest.approx(told, rel=0.08)
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
