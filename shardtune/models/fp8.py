@@ -376,6 +376,8 @@ def _multiply(
             use_fast_accum=True,
         )
         return y.add_(more) if few and more is not None else y
-    # The same numbers, multiplied as wider ones.
-    product = (x.to(dtype) @ weight.to(dtype).t()).float() * x_scale * scale.t()
+    # The same numbers, multiplied as wider ones; many a CPU has no fast product in 16 bits.
+    wide = dtype if x.is_cuda else torch.float32
+    with torch.autocast(x.device.type, enabled=False):
+        product = (x.to(wide) @ weight.to(wide).t()).float() * x_scale * scale.t()
     return (product if more is None else product + more.float()).to(dtype)
