@@ -357,7 +357,8 @@ class NativeEngine:
     # Small parts of a step --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self.model.train()
+        if not self.model.training:  # to tell each module anew takes milliseconds
+            self.model.train()
         for parameter in self.trained.values():  # not the model's, which may be gathered ones
             parameter.grad = None
 

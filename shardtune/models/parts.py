@@ -27,7 +27,7 @@ from shardtune.models.load import DTYPES, load_config, load_generation_config
 from shardtune.models.quantise import QuantisedLinear, quantisable, stored_as, swap
 from shardtune.models.speed import Speed, hasten
 from shardtune.models.tokens import ends, grown
-from shardtune.models.usual import Texts, hear, holders, in_turn
+from shardtune.models.usual import Passage, Texts, holders, in_turn
 from shardtune.models.weights import NoFiles, WeightFiles
 
 Divide = Callable[[nn.Module], None]
@@ -125,8 +125,9 @@ class Frame:
         """Lets 8-bit layers hear what their inputs are, and round their weights by it. Nobody has
         kept the exact ones, so they are read once more."""
         names = {module: name for name, module in self.model.named_modules()}
+        passage = Passage(self.model, self.layers, texts, device, self.compute)
         for group in in_turn(self.layers):
-            hear(self.model, group, texts, device, self.compute)
+            passage.hear(group)
             for layer in group:
                 inside = [module for module in layer.modules() if isinstance(module, FP8Linear)]
                 for holder in holders(layer):

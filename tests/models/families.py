@@ -35,6 +35,14 @@ def config(family: str, **changes: Any) -> Any:
         "gpt_neox": lambda: transformers.GPTNeoXConfig(
             **{k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"} | changes
         ),
+        # Its last two layers take keys and values from those before them.
+        "gemma4": lambda: transformers.Gemma4TextConfig(
+            **_LLAMA_LIKE
+            | {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "head_dim": 16}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16}
+            | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 67}
+            | changes
+        ),
     }[family]()
 
 

@@ -395,11 +395,12 @@ def test_as_many_layers_listen_as_there_is_room_for(
     found: list[list[Tensor]] = []
     runs: list[list[int]] = []
 
-    def count(model: Any, group: Any, *rest: Any) -> None:
+    def count(passage: usual.Passage, group: Any) -> None:
         runs[-1].append(len(group))
-        usual.hear(model, group, *rest)
+        hear(passage, group)
 
-    monkeypatch.setattr(parts, "hear", count)
+    hear = usual.Passage.hear
+    monkeypatch.setattr(usual.Passage, "hear", count)
     for room in (usual.ROOM, 1):
         monkeypatch.setattr(usual, "ROOM", room)
         runs.append([])
@@ -409,6 +410,89 @@ def test_as_many_layers_listen_as_there_is_room_for(
     for one, other in zip(*found, strict=True):
         assert one.any()
         assert distance(one, other.double()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("family", "passes"),
+    [("qwen2", 2 * 6 - 1), ("gemma4", 6 * 7 // 2)],
+    ids=["know none", "share keys and values"],
+)
+def test_texts_pass_a_layer_twice_where_layers_know_no_others(
+    tmp_path: Path, family: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once while it listens, and once on the way to the next; with the same result to the bit as if
+    each pass began at the beginning."""
+    kind = type(parts.decoder_layers(write(tmp_path, family, num_hidden_layers=6))[0])
+    passed: list[int] = []
+    forward = kind.forward
+
+    def counted(layer: nn.Module, *given: Any, **named: Any) -> Any:
+        passed[-1] += 1
+        return forward(layer, *given, **named)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    monkeypatch.setattr(usual, "ROOM", 1)
+    found: list[list[bytes]] = []
+    for _ in range(2):
+        passed.append(0)
+        model = rounded_by(tmp_path, LoRA(rank=4), TEXTS)
+        eight = [m for m in model.modules() if _is_eight(m)]
+        assert all(m.usual.any() for m in eight)
+        found.append([bytes_of(m.weight).numpy().tobytes() for m in eight])
+        layers = [m for m in model.modules() if isinstance(m, kind)]
+        assert not any("forward" in vars(layer) for layer in layers)
+        monkeypatch.setattr(usual.Passage, "_look", _from_the_beginning)
+    assert passed == [passes * len(TEXTS), 21 * len(TEXTS)]
+    assert found[0] == found[1]
+
+
+def _from_the_beginning(passage: usual.Passage, *_: Any) -> None:
+    passage._apart = False
+
+
+class _Both(nn.Module):
+    """A layer that gives more than one thing to the next, as some models' do."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = filled(64, 64, seed)
+
+    def forward(self, x: Tensor, sum_so_far: Tensor | None) -> tuple[Tensor, Tensor]:
+        y = self.linear(x if sum_so_far is None else x + sum_so_far)
+        return y, y if sum_so_far is None else y + sum_so_far
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(67, 64)
+        self.layers = nn.ModuleList(map(_Both, range(4)))
+        nn.init.normal_(self.embedding.weight, generator=torch.Generator().manual_seed(0))
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+        x, total = self.embedding(input_ids), None
+        for layer in self.layers:
+            x, total = layer(x, total)
+        return x
+
+
+def test_all_that_a_layer_gives_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[Tensor]] = []
+    for _ in range(2):
+        model = _Model()
+        passage = usual.Passage(model, list(model.layers), TEXTS, "cpu", torch.bfloat16)
+        found.append([])
+        for layer in model.layers:
+            passage.hear([layer])
+            found[-1].append(layer.linear.heard.spread)
+            layer.linear.heard = None
+        monkeypatch.setattr(usual.Passage, "_look", _from_the_beginning)
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert all(spread.any() for spread in found[0])
 
 
 @pytest.mark.parametrize(
