@@ -357,8 +357,7 @@ class NativeEngine:
     # Small parts of a step --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if not self.model.training:  # to tell each module anew takes milliseconds
-            self.model.train()
+        self.model.train()  # all of it: an adapter's wrapper is in training before what it wraps
         for parameter in self.trained.values():  # not the model's, which may be gathered ones
             parameter.grad = None
 

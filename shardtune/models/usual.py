@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -64,10 +64,26 @@ class Passage:
         """Layers that are passed for good."""
         self._kept: list[Any] = [None] * len(texts)
         """What the last of them gave, for each text."""
-        self._given: Any = None
-        """The same, for the text that is on its way."""
-        self._apart = True
-        """Layers know of those before them by what they are given alone."""
+        self._met, plainly = self._look()
+        self._apart = plainly and self._met == [layer for layer in layers if layer in self._met]
+        """Layers know of those before them by what these give, and by nothing else."""
+
+    @torch.no_grad()
+    def _look(self) -> tuple[list[nn.Module], bool]:
+        """Which layers a text meets (in a model that sees, not all), and whether they are given
+        nothing that one could leave something in for another, as some share keys and values."""
+        met: list[nn.Module] = []
+        plain: list[bool] = []
+
+        def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            met.append(layer)
+            plain.append(_is_plain((*args, *kwargs.values())))
+
+        with ExitStack() as undo:
+            for layer in self._layers:
+                undo.callback(layer.register_forward_pre_hook(look, with_kwargs=True).remove)
+            self._send(0)
+        return met, all(plain)
 
     @torch.no_grad()
     def hear(self, group: Sequence[nn.Module]) -> None:
@@ -75,49 +91,54 @@ class Passage:
         for part in group:
             for holder in holders(part):
                 holder.listen()
+        if not any(layer in self._met for layer in group):
+            return
         begin = self._layers.index(group[0])
+        given: Any = None
+        caught: list[Any] = []
+        kept = 0
         with ExitStack() as undo:
             for layer in self._layers[: self._behind]:
-                layer.forward = self._as_before
+                layer.forward = lambda *_, **__: _copied(given, self._device)
                 undo.callback(delattr, layer, "forward")
             handles = [group[-1].register_forward_hook(_stop)]
             if begin and self._apart:
-                handles.append(self._layers[begin - 1].register_forward_hook(self._keep))
-            if not begin:
-                handles.append(group[0].register_forward_pre_hook(self._look, with_kwargs=True))
+                last = self._layers[begin - 1]
+                handles.append(
+                    last.register_forward_hook(lambda *of: caught.append(_copied(of[-1])))
+                )
             for handle in handles:
                 undo.callback(handle.remove)
-            # Each text has a length of its own, for which nothing is to be compiled.
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-            undo.enter_context(torch.autocast(torch.device(self._device).type, self._compute))
-            for number, text in enumerate(self._texts):
-                self._given = _moved(self._kept[number], self._device)
-                ids = torch.tensor([list(text)], device=self._device)
+            for number in range(len(self._texts)):
+                given = _copied(self._kept[number], self._device)
                 with suppress(_Enough):
-                    self._model(input_ids=ids, use_cache=False)
-                self._kept[number] = _moved(self._given, "cpu")
-        if self._apart:
+                    self._send(number)
+                if caught:
+                    self._kept[number] = caught.pop()
+                    kept += 1
+        if kept == len(self._texts):  # none, if it is a layer that they don't meet
             self._behind = begin
 
-    def _as_before(self, *_: Any, **__: Any) -> Any:
-        return self._given
-
-    def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
-        self._given = output
-
-    def _look(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """What layers are given to write into tells one of another: some models share keys and
-        values so. These are passed from their beginning each time."""
-        given = (*args, *kwargs.values())
-        self._apart &= not any(isinstance(each, MutableMapping | list) for each in given)
+    def _send(self, number: int) -> None:
+        # Each text has a length of its own, for which nothing is to be compiled.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.autocast(torch.device(self._device).type, self._compute):
+            ids = torch.tensor([list(self._texts[number])], device=self._device)
+            self._model(input_ids=ids, use_cache=False)
 
 
 def _stop(*_: Any) -> None:
     raise _Enough
 
 
-def _moved(what: Any, device: str) -> Any:
-    """What a layer gives, on another device: a tensor, in some models among others."""
+def _is_plain(what: Any) -> bool:
     if isinstance(what, tuple):
-        return tuple(_moved(each, device) for each in what)
-    return what.to(device) if isinstance(what, Tensor) else what
+        return all(map(_is_plain, what))
+    return what is None or isinstance(what, Tensor | bool | int | float | str)
+
+
+def _copied(what: Any, device: str = "cpu") -> Any:
+    """What a layer gives (a tensor, in some models among others), safe from who writes into it."""
+    if isinstance(what, tuple):
+        return tuple(_copied(each, device) for each in what)
+    return what.to(device, copy=True) if isinstance(what, Tensor) else what

@@ -67,11 +67,28 @@ def test_16_bit_losses_stay_near_those_of_fp32() -> None:
     assert losses("fp16") == pytest.approx(losses("fp32"), rel=5e-4)
 
 
-def test_checkpointing_changes_nothing() -> None:
-    plain, recomputed = make(optimizer="sgd"), make(optimizer="sgd", checkpointing="full")
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoRA(rank=4)], ids=["all", "lora"])
+def test_checkpointing_computes_twice_and_changes_nothing(adapter: LoRA | NoAdapter) -> None:
+    """From the first step on, which the model enters as it was built: for answering."""
+    plain, recomputed = (
+        make(adapter=adapter, optimizer="sgd", checkpointing=what) for what in ("none", "full")
+    )
+    passed = [0, 0]
+    for number, engine in enumerate((plain, recomputed)):
+        for module in engine.model.modules():
+            if type(module).__name__.endswith("Attention"):
+                module.register_forward_pre_hook(lambda *_, n=number: _count(passed, n))
     for n in range(3):
         one, other = plain.step([batch(n)]), recomputed.step([batch(n)])
         assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+        assert passed[1] == 2 * passed[0] > 0
+        assert all(module.training for module in plain.model.modules())
+        plain.evaluate("some", [batch(9)])
+        passed[0] = passed[1] = 0
+
+
+def _count(passed: list[int], number: int) -> None:
+    passed[number] += 1
 
 
 def test_clipping_shortens_the_update_and_reports_the_norm_before() -> None:

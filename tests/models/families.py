@@ -15,6 +15,15 @@ _LLAMA_LIKE = _COMMON | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_GEMMA4 = _LLAMA_LIKE | {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,  # the last two take keys and values from those before them
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 67,
+}
 
 
 def config(family: str, **changes: Any) -> Any:
@@ -35,13 +44,17 @@ def config(family: str, **changes: Any) -> Any:
         "gpt_neox": lambda: transformers.GPTNeoXConfig(
             **{k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"} | changes
         ),
-        # Its last two layers take keys and values from those before them.
-        "gemma4": lambda: transformers.Gemma4TextConfig(
-            **_LLAMA_LIKE
-            | {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "head_dim": 16}
-            | {"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16}
-            | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 67}
-            | changes
+        "gemma4_text": lambda: transformers.Gemma4TextConfig(**_GEMMA4 | changes),
+        "gemma4": lambda: transformers.Gemma4Config(
+            text_config=_GEMMA4 | changes,
+            vision_config={
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+            },
         ),
     }[family]()
 

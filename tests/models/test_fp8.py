@@ -414,15 +414,15 @@ def test_as_many_layers_listen_as_there_is_room_for(
 
 @pytest.mark.parametrize(
     ("family", "passes"),
-    [("qwen2", 2 * 6 - 1), ("gemma4", 6 * 7 // 2)],
-    ids=["know none", "share keys and values"],
+    [("qwen2", 2 * 6 - 1), ("gemma4_text", 6 * 7 // 2), ("gemma4", 6 * 7 // 2)],
+    ids=["know none", "share keys and values", "do so, in a model that sees"],
 )
 def test_texts_pass_a_layer_twice_where_layers_know_no_others(
     tmp_path: Path, family: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once while it listens, and once on the way to the next; with the same result to the bit as if
     each pass began at the beginning."""
-    kind = type(parts.decoder_layers(write(tmp_path, family, num_hidden_layers=6))[0])
+    kind = type(parts.decoder_layers(write(tmp_path, family, num_hidden_layers=6))[-1])
     passed: list[int] = []
     forward = kind.forward
 
@@ -436,18 +436,29 @@ def test_texts_pass_a_layer_twice_where_layers_know_no_others(
     for _ in range(2):
         passed.append(0)
         model = rounded_by(tmp_path, LoRA(rank=4), TEXTS)
-        eight = [m for m in model.modules() if _is_eight(m)]
+        layers = [m for m in model.modules() if isinstance(m, kind)]
+        eight = [m for layer in layers for m in layer.modules() if _is_eight(m)]
         assert all(m.usual.any() for m in eight)
         found.append([bytes_of(m.weight).numpy().tobytes() for m in eight])
-        layers = [m for m in model.modules() if isinstance(m, kind)]
         assert not any("forward" in vars(layer) for layer in layers)
-        monkeypatch.setattr(usual.Passage, "_look", _from_the_beginning)
-    assert passed == [passes * len(TEXTS), 21 * len(TEXTS)]
+        monkeypatch.setattr(usual, "_is_plain", lambda what: False)
+    looked = 6  # at all layers, with one text
+    assert passed == [each * len(TEXTS) + looked for each in (passes, 21)]
     assert found[0] == found[1]
 
 
-def _from_the_beginning(passage: usual.Passage, *_: Any) -> None:
-    passage._apart = False
+def test_a_pass_that_fails_leaves_layers_as_they_were() -> None:
+    model = _Model()
+    passage = usual.Passage(model, list(model.layers), TEXTS, "cpu", torch.bfloat16)
+    for layer in model.layers[:2]:
+        passage.hear([layer])
+    model.layers[2].linear = None
+    with pytest.raises(TypeError):
+        passage.hear([model.layers[3]])
+    for layer in model.layers:
+        assert "forward" not in vars(layer)
+        assert not layer._forward_hooks
+        assert not layer._forward_pre_hooks
 
 
 class _Both(nn.Module):
@@ -459,7 +470,7 @@ class _Both(nn.Module):
 
     def forward(self, x: Tensor, sum_so_far: Tensor | None) -> tuple[Tensor, Tensor]:
         y = self.linear(x if sum_so_far is None else x + sum_so_far)
-        return y, y if sum_so_far is None else y + sum_so_far
+        return y, 1 * y if sum_so_far is None else y + sum_so_far
 
 
 class _Model(nn.Module):
@@ -477,6 +488,7 @@ class _Model(nn.Module):
         x, total = self.embedding(input_ids), None
         for layer in self.layers:
             x, total = layer(x, total)
+            x += 1  # nobody says that what a layer gave stays as it is
         return x
 
 
@@ -490,7 +502,7 @@ def test_all_that_a_layer_gives_is_kept_for_the_next(monkeypatch: pytest.MonkeyP
             passage.hear([layer])
             found[-1].append(layer.linear.heard.spread)
             layer.linear.heard = None
-        monkeypatch.setattr(usual.Passage, "_look", _from_the_beginning)
+        monkeypatch.setattr(usual, "_is_plain", lambda what: False)
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
     assert all(spread.any() for spread in found[0])
 
