@@ -101,14 +101,11 @@ class Passage:
             for layer in self._layers[: self._behind]:
                 layer.forward = lambda *_, **__: _copied(given, self._device)
                 undo.callback(delattr, layer, "forward")
-            handles = [group[-1].register_forward_hook(_stop)]
+            undo.callback(group[-1].register_forward_hook(_stop).remove)
             if begin and self._apart:
                 last = self._layers[begin - 1]
-                handles.append(
-                    last.register_forward_hook(lambda *of: caught.append(_copied(of[-1])))
-                )
-            for handle in handles:
-                undo.callback(handle.remove)
+                keep = last.register_forward_hook(lambda *of: caught.append(_copied(of[-1])))
+                undo.callback(keep.remove)
             for number in range(len(self._texts)):
                 given = _copied(self._kept[number], self._device)
                 with suppress(_Enough):
