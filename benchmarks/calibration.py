@@ -11,7 +11,7 @@ from benchmarks.cases import Case
 from benchmarks.fit import fit
 from benchmarks.judging import SINGLE, Constants, cluster_of, errors
 from benchmarks.sources import LENGTHS
-from shardtune.estimate.constants import beginning_of
+from shardtune.plan.estimate.constants import beginning_of
 
 SHARED = ("launch", "sharpness", "unaligned", "fused_passes", "eager_passes", "compiled_passes")
 """Of the host and the operations: fitted with the A100, of which there is most."""

@@ -8,10 +8,10 @@ from typing import Literal
 
 from shardtune.core.layout import AxisRule, Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.shape import ModelShape
-from shardtune.estimate.workload import NF4_DOUBLE_BITS, NF4_SINGLE_BITS, Workload
-from shardtune.strategies import DDP, FSDP, DeepSpeed
-from shardtune.strategies.deepspeed import ZeRO
+from shardtune.core.model.shape import ModelShape
+from shardtune.parallel import DDP, FSDP, DeepSpeed
+from shardtune.parallel.deepspeed.strategy import ZeRO
+from shardtune.plan.estimate.workload import NF4_DOUBLE_BITS, NF4_SINGLE_BITS, Workload
 
 Row = dict[str, str]
 Metric = Literal["memory", "throughput", "iteration"]

@@ -25,15 +25,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.table import write_table
-from shardtune.checkpoint.newest import newest
+from shardtune.checkpoint.async_saver import Identity, Saver
+from shardtune.checkpoint.latest import newest
 from shardtune.checkpoint.reader import Reader
-from shardtune.checkpoint.saver import Identity, Saver
-from shardtune.core.schedule import Schedule
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.native import NativeEngine
-from shardtune.launch.join import JoinedWorld
+from shardtune.engine.native import NativeEngine
+from shardtune.launch.process_group import JoinedWorld
 
 LIMIT = 0.01
 WARM = 4  # steps before the first save: the very first get their memory from the system
@@ -189,7 +189,7 @@ def torchs(engine: NativeEngine, folder: Path) -> tuple[float, float, int]:
 
 def deepspeeds(engine: NativeEngine, folder: Path) -> tuple[float, float, int] | None:
     """DeepSpeed's own checkpoint of the same model at stage 1, after a step."""
-    from shardtune.engines.deepspeed_start import start
+    from shardtune.parallel.deepspeed.startup import start
 
     try:
         deepspeed = start(World(device=str(engine.device)))

@@ -34,9 +34,9 @@ import transformers
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardtune.config.job import Columns, DataSection, TrainSource
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
-from shardtune.job import Columns, DataSection, TrainSource
 from shardtune.models.catalogue import resolve
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ from benchmarks.gpu_cases import Case
 from benchmarks.gpu_data import batches, config_of
 from benchmarks.gpu_run import engine_of
 from benchmarks.table import write_table
-from shardtune.job import Job
+from shardtune.config.job import Job
 
 PLAIN = {"kernels": "eager", "loss": "plain"}
 FAST = {"kernels": "compiled", "loss": "fused"}

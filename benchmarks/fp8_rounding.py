@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from benchmarks.table import DOCS, write_table
-from shardtune.job import ModelSection
-from shardtune.models.by_data import bytes_of
-from shardtune.models.fp8 import FP8Linear, by_row
+from shardtune.config.job import ModelSection
 from shardtune.models.load import load_base, load_tokenizer
-from shardtune.models.quantise import swap
+from shardtune.models.quantization.fp8 import FP8Linear, by_row
+from shardtune.models.quantization.gptq import bytes_of
+from shardtune.models.quantization.linear import swap
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_cases import TINY_BATCH, Case
-from shardtune.core.known_models import find_model
+from shardtune.core.model.known_models import find_model
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.data.packing import pack
 

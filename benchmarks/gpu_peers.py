@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_cases import LORA, Case, Peer
 from benchmarks.gpu_data import BASE, Batch, config_of, draw
-from shardtune.job import LoRA
-from shardtune.models.adapters import initialise
+from shardtune.config.job import LoRA
+from shardtune.models.peft_adapters import initialise
 
 Step = Callable[[int], Tensor]
 """One optimizer step on the batch of that number; the mean loss of its trained tokens."""

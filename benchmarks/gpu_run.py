@@ -20,12 +20,12 @@ from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
 from benchmarks.gpu_peers import build, write_checkpoint
 from benchmarks.gpu_train import measure_train
+from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.world import World
-from shardtune.job import Job
-from shardtune.models.blueprint import EmptyBlueprint
-from shardtune.models.weights import NoFiles
-from shardtune.plan import make_plan
+from shardtune.models.builder import EmptyBlueprint
+from shardtune.models.weight_files import NoFiles
+from shardtune.training.engine_setup import make_plan
 
 WARM = 4  # steps before the clock: the first compiles, and each batch is seen once
 GIB = 2**30

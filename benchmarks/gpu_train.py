@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.gpu_cases import LORA, TINY_BATCH, Case
 from benchmarks.gpu_data import Batch, batches, config_of, flops
-from shardtune.core.document import dump_document
-from shardtune.launch.settings import torch_settings
+from shardtune.core.yaml_document import dump_document
+from shardtune.launch.torch_env import torch_settings
 
 STOP = 2  # the token that ends a document, by the tokenizer below
 SHOWN = 2_000  # characters of a failed run's output

@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks.cases import GIB, Case, Unknown
 from benchmarks.peers import read_peers
 from benchmarks.published import read_iterations, read_points
-from shardtune.core.cluster import Cluster, Gpu, find_gpu
 from shardtune.errors import ShardtuneError
-from shardtune.estimate.constants import (
+from shardtune.plan.cluster import Cluster, Gpu, find_gpu
+from shardtune.plan.estimate.constants import (
     CHIPS,
     MEMORY,
     TIME,
@@ -23,8 +23,8 @@ from shardtune.estimate.constants import (
     TimeConstants,
     beginning_of,
 )
-from shardtune.estimate.memory import estimate_memory
-from shardtune.estimate.speed import estimate_speed
+from shardtune.plan.estimate.memory import estimate_memory
+from shardtune.plan.estimate.step_time import estimate_speed
 
 REFERENCE = Path(__file__).parents[2] / "shared" / "reference"
 SINGLE = "a100_iteration_times_single_node"

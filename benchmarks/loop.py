@@ -17,11 +17,11 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.table import write_table
-from shardtune.core.schedule import Schedule
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.native import NativeEngine
+from shardtune.engine.native import NativeEngine
 
 LIMIT = 1.03
 VOCABULARY, ROWS, LENGTH = 8192, 4, 256

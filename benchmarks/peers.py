@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.cases import Case, Metric, ddp
 from benchmarks.published_models import shape_of
-from shardtune.estimate.workload import NF4_DOUBLE_BITS, PURE_BF16, Adapter, Widths, Workload
+from shardtune.plan.estimate.workload import NF4_DOUBLE_BITS, PURE_BF16, Adapter, Widths, Workload
 
 LORA: dict[str, Any] = {"adapter": Adapter(16), "widths": PURE_BF16}
 FP32: dict[str, Any] = {**LORA, "widths": Widths(trained=4, gradients=4, optimizer=8)}

@@ -21,9 +21,9 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 from benchmarks.table import write_table
-from shardtune.core.pipelining import Kind, Pipelining
-from shardtune.engines.schedules import TimedStage, make_schedule
-from shardtune.engines.stopwatch import Stopwatch
+from shardtune.core.pipeline_schedule import Kind, Pipelining
+from shardtune.engine.timer import Stopwatch
+from shardtune.parallel.pipeline.schedules import TimedStage, make_schedule
 
 UNIT = 0.1  # seconds of each of the three parts of a rank's work on one micro-batch
 STEPS = 3  # the fastest counts: whatever else the machine does only adds to the waiting

@@ -31,15 +31,15 @@ from benchmarks.gpu_card import clocked
 from benchmarks.gpu_cases import CASES, COMMAND, OURS, our_job
 from benchmarks.gpu_report import latest, letters_of
 from benchmarks.table import DOCS, write_table
-from shardtune.core.cluster import Cluster, parse_cluster
-from shardtune.core.known_models import catalogue, known_model
+from shardtune.config.job import Job
+from shardtune.core.model.known_models import catalogue, known_model
 from shardtune.core.world import World
-from shardtune.forecast import GIB, Forecast, forecast
-from shardtune.job import Job
 from shardtune.measure.dry_run import micro_batch
-from shardtune.models.blueprint import EmptyBlueprint
-from shardtune.models.weights import NoFiles
-from shardtune.plan import make_plan
+from shardtune.models.builder import EmptyBlueprint
+from shardtune.models.weight_files import NoFiles
+from shardtune.plan.cluster import Cluster, parse_cluster
+from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.training.engine_setup import make_plan
 
 WARM, STEPS = 3, 8
 LORA = {"type": "lora", "rank": 16}

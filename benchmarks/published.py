@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.cases import GIB, Case, Missing, Row, Unknown, ddp, ranks_of
 from benchmarks.published_models import gpt_shape, shape_of
 from benchmarks.sources import READERS
-from shardtune.estimate.workload import MIXED, Workload
+from shardtune.plan.estimate.workload import MIXED, Workload
 
 NOT_A_RUN = {
     "analytic": "a closed form, held by tests/estimate",

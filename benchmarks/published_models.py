@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from shardtune.core.shape import ModelShape
+from shardtune.core.model.shape import ModelShape
 
 
 def _llama(

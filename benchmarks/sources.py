@@ -23,8 +23,9 @@ from benchmarks.cases import (
     work_of,
     zero,
 )
-from shardtune.core.pipelining import Pipelining
-from shardtune.estimate.workload import (
+from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.parallel import FSDP
+from shardtune.plan.estimate.workload import (
     MIXED,
     NF4_DOUBLE_BITS,
     PURE_BF16,
@@ -34,7 +35,6 @@ from shardtune.estimate.workload import (
     Widths,
     Workload,
 )
-from shardtune.strategies import FSDP
 
 BITS_8 = 2 * (1 + 4 / 256)
 """Two 8-bit moments with an fp32 scale for 256 of them (bitsandbytes)."""

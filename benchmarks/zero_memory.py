@@ -19,14 +19,14 @@ from pydantic import TypeAdapter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.table import write_table
+from shardtune.config.job import ModelSection, NoAdapter, TrainSection
 from shardtune.core.footprint import ModelBytes, predict_held
-from shardtune.core.schedule import Schedule
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
-from shardtune.job import ModelSection, NoAdapter, TrainSection
-from shardtune.models.blueprint import ModelBlueprint
-from shardtune.strategies import Strategy
+from shardtune.models.builder import ModelBlueprint
+from shardtune.parallel import Strategy
 
 GIB = 1 << 30
 ROWS, LENGTH, STEPS = 4, 1024, 4

@@ -21,8 +21,8 @@ from pydantic import TypeAdapter
 
 from shardtune.core.layout import AxisRule, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
-from shardtune.core.pipelining import cut, stage_costs
-from shardtune.strategies import Strategy
+from shardtune.core.pipeline_schedule import cut, stage_costs
+from shardtune.parallel import Strategy
 
 FOLDER = Path(__file__).with_name("pictures")
 LAYERS = 8

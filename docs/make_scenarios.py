@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.cluster import parse_cluster
-from shardtune.core.known_models import catalogue, known_model
-from shardtune.fit import offer, shortage
-from shardtune.forecast import GIB, Forecast, forecast
-from shardtune.job import Job
-from shardtune.resolve import leaves_layers_alone
-from shardtune.search import Candidate, rank
+from shardtune.config.auto import leaves_layers_alone
+from shardtune.config.job import Job
+from shardtune.core.model.known_models import catalogue, known_model
+from shardtune.plan.cluster import parse_cluster
+from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.search import Candidate, rank
+from shardtune.plan.this_machine import offer, shortage
 
 PAGE = Path(__file__).with_name("scenarios.md")
 LORA = {"type": "lora", "rank": 16}

@@ -18,22 +18,22 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from shardtune.budget import within_memory
-from shardtune.core.cluster import parse_cluster
-from shardtune.core.document import dotted
+from shardtune.config.auto import resolve
+from shardtune.config.job import Job
+from shardtune.config.rules import check
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
 from shardtune.core.machine import Machine
+from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, Problem
-from shardtune.forecast import GIB, Forecast, forecast
-from shardtune.job import Job
-from shardtune.plan import make_plan
-from shardtune.resolve import resolve
-from shardtune.rules import check
-from shardtune.shapes import shape_of
-from shardtune.strategies import DeepSpeed, Strategy
+from shardtune.parallel import DeepSpeed, Strategy
+from shardtune.plan.cluster import parse_cluster
+from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.memory_budget import within_memory
+from shardtune.plan.model_config import shape_of
+from shardtune.training.engine_setup import make_plan
+from tests.config.test_rules import BROKEN
 from tests.conformance.table import ADAPTERS, ROWS, Row
 from tests.jobs import make_job
-from tests.test_rules import BROKEN
 
 BEGIN, END = "<!-- table {name} -->", "<!-- /table {name} -->"
 GB = 1e9

@@ -1,5 +1,5 @@
 """`python -m shardtune`."""
 
-from shardtune.cli import program
+from shardtune.cli.main import program
 
 program()

@@ -6,34 +6,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtune.agreement import require_agreement
-from shardtune.checkpoint.rundir import RunDir
-from shardtune.checkpoint.saver import Saver
+from shardtune.checkpoint.async_saver import Saver
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config.job import Job
 from shardtune.core.cache import cache_dir
-from shardtune.core.families import require_divisible
 from shardtune.core.machine import Machine
+from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
-from shardtune.core.wish import Wish
+from shardtune.core.stop_request import Wish
 from shardtune.core.world import World
+from shardtune.data.dataset import PreparedData
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
-from shardtune.data.prepared import PreparedData
-from shardtune.evaluate.judge import Judge
-from shardtune.fit import look
-from shardtune.health import naming_memory
-from shardtune.job import Job
-from shardtune.launch.join import join
-from shardtune.measure.meter import Meter
+from shardtune.launch.process_group import join
 from shardtune.models import load
-from shardtune.models.attention import agreed, how_kept_apart
-from shardtune.models.blueprint import ModelBlueprint
-from shardtune.models.fp8 import how_multiplied
-from shardtune.models.isolation import require_isolation
-from shardtune.plan import make_plan
-from shardtune.rehearsal import rehearse
-from shardtune.report.terminal import RunView
-from shardtune.run import Run
-from shardtune.unread import Unread
+from shardtune.models.builder import ModelBlueprint
+from shardtune.models.packed_attention import agreed, how_kept_apart
+from shardtune.models.packing_check import require_isolation
+from shardtune.models.quantization.fp8 import how_multiplied
+from shardtune.plan.this_machine import look
+from shardtune.report.live import RunView
+from shardtune.training.agreement import require_agreement
+from shardtune.training.engine_setup import make_plan
+from shardtune.training.evaluation import Judge
+from shardtune.training.health import naming_memory
+from shardtune.training.meter import Meter
+from shardtune.training.pending_steps import Unread
+from shardtune.training.rehearsal import rehearse
+from shardtune.training.run import Run
 
 
 def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:

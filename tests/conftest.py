@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardtune.engines.without_bf16 import widen_products
+from shardtune.kernels.cpu_bf16 import widen_products
 from tests import async_io
 
 widen_products()

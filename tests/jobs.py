@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardtune.job import Job
+from shardtune.config.job import Job
 
 SECTIONS = {
     "model": "{name: tiny}",

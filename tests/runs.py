@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardtune.job import Job
+from shardtune.config.job import Job
 from tests.ranks import _CONTEXT
 
 TIMEOUT = 240

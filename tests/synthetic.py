@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from datasets import Dataset
 
+from shardtune.config.job import Adapter, Job, ModelSection, TrainSection
 from shardtune.core.step import IGNORED, MicroBatch
-from shardtune.data.prepared import Prepared, SourceReport
-from shardtune.job import Adapter, Job, ModelSection, TrainSection
-from shardtune.models.blueprint import ModelBlueprint
+from shardtune.data.dataset import Prepared, SourceReport
+from shardtune.models.builder import ModelBlueprint
 
 Tokens = tuple[list[int], list[bool]]
 """The ids of a document, and which of them are trained."""

@@ -27,11 +27,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardtune.cli import main
+from shardtune.cli.main import main
+from shardtune.config.auto import resolve
+from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine
-from shardtune.jobfile import load_job
 from shardtune.models.catalogue import resolve as model_folder
-from shardtune.resolve import resolve
 from shardtune.train import open_inputs
 
 JOB = """\
@@ -291,7 +291,7 @@ def test_torchrun_computes_the_same(place: Place, whole: Done) -> None:
 
 ON_ITS_OWN = """
 import os, sys
-from shardtune.cli import main
+from shardtune.cli.main import main
 rows = f"train.micro_batch={1 + int(os.environ['RANK'])}"
 sys.exit(main(["train", "job.yaml", "save.directory=parted", *sys.argv[1:], rows]))
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardtune.cli import main
+from shardtune.cli.main import main
 
 pytestmark = pytest.mark.long
 JOB = """\

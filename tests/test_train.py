@@ -17,25 +17,25 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from shardtune.checkpoint.async_saver import Saver
 from shardtune.checkpoint.manifest import read_manifest
-from shardtune.checkpoint.rundir import RunDir
-from shardtune.checkpoint.saver import Saver
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
 from shardtune.core.step import LateResult, MicroBatch, StepResult
+from shardtune.data.dataset import PreparedData
 from shardtune.data.loader import Loader
-from shardtune.data.prepared import PreparedData
-from shardtune.engines.fake import FakeEngine
+from shardtune.engine.fake import FakeEngine
 from shardtune.errors import OutOfMemory, RunError
-from shardtune.evaluate.judge import Judge
-from shardtune.health import HOPELESS
-from shardtune.job import Job
-from shardtune.launch.join import JoinedWorld
+from shardtune.launch.process_group import JoinedWorld
 from shardtune.models import tiny
-from shardtune.models.folder import write_folder
-from shardtune.report.terminal import RunView
-from shardtune.run import Run
+from shardtune.models.hf_folder import write_folder
+from shardtune.report.live import RunView
 from shardtune.train import due, fit, train
+from shardtune.training.evaluation import Judge
+from shardtune.training.health import HOPELESS
+from shardtune.training.run import Run
 from tests.synthetic import make_job, numbered, prepared
 
 STEPS = 6

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.cli import main
+from shardtune.cli.main import main
 from tests.hosts import Host, two_hosts
 
 PORT = 29400

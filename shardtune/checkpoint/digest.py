@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardtune.checkpoint.shards import DTYPES, blocks_of
+from shardtune.checkpoint.safetensors_writer import DTYPES, blocks_of
 
 if TYPE_CHECKING:
     from shardtune.core.step import StepResult

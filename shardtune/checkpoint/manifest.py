@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.files import Written
-from shardtune.core.pieces import Cut
+from shardtune.checkpoint.hashed_file import Written
+from shardtune.core.tensor_shards import Cut
 
 FORMAT = 1
 NAME = "manifest.json"

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardtune.checkpoint.manifest import Manifest, StoredPiece
-from shardtune.checkpoint.shards import DTYPES
-from shardtune.core.pieces import Cut, Piece
+from shardtune.checkpoint.safetensors_writer import DTYPES
+from shardtune.core.tensor_shards import Cut, Piece
 from shardtune.errors import Problem, RunError
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}

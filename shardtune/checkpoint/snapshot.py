@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardtune.core.pieces import Piece
+from shardtune.core.tensor_shards import Piece
 
 
 @dataclass(frozen=True)

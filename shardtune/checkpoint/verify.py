@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.checkpoint.folder import files_of, folder_faults
+from shardtune.checkpoint.directory import checkpoints
+from shardtune.checkpoint.latest import faults, read_checked
 from shardtune.checkpoint.manifest import Damaged, Newer
-from shardtune.checkpoint.newest import faults, read_checked
-from shardtune.checkpoint.rundir import RunDir
-from shardtune.checkpoint.store import checkpoints
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.seal import files_of, folder_faults
 
 
 @dataclass(frozen=True)

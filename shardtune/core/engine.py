@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from shardtune.core.footprint import Held
-from shardtune.core.pieces import Piece
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
+from shardtune.core.tensor_shards import Piece
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardtune.core.mesh import WORLD, Mesh
-from shardtune.core.pipelining import Pipelining
+from shardtune.core.pipeline_schedule import Pipelining
 
 State = Literal["params", "grads", "optim", "activations"]
 Cargo = Literal[

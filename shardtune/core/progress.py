@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardtune.core.step import Reading, StepResult
-from shardtune.core.wish import Wish
+from shardtune.core.stop_request import Wish
 
 _NOT_KEPT = ("step", "stopped", "left")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from shardtune.core.schedule import Schedule
+from shardtune.core.lr_schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8-base"]
 """`fp8-base` is bf16, but for products with frozen weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from shardtune.core.pulse import Pulse
+from shardtune.core.heartbeat import Pulse
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from shardtune.core.step import IGNORED, MicroBatch
-from shardtune.data.order import Document, Row
-from shardtune.data.prepared import Prepared
+from shardtune.data.dataset import Prepared
+from shardtune.data.sampler import Document, Row
 
 MULTIPLE = 8  # row widths that matrix units like
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardtune.core.step import IGNORED
-from shardtune.data.chat import ChatTemplate, Conversation, read_conversation
+from shardtune.data.chat_template import ChatTemplate, Conversation, read_conversation
 from shardtune.data.encode import Encoder, Text, Tokens
-from shardtune.data.rows import BadRow, Row, Unreadable
+from shardtune.data.records import BadRow, Row, Unreadable
 from shardtune.data.sources import TURNS
 from shardtune.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardtune.job import Columns, Source
+    from shardtune.config.job import Columns, Source
 
 
 class Missing(Unreadable):

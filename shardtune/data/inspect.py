@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from shardtune.data.prepared import Prepared, PreparedData
+    from shardtune.data.dataset import Prepared, PreparedData
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 BARS = 16  # of a histogram of lengths

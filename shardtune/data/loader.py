@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from shardtune.config.job import DataSection
 from shardtune.core.step import MicroBatch
 from shardtune.data.collate import Collator
-from shardtune.data.order import Document, Order, Row
+from shardtune.data.dataset import PreparedData
+from shardtune.data.micro_batches import share
 from shardtune.data.packing import pack
-from shardtune.data.prepared import PreparedData
-from shardtune.data.share import share
-from shardtune.job import DataSection
+from shardtune.data.sampler import Document, Order, Row
 
 AHEAD = 2  # steps that lie ready before they are asked for
 

@@ -19,23 +19,23 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardtune.config.job import TrainSource
 from shardtune.core.cache import atomic_folder, file_lock
 from shardtune.core.machine import Machine
-from shardtune.core.orphan import die_with_parent
-from shardtune.data import store
+from shardtune.core.parent_death import die_with_parent
+from shardtune.data import prepared_cache as store
+from shardtune.data.dataset import Prepared, PreparedData, SourceReport
 from shardtune.data.formats import Format, make_format
-from shardtune.data.parts import Part
-from shardtune.data.preflight import Checked, bad_row_lines, check_leaks, check_source, check_stops
-from shardtune.data.prepared import Prepared, PreparedData, SourceReport
+from shardtune.data.readers import Part
 from shardtune.data.sources import Opened, open_source
-from shardtune.data.tokenise import Index, Overflow, Progress, Tally, tokenise
+from shardtune.data.tokenize import Index, Overflow, Progress, Tally, tokenise
+from shardtune.data.validate import Checked, bad_row_lines, check_leaks, check_source, check_stops
 from shardtune.errors import DataError, Problem
-from shardtune.job import TrainSource
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardtune.job import DataSection, Source
+    from shardtune.config.job import DataSection, Source
 
 SMALL = 64 << 20  # bytes of a source below which starting processes costs more than they bring
 SHARES = 4  # portions of the work for each process, so that none is left with a long one

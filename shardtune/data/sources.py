@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardtune.data.parts import (
+from shardtune.data.readers import (
     BOM,
     CsvFile,
     JsonList,
@@ -28,13 +28,13 @@ from shardtune.data.parts import (
     broken_json,
     json_text,
 )
-from shardtune.data.rows import JsonReader
+from shardtune.data.records import JsonReader
 from shardtune.errors import DataError, Problem, did_you_mean
 
 if TYPE_CHECKING:
     import datasets
 
-    from shardtune.job import Source
+    from shardtune.config.job import Source
 
 BLOCK = 1 << 20
 GRAIN = 4 << 20  # bytes of a part of a file of lines

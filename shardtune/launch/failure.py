@@ -7,12 +7,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardtune.core.pulse import Beat
+from shardtune.core.heartbeat import Beat
 from shardtune.errors import FailureKind, Problem
-from shardtune.launch.group import Group
-from shardtune.launch.last_words import LastWords
-from shardtune.launch.process import ask_for_stack, memory_kills
-from shardtune.launch.watch import Hung
+from shardtune.launch.error_file import LastWords
+from shardtune.launch.process_info import ask_for_stack, memory_kills
+from shardtune.launch.watchdog import Hung
+from shardtune.launch.workers import Group
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
+from shardtune.config.job import RayLaunch
 from shardtune.core.machine import Machine
 from shardtune.core.network import LOOPBACK
 from shardtune.errors import LaunchError, Problem
-from shardtune.job import RayLaunch
+from shardtune.launch.error_file import ERROR_FILE, read_last_words
 from shardtune.launch.failure import Failure
-from shardtune.launch.last_words import ERROR_FILE, read_last_words
-from shardtune.launch.policy import Policy, attempts, faults, halvings, refuse_restart
+from shardtune.launch.restart_policy import Policy, attempts, faults, halvings, refuse_restart
 
 _PRINTED = "rank-0.log"
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtune.core.cluster import find_gpu
-from shardtune.core.profile import CollectivePoint, GpuFacts, MatmulPoint, Measured, Profile
 from shardtune.core.world import World
 from shardtune.errors import JobError
+from shardtune.plan.cluster import find_gpu
+from shardtune.plan.machine_profile import CollectivePoint, GpuFacts, MatmulPoint, Measured, Profile
 
 GIB = 1 << 30
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]

@@ -20,18 +20,18 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.blueprint import Blueprint
 from shardtune.core.engine import Engine
 from shardtune.core.footprint import Held
 from shardtune.core.layout import State
+from shardtune.core.model_builder import Blueprint
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.tensors import local
+from shardtune.engine.dtensor import local
 from shardtune.errors import JobError, ModelError, Problem
-from shardtune.measure.ledger import Class, Ledger, Moment
-from shardtune.measure.pretend import pretending
-from shardtune.strategies import DeepSpeed, Strategy
+from shardtune.measure.allocation_ledger import Class, Ledger, Moment
+from shardtune.measure.fake_world import pretending
+from shardtune.parallel import DeepSpeed, Strategy
 
 STEPS = 2  # with the second, the optimizer's states are there from the start
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.core.known_models import hub_id, is_known
+from shardtune.core.model.known_models import hub_id, is_known
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.models import smollm2, tiny
-from shardtune.models.folder import cached_folder
+from shardtune.models.hf_folder import cached_folder
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 PLACE = "model.name"

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from shardtune.config.job import Adapter, ModelSection, NoAdapter, TrainSection
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
-from shardtune.job import Adapter, ModelSection, NoAdapter, TrainSection
-from shardtune.models.adapters import check_names, check_trains_tokens
+from shardtune.models.added_tokens import Growth, add_tokens, grow
 from shardtune.models.catalogue import resolve
-from shardtune.models.tokens import Growth, add_tokens, grow
-from shardtune.models.weights import INDEX, read_index
+from shardtune.models.peft_adapters import check_names, check_trains_tokens
+from shardtune.models.weight_files import INDEX, read_index
 
 PLACE = "model.name"
 _FIX = (

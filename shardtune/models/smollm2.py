@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import IO
 
 from shardtune.errors import ModelError, Problem
-from shardtune.models.folder import cached_model, write_folder
-from shardtune.models.from_gguf import (
+from shardtune.models.gguf import (
     open_gguf,
     read_config,
     read_tensors,
     read_tokenizer,
     require_gguf,
 )
+from shardtune.models.hf_folder import cached_model, write_folder
 
 NAME = "smollm2-135m-instruct"
 FOLDER = f"{NAME}-v1"

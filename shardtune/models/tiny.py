@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardtune.models.folder import cached_model, write_folder
+from shardtune.models.hf_folder import cached_model, write_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

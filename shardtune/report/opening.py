@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardtune.core.document import KeyPath, dotted
-from shardtune.job import Job
+from shardtune.config.job import Job
+from shardtune.core.yaml_document import KeyPath, dotted
 
 if TYPE_CHECKING:
-    from shardtune.data.prepared import SourceReport
+    from shardtune.data.dataset import SourceReport
 
 
 def print_opening(

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shardtune.report.terminal import duration
+from shardtune.report.live import duration
 
 # A resumed run whose metrics were lost doesn't know where it began.
 _UNKNOWN = dict.fromkeys(("loss", "perplexity", "accuracy"), math.nan)

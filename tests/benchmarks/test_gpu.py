@@ -26,13 +26,13 @@ from benchmarks.gpu_peers import flattened
 from benchmarks.gpu_report import latest, ratio, rows
 from benchmarks.gpu_run import measure
 from benchmarks.gpu_train import STOP, documents_of, train_job, write_rows
-from shardtune.budget import within_memory
-from shardtune.core.cluster import parse_cluster
-from shardtune.core.known_models import find_model, known_model
+from shardtune.config.auto import resolve
+from shardtune.config.job import Job
 from shardtune.core.machine import Machine
+from shardtune.core.model.known_models import find_model, known_model
 from shardtune.core.step import IGNORED
-from shardtune.job import Job
-from shardtune.resolve import resolve
+from shardtune.plan.cluster import parse_cluster
+from shardtune.plan.memory_budget import within_memory
 
 BF16_NOISE = 1e-3  # seen on the CPU: 1e-4 with adapters over these steps
 

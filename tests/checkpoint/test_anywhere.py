@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from shardtune.checkpoint.async_saver import Identity, Saver
 from shardtune.checkpoint.digest import digest_of
-from shardtune.checkpoint.newest import newest
+from shardtune.checkpoint.latest import newest
 from shardtune.checkpoint.reader import Reader
-from shardtune.checkpoint.saver import Identity, Saver
-from shardtune.core.schedule import Schedule
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
-from shardtune.launch.join import JoinedWorld
-from shardtune.strategies import Strategy
+from shardtune.launch.process_group import JoinedWorld
+from shardtune.parallel import Strategy
 from tests.conformance.guarantees import MICRO_BATCH, blueprint, microbatches
 from tests.conformance.table import STAGES, STRATEGIES
 from tests.models import families

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardtune.checkpoint.digest import digest_of
+from shardtune.checkpoint.latest import newest
 from shardtune.checkpoint.manifest import NAME, read_manifest, sealed
-from shardtune.checkpoint.newest import newest
 from shardtune.checkpoint.reader import Reader
 from shardtune.errors import RunError
-from shardtune.launch.join import JoinedWorld
+from shardtune.launch.process_group import JoinedWorld
 from tests.checkpoint.together import save, state, together
 from tests.exam.corruption import CORRUPTIONS, shards, stale, swap
 

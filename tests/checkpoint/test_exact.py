@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.verify import verify_run
-from shardtune.job import Job
+from shardtune.config.job import Job
 from tests.conformance.table import STAGES, STRATEGIES
 from tests.runs import lines, train_on
 from tests.synthetic import make_job

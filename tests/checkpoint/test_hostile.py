@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save
 
 import shardtune
+from shardtune.checkpoint.latest import newest
 from shardtune.checkpoint.manifest import NAME, sealed
-from shardtune.checkpoint.newest import newest
 from shardtune.checkpoint.reader import Reader
 from shardtune.errors import RunError
-from shardtune.launch.join import JoinedWorld
+from shardtune.launch.process_group import JoinedWorld
 from tests.checkpoint.together import save as save_checkpoint
 
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardtune.checkpoint.export import save_result
 from shardtune.checkpoint.merge import merge_adapter
-from shardtune.checkpoint.result import save_result
-from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.cli.result_command import ask, merge
+from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import RunError
-from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.models import tiny
-from shardtune.results import ask, merge
 from tests.synthetic import batch, load_model, make_job, trained
 
 STOPS = frozenset({tiny.END, 10})

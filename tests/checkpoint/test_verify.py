@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardtune.checkpoint.disk import estimate, require_room
-from shardtune.checkpoint.result import save_result
-from shardtune.checkpoint.rundir import RunDir
+from shardtune.checkpoint.disk_space import estimate, require_room
+from shardtune.checkpoint.export import save_result
+from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.verify import verify_run
-from shardtune.cli import main
+from shardtune.cli.main import main
+from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.errors import RunError
-from shardtune.job import LoRA, ModelSection, TrainSection
 from shardtune.models import tiny
 from tests.checkpoint.together import save
 from tests.synthetic import load_model, make_job, trained

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardtune.checkpoint.saver import Identity, Saver
-from shardtune.core.pieces import Cut, Piece
+from shardtune.checkpoint.async_saver import Identity, Saver
+from shardtune.core.tensor_shards import Cut, Piece
 
 Answer = TypeVar("Answer")
 

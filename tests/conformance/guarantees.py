@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from shardtune.core.document import dotted
+from shardtune.config.auto import resolve
+from shardtune.config.job import Adapter, ModelSection, TrainSection
+from shardtune.config.rules import check
 from shardtune.core.footprint import Held, ModelBytes, predict_held, predict_sent
 from shardtune.core.layout import Layout
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.machine import Machine
 from shardtune.core.mesh import Mesh
-from shardtune.core.schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
+from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
-from shardtune.job import Adapter, ModelSection, TrainSection
-from shardtune.measure.probe import CollectiveProbe
-from shardtune.models.blueprint import ModelBlueprint
-from shardtune.resolve import resolve
-from shardtune.rules import check
-from shardtune.strategies import DDP, Strategy
+from shardtune.measure.collective_counter import CollectiveProbe
+from shardtune.models.builder import ModelBlueprint
+from shardtune.parallel import DDP, Strategy
 from tests.conformance.slices import sliced
 from tests.conformance.stages import place_of
 from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MODELS, SWAP, Row

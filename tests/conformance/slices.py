@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from shardtune.core.families import FAMILIES
 from shardtune.core.footprint import ModelBytes
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.parallel_plan import FAMILIES
 from shardtune.core.step import IGNORED
-from shardtune.measure.probe import CONTROL
+from shardtune.measure.collective_counter import CONTROL
 from tests.conformance.stages import Place
 from tests.conformance.table import LISTENED, MICRO_BATCH
 from tests.numerics.test_factorisations import LENGTH, loader

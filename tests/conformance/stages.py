@@ -7,10 +7,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shardtune.core.families import FAMILIES
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.pipelining import cut, stage_costs
+from shardtune.core.model.parallel_plan import FAMILIES
+from shardtune.core.pipeline_schedule import cut, stage_costs
 
 FAMILY = FAMILIES["llama"]
 FP32 = 4

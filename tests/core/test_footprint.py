@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
-from shardtune.strategies import Strategy
+from shardtune.parallel import Strategy
 
 # 7.5 billion parameters, mixed precision with Adam: 2 + 2 + 12 bytes each (figure 1 of the paper).
 WHOLE = ModelBytes(

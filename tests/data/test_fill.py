@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from shardtune.config.job import Columns, DataSection, TrainSource
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
-from shardtune.job import Columns, DataSection, TrainSource
 
 SHARED = Path(__file__).parents[3] / "shared"
 DATA, TOKENIZER = SHARED / "data", SHARED / "tokenizers" / "smollm2"

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtune.config.job import Columns, Source
 from shardtune.data import encode
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.formats import make_format
-from shardtune.data.rows import BadRow, Row
+from shardtune.data.records import BadRow, Row
 from shardtune.errors import DataError
-from shardtune.job import Columns, Source
 from shardtune.models import tiny
 
 END = "<|im_end|>"  # the tokenizer's end-of-text token

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from shardtune.config.job import DataSection, Source, TrainSource
 from shardtune.data.inspect import document_text, histogram, view
 from shardtune.data.prepare import prepare
-from shardtune.job import DataSection, Source, TrainSource
 from shardtune.models import tiny
 
 ROW = {"instruction": "Say hé 😀.", "output": "[bold]hé[/bold] 😀"}

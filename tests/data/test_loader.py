@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtune.config.job import DataSection, Source, TrainSource
 from shardtune.core.step import IGNORED
+from shardtune.data.dataset import Prepared, PreparedData, SourceReport
 from shardtune.data.loader import Loader
-from shardtune.data.order import Document
-from shardtune.data.prepared import Prepared, PreparedData, SourceReport
-from shardtune.job import DataSection, Source, TrainSource
+from shardtune.data.sampler import Document
 
 LENGTH = 32
 PAD = 0

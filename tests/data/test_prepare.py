@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtune.config.job import Columns, DataSection, Source, TrainSource
 from shardtune.data import prepare as prepare_module
-from shardtune.data import sources, store, tokenise
+from shardtune.data import prepared_cache as store
+from shardtune.data import sources
+from shardtune.data import tokenize as tokenise
 from shardtune.data.encode import Tokens
 from shardtune.data.prepare import prepare
-from shardtune.data.tokenise import Index, Tally, _cut
+from shardtune.data.tokenize import Index, Tally, _cut
 from shardtune.errors import DataError
-from shardtune.job import Columns, DataSection, Source, TrainSource
 from shardtune.models import tiny
 
 STOPS = frozenset({tiny.END})

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardtune.cli import _parse, main
-from shardtune.job import RayLaunch
-from shardtune.jobfile import load_job
+from shardtune.cli.main import _parse, main
+from shardtune.config.job import RayLaunch
+from shardtune.config.job_file import load_job
 from tests.docs.test_readme import ROOT, blocks
 from tests.jobs import job_text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.cli import _parse, main
+from shardtune.cli.main import _parse, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

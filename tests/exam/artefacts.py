@@ -24,7 +24,7 @@ def two_jobs(lab: Lab, found: Findings) -> None:
     """16, 17: a second run in the same directory, while the first lives and after it died."""
     hold = (
         "import sys, time; from pathlib import Path\n"
-        "from shardtune.checkpoint.rundir import RunDir\n"
+        "from shardtune.checkpoint.run_dir import RunDir\n"
         "with RunDir(Path(sys.argv[1])).locked():\n"
         "    print('locked', flush=True)\n"
         "    time.sleep(600)"

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from shardtune.checkpoint.digest import digest_of
-from shardtune.checkpoint.newest import newest
+from shardtune.checkpoint.latest import newest
 from shardtune.checkpoint.reader import Reader
-from shardtune.launch.join import JoinedWorld
+from shardtune.launch.process_group import JoinedWorld
 from tests.checkpoint.together import save, state
 from tests.exam.corruption import CORRUPTIONS
 

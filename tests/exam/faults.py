@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.pulse import Phase, Pulse
+from shardtune.core.heartbeat import Phase, Pulse
 
 SMALL_DISK = "small"
 
@@ -127,7 +127,7 @@ def _eat_memory(fault: Fault) -> None:
 
 def _fail_write(fault: Fault) -> None:
     """The next file of a checkpoint can't be written; `value` is the number of the error."""
-    from shardtune.checkpoint import shards
+    from shardtune.checkpoint import safetensors_writer as shards
 
     write = shards.write_file
 

@@ -30,17 +30,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardtune.checkpoint.async_saver import Identity, Saver
 from shardtune.checkpoint.digest import digest_of
+from shardtune.checkpoint.directory import checkpoints, sweep
+from shardtune.checkpoint.latest import newest
 from shardtune.checkpoint.manifest import read_manifest
-from shardtune.checkpoint.newest import newest
 from shardtune.checkpoint.reader import Reader
-from shardtune.checkpoint.saver import Identity, Saver
-from shardtune.checkpoint.store import checkpoints, sweep
-from shardtune.core.pieces import dealt
+from shardtune.config.job import LoRA
+from shardtune.core.tensor_shards import dealt
 from shardtune.core.world import World
-from shardtune.job import LoRA
-from shardtune.launch.join import JoinedWorld
-from tests.engines.test_native import batch, make
+from shardtune.launch.process_group import JoinedWorld
+from tests.engine.test_native import batch, make
 from tests.ranks import _CONTEXT, on_ranks
 
 CALLS = ("mkdir", "openat", "write", "fsync", "close", "rename", "getdents64", "unlinkat", "rmdir")

@@ -10,10 +10,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from shardtune.checkpoint.rundir import RunDir
-from shardtune.checkpoint.store import checkpoint_name
+from shardtune.checkpoint.directory import checkpoint_name
+from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.verify import verify_run
-from shardtune.jobfile import load_job
+from shardtune.config.job_file import load_job
 from tests.exam.case import Findings
 from tests.exam.faults import SMALL_DISK, Fault
 from tests.exam.harness import Lab

@@ -178,7 +178,7 @@ _AS_SHELL = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 sys.argv[1:1] = ["train", "job.yaml"]
-from shardtune.cli import program
+from shardtune.cli.main import program
 program()
 """
 

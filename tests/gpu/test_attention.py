@@ -12,11 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardtune.core.documents import document_ends, is_told, told_of
-from shardtune.engines.staging import sent
-from shardtune.models import attention, flash
-from shardtune.models.attention import how_kept_apart, use_boundaries
-from shardtune.models.isolation import require_isolation
+from shardtune.core.document_boundaries import document_ends, is_told, told_of
+from shardtune.engine.host_to_device import sent
+from shardtune.kernels import flash_attention as flash
+from shardtune.models import packed_attention as attention
+from shardtune.models.packed_attention import how_kept_apart, use_boundaries
+from shardtune.models.packing_check import require_isolation
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardtune.core.documents import is_told
+from shardtune.config.job import NoAdapter
+from shardtune.core.document_boundaries import is_told
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.ddp import native_engine
-from shardtune.job import NoAdapter
-from shardtune.models import flash
-from shardtune.models.attention import use_boundaries
-from shardtune.models.parts import decoder_layers
-from shardtune.models.speed import Speed, hasten
-from tests.engines.test_offload import SETUP
+from shardtune.kernels import flash_attention as flash
+from shardtune.models.fused.apply import Speed, hasten
+from shardtune.models.materialize import decoder_layers
+from shardtune.models.packed_attention import use_boundaries
+from shardtune.parallel.ddp.engine import native_engine
+from tests.engine.test_activation_offload import SETUP
 from tests.synthetic import batch
 
 pytestmark = [

@@ -9,25 +9,25 @@ import pytest
 import torch
 from torch import nn
 
-from shardtune.engines.halved import FEW, add_up_rows
-from shardtune.engines.score import score_in_place
-from shardtune.models.across import stand_together
-from shardtune.models.added import added
-from shardtune.models.by_data import Heard, by_data
-from shardtune.models.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
-from shardtune.models.gated import gated, gated_back
-from shardtune.models.products import Adapted, GatedProducts
-from shardtune.models.silu import opened_back
-from shardtune.models.unrounded import in_fp32
-from tests.engines.test_one_pass import KINDS, LIMIT, follows_torch
-from tests.engines.test_score import SHAPES, assert_right
-from tests.engines.test_score import given as rows_of
+from shardtune.kernels.cross_entropy import score_in_place
+from shardtune.kernels.lora_residual import added
+from shardtune.kernels.matmul_fp32_out import in_fp32
+from shardtune.kernels.stacked_linear import stand_together
+from shardtune.kernels.swiglu_backward import opened_back
+from shardtune.kernels.swiglu_lora import gated, gated_back
+from shardtune.models.fused.lora_autograd import Adapted, GatedProducts
+from shardtune.models.quantization.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
+from shardtune.models.quantization.gptq import Heard, by_data
+from shardtune.parallel.ddp.single_gpu import FEW, add_up_rows
+from tests.engine.test_adamw_split_bf16 import KINDS, LIMIT, follows_torch
+from tests.kernels.test_cross_entropy import SHAPES, assert_right
+from tests.kernels.test_cross_entropy import given as rows_of
+from tests.kernels.test_rope import Order, assert_turned
+from tests.kernels.test_swiglu_lora import assert_right as assert_gated
+from tests.kernels.test_swiglu_lora import given
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
-from tests.models.test_gated import assert_right as assert_gated
-from tests.models.test_gated import given
-from tests.models.test_rotary import Order, assert_turned
-from tests.models.test_whole import assert_opened
+from tests.models.test_full_finetune import assert_opened
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from tests.models.test_lora import model_of, quickened
+from tests.models.test_fused_lora import model_of, quickened
 
 pytestmark = [
     pytest.mark.gpu,

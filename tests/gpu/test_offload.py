@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
-from shardtune.engines.native import NativeEngine
-from shardtune.engines.offload import LEAST, Offload
-from shardtune.models import flash
-from shardtune.models.attention import use_boundaries
-from tests.engines.test_offload import SETUP, Stack
+from shardtune.engine.activation_offload import LEAST, Offload
+from shardtune.engine.native import NativeEngine
+from shardtune.kernels import flash_attention as flash
+from shardtune.models.packed_attention import use_boundaries
+from tests.engine.test_activation_offload import SETUP, Stack
 from tests.synthetic import batch
 
 pytestmark = [

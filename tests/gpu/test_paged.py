@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shardtune.checkpoint.snapshot import Snapshot
 from shardtune.core.world import World
-from shardtune.engines.halved import HalvedEngine
-from shardtune.engines.native import NativeEngine
-from shardtune.engines.paged import in_main_memory
-from shardtune.models import flash
-from shardtune.models.attention import use_boundaries
-from tests.engines.test_offload import SETUP
+from shardtune.engine.native import NativeEngine
+from shardtune.engine.optim.host_mapped import in_main_memory
+from shardtune.kernels import flash_attention as flash
+from shardtune.models.packed_attention import use_boundaries
+from shardtune.parallel.ddp.single_gpu import HalvedEngine
+from tests.engine.test_activation_offload import SETUP
 from tests.models.exact import distance
 from tests.synthetic import batch
 

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from shardtune.core.step import LateResult, MicroBatch
-from shardtune.engines.native import NativeEngine
-from shardtune.measure.meter import Meter
-from tests.engines.test_native import batch
-from tests.engines.test_optimizer import RULES, clipped_as_torch_does, left_out
-from tests.engines.test_waiting import ADAPTERS, make
+from shardtune.engine.native import NativeEngine
+from shardtune.training.meter import Meter
+from tests.engine.test_build_optimizer import RULES, clipped_as_torch_does, left_out
+from tests.engine.test_native import batch
+from tests.engine.test_waiting import ADAPTERS, make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -201,7 +201,7 @@ def test_a_ranks_memory_is_in_segments_that_grow() -> None:
         "import os, torch\n"
         "for name in list(os.environ):\n"
         "    if name.endswith('ALLOC_CONF'): del os.environ[name]\n"
-        "from shardtune.launch.join import join\n"
+        "from shardtune.launch.process_group import join\n"
         "with join(1) as world:\n"
         "    kept = torch.ones(1 << 20, device=world.device)\n"
         "    print(all(each['is_expandable'] for each in torch.cuda.memory_snapshot()))\n"

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.pulse import Pulses, open_pulse
+from shardtune.core.heartbeat import Pulses, open_pulse
 from shardtune.launch.failure import collective, numbered, of_hung_rank
-from shardtune.launch.watch import Hung
+from shardtune.launch.watchdog import Hung
 
 # As faulthandler writes it, from a rank of two that waited for the other with gloo.
 STACK = """\
 Thread 0x00007f (most recent call first):
   File "site-packages/torch/distributed/distributed_c10d.py", line 3012 in all_reduce
   File "site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "shardtune/launch/join.py", line 68 in most
+  File "shardtune/launch/process_group.py", line 68 in most
 """
 SHARDS = """\
   File "site-packages/torch/distributed/distributed_c10d.py", line 4113 in all_gather_into_tensor

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from shardtune.cli import main
+from shardtune.cli.main import main
+from shardtune.config.job import LocalLaunch, RayLaunch
+from shardtune.config.job_file import load_job
 from shardtune.errors import JobError
-from shardtune.job import LocalLaunch, RayLaunch
-from shardtune.jobfile import load_job
-from shardtune.strategies import DeepSpeed
+from shardtune.parallel import DeepSpeed
 from tests.jobs import write_job
 
 ROOT = Path(__file__).parents[2]

@@ -15,16 +15,16 @@ import pytest
 
 from shardtune.errors import LaunchError
 from shardtune.launch.failure import Failure
-from shardtune.launch.local import Policy, run_local
-from shardtune.launch.policy import halvings
+from shardtune.launch.restart_policy import halvings
+from shardtune.launch.supervisor import Policy, run_local
 
 BEGINNING = """\
 import os, signal, sys, time
 from pathlib import Path
-from shardtune.core.pulse import open_pulse
+from shardtune.core.heartbeat import open_pulse
 from shardtune.launch import PULSE
-from shardtune.launch.last_words import leaving_last_words
-from shardtune.launch.process import answer_with_stack
+from shardtune.launch.error_file import leaving_last_words
+from shardtune.launch.process_info import answer_with_stack
 folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 answer_with_stack()

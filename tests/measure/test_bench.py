@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardtune.core.cluster import parse_cluster
-from shardtune.core.document import dump_document
-from shardtune.core.profile import CollectivePoint, Profile
 from shardtune.core.world import World
-from shardtune.report.bench import bus_gbs, draw_bench, print_bench
+from shardtune.core.yaml_document import dump_document
+from shardtune.plan.cluster import parse_cluster
+from shardtune.plan.machine_profile import CollectivePoint, Profile
+from shardtune.report.bench_table import bus_gbs, draw_bench, print_bench
 from tests.ranks import on_ranks
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardtune.core.schedule import Schedule
+from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, Loss, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.errors import JobError
-from shardtune.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.measure.dry_run import DryRun, dry_run, micro_batch, replay
 from shardtune.models import tiny
-from shardtune.models.blueprint import EmptyBlueprint, ModelBlueprint
-from shardtune.strategies import DDP, FSDP, DeepSpeed, Strategy
+from shardtune.models.builder import EmptyBlueprint, ModelBlueprint
+from shardtune.parallel import DDP, FSDP, DeepSpeed, Strategy
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.long

@@ -48,7 +48,9 @@ def unwritten_is_nan() -> Iterator[None]:
 def rows_of_lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether joint matrices have rows that begin with a line of the cache. A compiler is told how
     they lie in memory, and what is done step by step has to lie like that, too."""
-    from shardtune.models import across, gated, rotary
+    from shardtune.kernels import rope as rotary
+    from shardtune.kernels import stacked_linear as across
+    from shardtune.kernels import swiglu_lora as gated
 
     def padded(like: Any, rows: int, columns: int) -> Any:
         return like.new_zeros(rows, -(-columns // across.LINE) * across.LINE)[:, :columns]

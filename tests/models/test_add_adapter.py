@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.core.world import World
 from shardtune.errors import ModelError
-from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
-from shardtune.models.adapters import add_adapter
 from shardtune.models.load import load_base
+from shardtune.models.peft_adapters import add_adapter
 from tests.ranks import on_ranks
 from tests.synthetic import load_model
 

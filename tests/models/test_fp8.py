@@ -9,28 +9,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardtune.core import shape
-from shardtune.core.eight_bits import ROOM, square
-from shardtune.core.schedule import Schedule
+from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
+from shardtune.core.fp8_memory import ROOM, square
+from shardtune.core.lr_schedule import Schedule
+from shardtune.core.model import shape
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
-from shardtune.engines.ddp import DDPEngine
-from shardtune.engines.native import NativeEngine
-from shardtune.job import IA3, Adapter, LoRA, ModelSection, TrainSection
-from shardtune.measure.ledger import Ledger
-from shardtune.models import fp8, parts, usual
-from shardtune.models.blueprint import ModelBlueprint
-from shardtune.models.by_data import E4M3, LARGEST, Heard, by_data, bytes_of
-from shardtune.models.fp8 import (
+from shardtune.engine.native import NativeEngine
+from shardtune.measure.allocation_ledger import Ledger
+from shardtune.models import materialize as parts
+from shardtune.models.builder import ModelBlueprint
+from shardtune.models.fused.lora import AdaptedLinear, GatedMLP, Joining
+from shardtune.models.fused.lora_autograd import Adapted
+from shardtune.models.load_result import load_result
+from shardtune.models.quantization import calibration as usual
+from shardtune.models.quantization import fp8
+from shardtune.models.quantization.fp8 import (
     FP8Linear,
     JointFP8,
     by_row,
     how_multiplied,
 )
-from shardtune.models.lora import AdaptedLinear, GatedMLP, Joining
-from shardtune.models.products import Adapted
-from shardtune.models.result import load_result
-from shardtune.shapes import shape_of
+from shardtune.models.quantization.gptq import E4M3, LARGEST, Heard, by_data, bytes_of
+from shardtune.parallel.ddp.engine import DDPEngine
+from shardtune.plan.model_config import shape_of
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
 from tests.models.families import write

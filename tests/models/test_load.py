@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import ModelError
-from shardtune.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.models import tiny
 from shardtune.models.catalogue import resolve
 from shardtune.models.load import (

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.core.world import World
-from shardtune.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
-from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.builder import ModelBlueprint
 from tests.highest import highest_rise, rounding
 from tests.models.families import write
 from tests.ranks import on_ranks
@@ -78,7 +78,7 @@ def under_fsdp(world: World, folder: str, kind: str, adapter: Adapter) -> dict[s
 
 
 def under_zero3(world: World, folder: str, kind: str, adapter: Adapter) -> dict[str, Any]:
-    from shardtune.engines.deepspeed_start import start
+    from shardtune.parallel.deepspeed.startup import start
 
     deepspeed = start(world)
     from deepspeed.utils import safe_get_full_grad

@@ -14,14 +14,21 @@ import torch
 from datasets import Dataset
 from torch.nn import functional
 
-from shardtune.core.schedule import Schedule
+from shardtune.config.job import (
+    DataSection,
+    LoRA,
+    ModelSection,
+    NoAdapter,
+    TrainSection,
+    TrainSource,
+)
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
+from shardtune.data.dataset import Prepared, PreparedData, SourceReport
 from shardtune.data.loader import Loader
-from shardtune.data.prepared import Prepared, PreparedData, SourceReport
-from shardtune.engines.ddp import native_engine
-from shardtune.job import DataSection, LoRA, ModelSection, NoAdapter, TrainSection, TrainSource
-from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.builder import ModelBlueprint
+from shardtune.parallel.ddp.engine import native_engine
 from tests.ranks import on_ranks
 
 STEPS = 5

@@ -16,9 +16,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from shardtune.config.job import Job
 from shardtune.core.world import World
-from shardtune.job import Job
-from shardtune.models.blueprint import ModelBlueprint
+from shardtune.models.builder import ModelBlueprint
 from shardtune.models.catalogue import resolve as model_folder
 from shardtune.train import Inputs, open_inputs, open_loader, train
 

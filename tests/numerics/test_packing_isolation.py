@@ -16,16 +16,16 @@ import pytest
 import torch
 from datasets import Dataset
 
-from shardtune.core.schedule import Schedule
+from shardtune.config.job import ModelSection, NoAdapter, TrainSection
+from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.data.collate import Collator
-from shardtune.data.order import Document
-from shardtune.data.prepared import Prepared, SourceReport
-from shardtune.engines.native import NativeEngine
-from shardtune.job import ModelSection, NoAdapter, TrainSection
-from shardtune.models.blueprint import ModelBlueprint
+from shardtune.data.dataset import Prepared, SourceReport
+from shardtune.data.sampler import Document
+from shardtune.engine.native import NativeEngine
+from shardtune.models.builder import ModelBlueprint
 from shardtune.models.load import load_tokenizer
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"

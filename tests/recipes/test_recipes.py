@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardtune.cli import main
+from shardtune.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -64,7 +64,9 @@ def require(text: str) -> None:
     if "nvme" in text and not Path("/usr/include/libaio.h").exists():
         pytest.skip("libaio is not installed")
     if "nvme" in text:
-        pytest.skip("DeepSpeed compiles for minutes; tests/engines/test_deepspeed.py has the case")
+        pytest.skip(
+            "DeepSpeed compiles for minutes; tests/parallel/test_deepspeed_engine.py has the case"
+        )
 
 
 @pytest.mark.parametrize("name", ["lora_8b", "fp8_8b", "lean_8b", "paged_1b", "qlora_70b"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from shardtune.config.auto import resolve
 from shardtune.core.machine import Machine
 from shardtune.report.opening import print_opening
-from shardtune.resolve import resolve
 from tests.report.screen import plain_console, shown, squeezed
 from tests.synthetic import make_job, numbered, prepared
 

@@ -1,0 +1,79 @@
+"""Finds the newest checkpoint that is good to the last byte.
+
+No weight is used before every file of its checkpoint has been read and hashed; the ranks divide
+that work. What is wrong with a checkpoint that is passed over is said, never hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtune.checkpoint.async_saver import Ranks
+from shardtune.checkpoint.directory import checkpoints
+from shardtune.checkpoint.hashed_file import difference
+from shardtune.checkpoint.manifest import NAME, Damaged, Manifest, Newer, read_manifest
+from shardtune.errors import Problem, RunError
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from, if there is one, and those that were passed over."""
+
+    checkpoint: tuple[Path, Manifest] | None
+    damaged: tuple[tuple[Path, str], ...]
+
+
+def newest(folder: Path, run: str, ranks: Ranks) -> Found:
+    """The latest good checkpoint of `run`. All ranks look together and find the same.
+
+    RunError if there are checkpoints and none of them is good, or if one is of a newer version.
+    """
+    damaged: list[tuple[Path, str]] = []
+    names = json.loads(ranks.gather(json.dumps([path.name for _, path in checkpoints(folder)]))[0])
+    for name in reversed(names):
+        path = folder / name
+        manifest, wrong = None, ""
+        try:
+            manifest = read_checked(path, run)
+            wrong = next(faults(path, manifest, ranks.rank, ranks.size), "")
+        except Damaged as error:
+            wrong = str(error)
+        except Newer as error:
+            fix = "use the version of shardtune that wrote it"
+            raise RunError(Problem(str(path), str(error), fix)) from None
+        reasons = [reason for reason in ranks.gather(wrong) if reason]
+        if manifest is not None and not reasons:
+            return Found((path, manifest), tuple(damaged))
+        damaged.append((path, reasons[0]))
+    if damaged:
+        fix = "put a good copy back, or begin again (--overwrite)"
+        raise RunError([Problem(str(path), f"is damaged: {why}", fix) for path, why in damaged])
+    return Found(None, ())
+
+
+def read_checked(checkpoint: Path, run: str | None) -> Manifest:
+    """The manifest, if it is the one of this folder and this run."""
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        raise Damaged("is no folder")
+    manifest = read_manifest(checkpoint)
+    if checkpoint.name != f"step-{manifest.step:06d}":
+        raise Damaged(f"{NAME} is that of step {manifest.step}")
+    if run is not None and manifest.run != run:
+        raise Damaged(f"{NAME} is that of another run ({manifest.run}; this one is {run})")
+    return manifest
+
+
+def faults(checkpoint: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> Iterator[str]:
+    """What is wrong with this rank's share of the files, file by file; every byte is read."""
+    if rank == 0:
+        known = {NAME, *manifest.files}
+        there = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".")}
+        for name in sorted(there - known):
+            yield f"{name} does not belong to it"
+    for name in sorted(manifest.files)[rank::ranks]:
+        wrong = difference(checkpoint / name, manifest.files[name], manifest.metadata(name))
+        if wrong:
+            yield f"{name} {wrong}"

@@ -1,0 +1,194 @@
+"""`shardtune doctor`: looks at a machine, or at several together, before a run does.
+
+On several nodes the same command runs on each; they exchange what they found and measure the links
+between neighbours, one after the other, so that none disturbs another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shardtune.cli.train_command import this_node
+from shardtune.core.network import listen, own_address
+from shardtune.errors import LaunchError, Problem, ShardtuneError
+from shardtune.measure.bandwidth import Link, receive, send
+from shardtune.measure.node_checks import CLOCK, Finding, findings, local_facts
+from shardtune.report.doctor_table import print_findings
+
+if TYPE_CHECKING:
+    from shardtune.config.auto import ResolvedJob
+    from shardtune.config.job import Job
+    from shardtune.launch.multi_node import Meeting, Node
+
+WAIT = 120.0  # seconds that nodes wait for each other
+AS_EXPECTED = 0.85
+"""The share of the expected bandwidth below which a link is called slow."""
+RULE_BITS = 48
+"""Of each parameter that ZeRO-3 sends in a step: gathered twice and reduced once, 16 bits each."""
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """The command. Exit code 1 if something is bad."""
+    node = this_node(arguments)
+    with _meeting(node) as meeting:
+        job, wrong = _job(arguments, node.count if node else 1)
+        everywhere = _exchange(meeting, "facts", local_facts(job))
+        links = _links(meeting) if meeting is not None and node is not None else []
+        if node is not None and node.number > 0:
+            print("node 0 shows what was found")
+            return 0
+        found = [*wrong, *findings(everywhere, job)]
+        if node is not None:
+            fact = f"all {node.count} nodes reach node 0 at {node.head}:{node.port}"
+            found.append(Finding("good", "rendezvous", fact))
+            found += about_links(links, job, node.count, arguments.expected)
+    if arguments.json:
+        told = {"nodes": everywhere, "links": [asdict(link) for link in links]}
+        print(json.dumps(told | {"findings": [asdict(each) for each in found]}, indent=2))
+    else:
+        print_findings(found)
+    return int(any(each.level == "bad" for each in found))
+
+
+def _job(arguments: argparse.Namespace, nodes: int) -> tuple[Job | None, list[Finding]]:
+    """The job as it would run, and what is wrong with it."""
+    from shardtune.config.job_file import load_job
+
+    if arguments.job is None:
+        return None, []
+    loaded = load_job(arguments.job, arguments.overrides)
+    try:
+        return _resolved(arguments, nodes).job, []
+    except ShardtuneError as error:
+        problems = error.problems
+        return loaded.job, [Finding("bad", each.place, each.fact, each.fix) for each in problems]
+
+
+def _resolved(arguments: argparse.Namespace, nodes: int) -> ResolvedJob:
+    from shardtune.cli.train_command import read_job
+
+    return read_job(arguments, runs_here=True, nodes=nodes)[1]
+
+
+@contextmanager
+def _meeting(node: Node | None) -> Iterator[Meeting | None]:
+    from shardtune.launch.multi_node import Meeting
+
+    if node is None:
+        yield None
+        return
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with closing(Meeting(node, 1, wait=WAIT, say=say)) as meeting:
+        yield meeting
+
+
+def _exchange(meeting: Meeting | None, name: str, mine: Any) -> list[Any]:
+    if meeting is None:
+        return [mine]
+    return [json.loads(text) for text in meeting.exchange(name, json.dumps(mine))]
+
+
+def _links(meeting: Meeting) -> list[Link]:
+    """From each node to the next, in both directions; the last one's next is the first."""
+    node, found = meeting.node, []
+    own = node.head if node.number == 0 else own_address(node.head)
+    pairs = [(a, (a + 1) % node.count) for a in range(node.count)]
+    ways = list(dict.fromkeys(way for a, b in pairs for way in ((a, b), (b, a))))
+    for source, target in ways:
+        link: Link | None = None
+        listener = listen(own, 0) if node.number == target else None
+        name = f"{source}-{target}"
+        if listener is not None:
+            listener.listen()
+        place = listener.getsockname() if listener is not None else None
+        address, port = _exchange(meeting, f"place {name}", place)[target]
+        try:
+            if listener is not None:
+                with listener:
+                    receive(listener)
+            elif node.number == source:
+                link = send(source, target, address, port)
+        except OSError as error:
+            fact = f"the link from node {source} to node {target} failed: {error}"
+            fix = "open all ports between the nodes, or mend the network"
+            raise LaunchError(Problem("link", fact, fix)) from None
+        told = _exchange(meeting, f"link {name}", asdict(link) if link is not None else None)
+        found.append(Link(**told[source]))
+    return found
+
+
+def about_links(
+    links: Sequence[Link], job: Job | None, nodes: int, expected: float | None
+) -> list[Finding]:
+    """How fast each is, beside what was expected and what the job needs."""
+    found = []
+    for link in links:
+        place = f"node {link.source} -> node {link.target}"
+        fact = f"{link.gbps:.3g} Gbit/s over TCP, {link.milliseconds:.2g} ms there and back"
+        slow = expected is not None and link.gbps < AS_EXPECTED * expected
+        if expected is not None:
+            fact += f"; {expected:g} Gbit/s were expected"
+        fix = "look for a wrong interface (--interface), a full switch or a bad cable"
+        found.append(Finding("warning" if slow else "good", place, fact, fix if slow else ""))
+        if abs(link.clock_seconds) > CLOCK:
+            fact = f"the clocks are {abs(link.clock_seconds):.1f} s apart"
+            fix = "let a time service set them; logs of the nodes can't be compared so"
+            found.append(Finding("warning", place, fact, fix))
+    if job is not None and links:
+        found.append(_need(job, nodes, min(links, key=lambda link: link.gbps)))
+    return found
+
+
+def _need(job: Job, nodes: int, slowest: Link) -> Finding:
+    """What the slowest link means for the job."""
+    from shardtune.core.machine import Machine
+    from shardtune.plan.model_config import shape_of
+    from shardtune.plan.this_machine import look
+
+    foretold = look(job, Machine.here(), nodes)
+    parameters = shape_of(job.model).parameters
+    if gathers_everywhere(job):
+        bits = RULE_BITS * parameters / nodes
+        how = f"48 bits x {parameters / 1e6:,.3g} M parameters / {nodes} nodes"
+    elif foretold is not None:
+        per_gpu = foretold.summary()["traffic"]["inter_node"] * 2**30
+        bits = per_gpu * 8 * foretold.cluster.gpus_per_node
+        how = f"{job.strategy.type} on {nodes} nodes"
+    else:
+        return Finding("good", "job", "what it sends can't be forecast for this model or device")
+    seconds = bits / (slowest.gbps * 1e9)
+    fact = (
+        f"about {bits / 1e9:.3g} Gbit leave each node in a step ({how}): {seconds:.3g} s at "
+        f"{slowest.gbps:.3g} Gbit/s"
+    )
+    computing = foretold.speed.step.compute if foretold is not None else None
+    if computing is None or seconds <= computing:
+        return Finding("good", "job", fact)
+    fact += f", and a step computes for about {computing:.3g} s: the network limits the run"
+    fix = (
+        f"strategy: {{type: fsdp, sharding: hybrid, replicas: {nodes}}} sends gradients only; a "
+        "larger global_batch or an adapter sends less often or less"
+    )
+    return Finding("warning", "job", fact, fix)
+
+
+def gathers_everywhere(job: Job) -> bool:
+    """Whether weights are gathered from all nodes in every step, as ZeRO-3 does."""
+    from shardtune.parallel import FSDP, DeepSpeed
+
+    strategy = job.strategy
+    if isinstance(strategy, DeepSpeed):
+        zero = strategy.zero_optimization
+        return zero.stage == 3 and zero.zero_hpz_partition_size == 1
+    if not isinstance(strategy, FSDP):
+        return False
+    return strategy.sharding == "full" and strategy.tensor == strategy.pipeline == 1

@@ -1,0 +1,80 @@
+"""What can be done with the result of a run: ask it, merge it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardtune.checkpoint.merge import merge_adapter
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config.job import Job, NoAdapter
+from shardtune.config.job_file import load_job
+from shardtune.data.formats import plain_prompt
+from shardtune.errors import Problem, RunError
+from shardtune.kernels.cpu_bf16 import widen_products
+from shardtune.models.generate import answer, prompt_ids
+from shardtune.models.load import own_dtype
+from shardtune.models.load_result import load_result, load_result_tokenizer, unquantised
+
+
+def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float, raw: bool) -> str:
+    """One answer of the trained model."""
+    import torch
+
+    widen_products()
+    run, job = _open(directory)
+    model = load_result(str(run.result), job.model, job.train.precision)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device)
+    tokenizer = load_result_tokenizer(str(run.result), job.model)
+    if not raw and _plain(job, tokenizer):
+        prompt, raw = plain_prompt(prompt), True
+    ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
+    return answer(
+        model,
+        tokenizer,
+        [ids],
+        stops=frozenset(model.generation_config.eos_token_id),  # as `save_result` wrote them
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        device=device,
+    )[0]
+
+
+def merge(directory: Path, target: Path) -> float:
+    """Writes the run's model with its adapter folded in; returns the largest change it made.
+
+    The adapter of a quantised model is folded into the original weights, not into their quantised
+    image: that keeps the digits which quantisation dropped. What comes out is an ordinary model; it
+    answers a little otherwise than the one that was trained.
+    """
+    widen_products()
+    run, job = _open(directory)
+    if isinstance(job.adapter, NoAdapter):
+        fact = "this run trained all weights: there is no adapter to merge"
+        raise RunError(Problem(str(directory), fact, f"{run.result} is the whole model already"))
+    if target.exists():
+        fix = "name a folder that doesn't exist yet"
+        raise RunError(Problem(str(target), "exists already", fix))
+    model = load_result(str(run.result), unquantised(job.model), "fp32")
+    tokenizer = load_result_tokenizer(str(run.result), job.model)
+    return merge_adapter(model, tokenizer, target, own_dtype(job.model))
+
+
+def _plain(job: Job, tokenizer: Any) -> bool:
+    """Whether the run learnt its instructions under plain headings."""
+    sources = [source for source in job.data.train if source.format == "instruction"]
+    return any(
+        source.template == "plain" or (source.template == "auto" and not tokenizer.chat_template)
+        for source in sources
+    )
+
+
+def _open(directory: Path) -> tuple[RunDir, Job]:
+    run = RunDir(directory)
+    run.require_run()
+    if not run.result.is_dir():
+        fact = "the run has no result: it ended before it was saved"
+        fix = f"go on with it: shardtune train {run.job} --resume"
+        raise RunError(Problem(str(directory), fact, fix))
+    return run, load_job(run.job).job

@@ -1,0 +1,356 @@
+"""From `shardtune train` to ranks: what is looked at before any exists, and who starts them.
+
+A command that is a rank already (under torchrun, in a Slurm step) only looks and trains. Any other
+starts the ranks of this machine: alone, or together with the same command on other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardtune import __version__
+from shardtune.core.world import World, outside_nodes, outside_ranks
+from shardtune.errors import JobError, Problem, ShardtuneError
+from shardtune.launch import STARTED_BY_US
+from shardtune.launch.slurm_env import slurm_step
+
+if TYPE_CHECKING:
+    from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.config.auto import ResolvedJob
+    from shardtune.config.job import Job
+    from shardtune.config.job_file import LoadedJob
+    from shardtune.core.machine import Machine
+    from shardtune.core.yaml_document import KeyPath
+    from shardtune.launch.multi_node import Node
+    from shardtune.launch.peers import Company
+    from shardtune.launch.restart_policy import Policy
+    from shardtune.plan.forecast import Forecast
+    from shardtune.train import Inputs
+
+
+def read_job(
+    arguments: argparse.Namespace, *, runs_here: bool = False, nodes: int = 1
+) -> tuple[LoadedJob, ResolvedJob]:
+    """The job, checked; where it is to run here, against what this machine has, too."""
+    from shardtune.config.auto import resolve
+    from shardtune.config.job_file import load_job
+    from shardtune.config.rules import check
+    from shardtune.core.machine import Machine
+    from shardtune.plan.this_machine import planned
+
+    loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
+    nodes = max(nodes, outside_nodes())
+    resolved = resolve(loaded.job, machine, outside_ranks(), nodes=nodes)
+    if resolved.rows_open and getattr(arguments, "resume", False):
+        resolved = _as_begun(resolved, machine, nodes)
+    resolved = planned(resolved, machine, nodes)
+    check(resolved.job, loaded.place, machine if runs_here else None)
+    return loaded, resolved
+
+
+def _as_begun(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
+    """With the micro-batch that the run has had so far, if it is on as many ranks and fits: another
+    one would add up in another order."""
+    from dataclasses import replace
+
+    from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.plan.this_machine import look
+
+    job = resolved.job
+    begun = RunDir(Path(job.save.directory).expanduser()).read_job()
+    if begun is None or begun.launch.processes != job.launch.processes:
+        return resolved
+    train = job.train.model_copy(update={"micro_batch": begun.train.micro_batch})
+    job = job.model_copy(update={"train": train})
+    found = look(job, machine, nodes)
+    if found is not None and not found.fits:
+        return resolved
+    reasons: dict[KeyPath, str] = {("train", "micro_batch"): "as the run was begun"}
+    return replace(resolved, job=job, reasons=resolved.reasons | reasons, rows_open=False)
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """The command `train`."""
+    node = this_node(arguments)
+    if outside_ranks() is not None:
+        return _as_rank(arguments)
+    if on_ray := _for_ray(arguments):
+        if node is not None:
+            fact = "a job with `launch: {type: ray}` runs on the nodes that Ray has"
+            raise JobError(Problem("--nodes", fact, "leave it out, or set launch.type: local"))
+        from shardtune.cli.train_on_ray import start_on_ray
+
+        return start_on_ray(arguments, on_ray, _run_directory(arguments, on_ray, on_ray.job))
+    nodes = node.count if node else 1
+    loaded, resolved = read_job(arguments, runs_here=True, nodes=nodes)
+    job, first = resolved.job, node is None or node.number == 0
+    run = _run_directory(arguments, loaded, job, first=first)
+    foretold = _foretold(arguments, job, nodes)
+
+    from shardtune.core.yaml_document import dump_document
+    from shardtune.launch.supervisor import run_local
+    from shardtune.report.summary import print_summary
+
+    with _company(node, job) as company, _locked(run, first), tempfile.TemporaryDirectory() as temp:
+        with _telling(company):
+            inputs = _open(job, resolved, foretold if first else None, quiet=not first)
+            if first:
+                run.prepare(overwrite=arguments.overwrite)
+            _agree_on(company, job, inputs, run)
+        # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
+        # lies in the directory that was just cleared, must not matter.
+        checked = Path(temp) / arguments.job.name
+        checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        command = ["-m", "shardtune", "train", str(checked)]
+        code = run_local(
+            [*command, *(["--resume"] * arguments.resume)],
+            processes=int(job.launch.processes) // nodes,
+            threads=int(job.launch.threads),
+            logs=run.logs,
+            policy=_policy(resolved, resume=arguments.resume),
+            again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
+            company=company,
+        )
+    if first and (report := run.read_report()) is not None:
+        print_summary(report)
+    return code
+
+
+def _for_ray(arguments: argparse.Namespace) -> LoadedJob | None:
+    """The job, if it is one for Ray and can be run here."""
+    from shardtune.config.job import RayLaunch
+    from shardtune.config.job_file import load_job
+
+    loaded = load_job(arguments.job, arguments.overrides)
+    if not isinstance(loaded.job.launch, RayLaunch):
+        return None
+    if find_spec("ray") is None:
+        place = loaded.place(("launch", "type"))
+        raise JobError(Problem(place, "ray is not installed", "pip install 'shardtune[ray]'"))
+    # Ray reads these when it is imported. Nothing is sent home; a Ray of our own listens on the
+    # loopback address only.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if loaded.job.launch.address is None:
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # on a busy machine
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return loaded
+
+
+def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: bool) -> Inputs:
+    """Opens what the run reads, and prints what it will do."""
+    from shardtune.report.opening import print_opening
+    from shardtune.report.plan_table import print_outlook
+    from shardtune.train import count_steps, open_inputs, open_loader
+    from shardtune.training.engine_setup import make_plan
+
+    inputs = open_inputs(job, quiet=quiet)
+    world = World(size=int(job.launch.processes))
+    steps = count_steps(job, open_loader(job, inputs, world))
+    make_plan(job, world.size, steps)
+    if not quiet:
+        sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
+        print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
+    if foretold is not None:
+        print_outlook(foretold, steps)
+    return inputs
+
+
+def _policy(resolved: ResolvedJob, *, resume: bool) -> Policy:
+    """What doesn't fit although we chose it is halved unasked, as long as no step has been taken
+    with it."""
+    from shardtune.config.job import LocalLaunch
+    from shardtune.launch.restart_policy import Policy
+
+    launch, train = resolved.job.launch, resolved.job.train
+    assert isinstance(launch, LocalLaunch)
+    most = int(train.micro_batch).bit_length() - 1
+    return Policy(
+        launch.restarts,
+        launch.patience,
+        launch.grace,
+        halvings=most if train.on_oom == "reduce_micro_batch" else 0,
+        halvings_at_start=most if resolved.rows_chosen and not resume else 0,
+    )
+
+
+def _smaller(job: Job, halvings: int) -> list[str]:
+    """The change to a job whose micro-batch had to be halved so often."""
+    return [f"train.micro_batch={int(job.train.micro_batch) >> halvings}"] if halvings else []
+
+
+def _model_reasons(job: Job) -> dict[KeyPath, str]:
+    """What only the model's files tell about a value of the job."""
+    from shardtune.models.load import growth
+
+    if not job.model.add_tokens:
+        return {}
+    return {("model", "add_tokens"): str(growth(job.model))}
+
+
+def _foretold(arguments: argparse.Namespace, job: Job, nodes: int) -> Forecast | None:
+    """What the run will take here; refuses what doesn't fit, before anything is opened."""
+    from shardtune.core.machine import Machine
+    from shardtune.plan.this_machine import look, require_fit
+
+    found = look(job, Machine.here(), nodes)
+    if found is not None and not arguments.ignore_forecast:
+        require_fit(found)
+    return found
+
+
+def _run_directory(
+    arguments: argparse.Namespace, loaded: LoadedJob, job: Job, *, first: bool = True
+) -> RunDir:
+    """The run's directory, if it may be written to. Only the first node asks: another one may come
+    back to a run that goes on."""
+    from shardtune.checkpoint.run_dir import RunDir
+
+    run = RunDir(Path(job.save.directory).expanduser())
+    if not first:
+        return run
+    run.refuse_a_file(loaded.place(("save", "directory")))
+    if arguments.resume:
+        run.refuse_other_job(job)
+        run.refuse_if_finished()
+    elif not arguments.overwrite:
+        run.refuse_if_occupied(loaded.place(("save", "directory")))
+    return run
+
+
+def _locked(run: RunDir, first: bool) -> AbstractContextManager[None]:
+    return run.locked() if first else nullcontext()
+
+
+# As a rank ---------------------------------------------------------------------------------------
+
+
+def _as_rank(arguments: argparse.Namespace) -> int:
+    """One of the processes that our launcher, torchrun or Slurm has started."""
+    from shardtune.core.parent_death import die_with_parent
+    from shardtune.launch.error_file import leaving_last_words
+
+    if (launcher := os.environ.get(STARTED_BY_US)) is not None:  # before anything that takes time
+        die_with_parent(int(launcher))
+    with leaving_last_words():
+        loaded, resolved = read_job(arguments, runs_here=True)
+        if STARTED_BY_US not in os.environ:
+            _look_first(arguments, loaded, resolved.job)
+
+        from shardtune.train import train
+
+        # Our launcher has cleared the directory already; any other rank only after all have met.
+        clears = arguments.overwrite and STARTED_BY_US not in os.environ
+        with _alone(resolved.job):
+            train(resolved.job, resume=arguments.resume, overwrite=clears)
+    return 0
+
+
+def _alone(job: Job) -> AbstractContextManager[None]:
+    """Keeps other runs out of the directory. Our own launcher does that for its ranks."""
+    from shardtune.checkpoint.run_dir import RunDir
+
+    if STARTED_BY_US in os.environ or os.environ["RANK"] != "0":
+        return nullcontext()
+    return RunDir(Path(job.save.directory).expanduser()).locked()
+
+
+def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
+    """What our own launcher does before it starts ranks. No rank writes before all have joined."""
+    _run_directory(arguments, loaded, job)
+    _foretold(arguments, job, outside_nodes())
+
+
+# Several nodes -----------------------------------------------------------------------------------
+
+
+def this_node(arguments: argparse.Namespace) -> Node | None:
+    """Which of several nodes this is, as the command line or Slurm says; None on one machine. A
+    task of Slurm that is a rank is told so as torchrun would."""
+    told = {
+        "--nodes": arguments.nodes, "--node-rank": arguments.node_rank, "--head": arguments.head
+    }  # fmt: skip
+    missing = [name for name, value in told.items() if value is None]
+    if len(missing) < len(told):
+        if missing:
+            fact = "several nodes need --nodes, --node-rank and --head"
+            raise JobError(Problem("command line", fact, f"add {' and '.join(missing)}"))
+        return _node(arguments.nodes, arguments.node_rank, arguments.head, arguments.interface)
+    step = None if outside_ranks() is not None else slurm_step(os.environ)
+    if step is None:
+        return None
+    if step.is_launcher:
+        head = f"{step.head}:{step.port}"
+        return _node(step.nodes, step.node, head, arguments.interface)
+    os.environ.update(step.rank_environment())
+    return None
+
+
+def _node(nodes: int, number: int, head: str, interface: str | None) -> Node:
+    """Imports torch, for which a mistake in a job of one machine shouldn't wait."""
+    from shardtune.launch.multi_node import Node
+
+    return Node.parse(nodes, number, head, interface)
+
+
+@contextmanager
+def _company(node: Node | None, job: Job) -> Iterator[Company | None]:
+    """The launchers of the other nodes. They hear of us before we open anything: that may take
+    long, and they shall know that we are there."""
+    from shardtune.config.job import LocalLaunch
+
+    if node is None:
+        yield None
+        return
+    from shardtune.launch.multi_node import Meeting
+
+    assert isinstance(job.launch, LocalLaunch)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    processes = int(job.launch.processes) // node.count
+    yield Meeting(node, processes, wait=job.launch.rejoin, say=say)
+
+
+@contextmanager
+def _telling(company: Company | None) -> Iterator[None]:
+    """What is wrong here ends the wait of the others."""
+    from shardtune.launch.multi_node import Meeting
+
+    try:
+        yield
+    except ShardtuneError as error:
+        if isinstance(company, Meeting):
+            company.refuse(error.problems)
+            company.close()
+        raise
+
+
+def _agree_on(company: Company | None, job: Job, inputs: Inputs, run: RunDir) -> None:
+    """What has to be the same on all nodes."""
+    import torch
+
+    from shardtune.launch.multi_node import Meeting
+
+    if isinstance(company, Meeting):
+        said = job.model_dump_json(exclude={"launch"})
+        company.facts = {
+            "the job": hashlib.sha256(said.encode()).hexdigest()[:12],
+            "the number of processes": company.processes,
+            "shardtune": __version__,
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            "torch": torch.__version__,
+            **{f"data set {name}": digest[:12] for name, digest in inputs.data.digests().items()},
+        }
+        company.share(run.path)

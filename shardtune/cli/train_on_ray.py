@@ -1,0 +1,112 @@
+"""A job with `launch: {type: ray}`: what the driver does, and what each worker does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config.auto import ResolvedJob, resolve
+from shardtune.config.job import Job, RayLaunch
+from shardtune.config.rules import check
+from shardtune.core.machine import Machine
+from shardtune.errors import LaunchError, Problem
+from shardtune.launch.error_file import leaving_last_words
+from shardtune.launch.ray import Workers, ray_cluster, run_ray
+from shardtune.launch.restart_policy import Policy
+from shardtune.plan.memory_budget import leanest
+from shardtune.report.opening import print_opening
+from shardtune.report.summary import print_summary
+from shardtune.train import open_inputs, train
+
+if TYPE_CHECKING:
+    from shardtune.config.job_file import LoadedJob
+
+
+def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) -> int:
+    """Trains on Ray's workers, and prints the summary."""
+    launch = loaded.job.launch
+    assert isinstance(launch, RayLaunch)
+    with ray_cluster(launch) as workers, run.locked():
+        resolved = _resolved(loaded, workers, here=launch.address is None)
+        job = resolved.job
+        if launch.address is None:  # elsewhere only the workers need to see the files
+            inputs = open_inputs(job, quiet=False)
+            sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
+            print_opening(job, resolved.reasons, sources)
+        run.prepare(overwrite=arguments.overwrite)
+        config = {
+            "job": job.model_dump_json(),
+            "resume": arguments.resume,
+            "folder": str(Path.cwd()),
+        }
+        reduce = job.train.on_oom == "reduce_micro_batch"
+        halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
+        run_ray(
+            on_worker,
+            config,
+            launch,
+            workers,
+            logs=run.logs.absolute(),
+            policy=Policy(restarts=launch.max_failures, halvings=halvings),
+            step=lambda: _last_step(run),
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    if launch.storage is not None:
+        _copy(run.path, launch.storage)
+    if (report := run.read_report()) is not None:
+        print_summary(report)
+    return 0
+
+
+def _resolved(loaded: LoadedJob, workers: Workers, *, here: bool) -> ResolvedJob:
+    """The job for what Ray gives it, checked."""
+    gpus = workers.count if workers.gpu else 0
+    machine = Machine(cores=workers.cpus * workers.count, gpus=gpus)
+    resolved = resolve(loaded.job, machine, workers.count)
+    if loaded.job.launch.processes == "auto":
+        reason = f"one for each GPU of the Ray cluster, {workers.count} found"
+        resolved.reasons["launch", "workers"] = reason
+    resolved = leanest(resolved, "which GPUs the workers have isn't known here")
+    check(resolved.job, loaded.place, machine if here else None)
+    return resolved
+
+
+def on_worker(config: dict[str, Any]) -> None:
+    """One rank, on a worker of Ray."""
+    if Path(config["folder"]).is_dir():
+        os.chdir(config["folder"])  # paths in a job are relative to where it was started
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    job = Job.model_validate_json(config["job"])
+    if config["halvings"]:
+        micro_batch = int(job.train.micro_batch) >> config["halvings"]
+        smaller = job.train.model_copy(update={"micro_batch": micro_batch})
+        job = job.model_copy(update={"train": smaller})
+    with leaving_last_words():
+        train(job, resume=config["resume"])
+
+
+def _last_step(run: RunDir) -> int:
+    """How far the run has come, as far as its directory can be seen from here."""
+    try:
+        lines = run.metrics.read_text(encoding="utf-8").splitlines()
+        return int(json.loads(lines[-1])["step"]) + 1
+    except (OSError, ValueError, IndexError, KeyError):
+        return 0
+
+
+def _copy(folder: Path, target: str) -> None:
+    """The run directory, wherever fsspec can write."""
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(target)
+        system.put(f"{folder}/", f"{path}/", recursive=True)
+    except (OSError, ImportError, ValueError) as error:
+        fact = f"{folder} could not be copied to {target}: {error}"
+        fix = "the run itself is complete; copy it by hand, or mend launch.storage"
+        raise LaunchError(Problem("launch.storage", fact, fix)) from error

@@ -1,0 +1,454 @@
+"""The job: everything that a run is told, typed, frozen and documented.
+
+Defaults live here and nowhere else. The text under a field is its description in the JSON Schema
+that `shardtune schema` prints. `auto` is a value: `shardtune.config.auto` replaces each one once, in a
+new job, and says why.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from shardtune.core.layout import Layout
+from shardtune.core.lr_schedule import ScheduleKind
+from shardtune.core.section import Section
+from shardtune.core.setup import Bits, Loss, Precision, Recompute
+from shardtune.parallel import DDP, Strategy
+from shardtune.parallel.auto.strategy import spelt_out
+
+Auto = Literal["auto"]
+Kernels = Literal["eager", "compiled"]
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+NotNegativeNumber = Annotated[float, Field(ge=0)]
+
+
+def _unless_said(kind: str) -> Discriminator:
+    """Chooses by `type`; a section that has none is of this kind."""
+
+    def chosen(value: Any) -> str:
+        given = value.get("type", kind) if isinstance(value, dict) else getattr(value, "type", kind)
+        return str(given)
+
+    return Discriminator(chosen)
+
+
+class ModelSection(Section):
+    """Which model to start from."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """A built-in name (`shardtune models list`), a local folder, or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Which attention implementation of transformers computes the forward pass. With `sdpa` a GPU
+    keeps packed documents apart without a mask, where the model's family allows it."""
+    add_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Special tokens that the tokenizer shall have besides its own, such as `<|im_start|>`. Where
+    the embedding has no spare rows for them it grows, and with it the output head; a new row starts
+    as the mean of the others. An adapter trains them through `modules_to_save`."""
+    stop_tokens: Auto | tuple[str, ...] = "auto"
+    """Tokens that end an answer. `auto` takes the tokenizer's and the generation config's."""
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """How the linear layers of the frozen model are stored: `nf4` takes half a byte a weight (with
+    its scales quantised too), `int8` one. The output head and what an adapter trains stay as they
+    are. Needs an adapter, because such weights can't be trained."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository ships. Read it before you allow it."""
+
+
+class NoAdapter(Section):
+    """Train all weights."""
+
+    type: Literal["none"] = "none"
+
+
+class LoRA(Section):
+    """Train a low-rank correction of each chosen linear layer; the model itself stays as it is."""
+
+    type: Literal["lora"] = "lora"
+    rank: Positive = 16
+    """Columns of the correction. More of them learn more and cost more memory."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Strength: the correction is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that is dropped in training."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers to adapt, or every one but the output head."""
+    variant: Literal["plain", "dora", "rslora", "pissa"] = "plain"
+    """`dora` trains the length of each row apart from its direction; `rslora` multiplies by
+    alpha / sqrt(rank), so that high ranks keep their strength; `pissa` starts from the strongest
+    directions of the weights instead of from nothing."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole beside the adapters, and saved with them, such as
+    `embed_tokens` and `lm_head` after new tokens were added."""
+
+
+class IA3(Section):
+    """Train one factor for each output of the keys and values and each input of the MLP's last
+    layer: a few thousand numbers; the model itself stays as it is."""
+
+    type: Literal["ia3"] = "ia3"
+    targets: Auto | tuple[str, ...] = "auto"
+    """Names of the linear layers to scale; `auto` knows the common families."""
+    feedforward: Auto | tuple[str, ...] = "auto"
+    """Those of the targets whose input is scaled, not their output."""
+
+
+Adapter = Annotated[LoRA | IA3 | NoAdapter, Field(discriminator="type")]
+
+Format = Literal["instruction", "chat", "completion", "pretokenized"]
+
+
+class Columns(Section):
+    """Which columns of the files hold what. What a format doesn't use is left alone."""
+
+    instruction: str = "instruction"
+    """What is asked (format `instruction`)."""
+    input: str = "input"
+    """Further material to the question; may be missing or empty (format `instruction`)."""
+    output: str = "output"
+    """The answer to learn (format `instruction`)."""
+    system: str = "system"
+    """A system prompt; may be missing (format `instruction`)."""
+    messages: Auto | str = "auto"
+    """The turns: `messages` or `conversations`, whichever is there (format `chat`)."""
+    text: str = "text"
+    """The text to learn (format `completion`)."""
+    input_ids: str = "input_ids"
+    """Token ids (format `pretokenized`)."""
+    labels: str = "labels"
+    """Target ids, -100 where not trained; may be missing (format `pretokenized`)."""
+
+
+class Source(Section):
+    """One data set: a file, a saved `datasets` folder, or a hub id."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """JSONL, JSON, CSV, Parquet or text file, a folder saved by `datasets`, or a hub id."""
+    format: Format
+    """How a row is read."""
+    name: Auto | Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "auto"
+    """What reports call it; `auto` takes the file's name."""
+    split: str = "train"
+    """Which split of a hub id or of a saved folder with several."""
+    columns: Columns = Columns()
+    """Which columns hold what, where they are called otherwise."""
+    template: Literal["auto", "chat", "plain"] = "auto"
+    """How an instruction becomes text: the tokenizer's chat template, or plain headings.
+    `auto` takes the chat template where the tokenizer has one."""
+    overflow: Literal["truncate", "split", "drop"] = "truncate"
+    """What becomes of a document longer than the sequence: its end is cut off, it is cut into
+    several documents, or it is left out. Reported either way."""
+
+    @property
+    def label(self) -> str:
+        """Its name, or what `auto` stands for: the file's name, in letters that a name may have."""
+        if self.name != "auto":
+            return self.name
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "-", PurePath(self.path).stem)
+        return stem.lstrip("_.-")[:64] or "data"
+
+
+class TrainSource(Source):
+    """A data set to train on."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often its rows are seen in an epoch: 0.5 takes half of them (the other half the next
+    time), 2 takes each twice."""
+
+
+class DataSection(Section):
+    """What the model is trained and judged on."""
+
+    train: Annotated[tuple[TrainSource, ...], Field(min_length=1)]
+    """The data sets to train on."""
+    eval: tuple[Source, ...] = ()
+    """Held-out data sets; each is reported by its own name."""
+    sequence_length: Annotated[int, Field(ge=8)] = 1024
+    """The longest row, in tokens."""
+    packing: bool = True
+    """Fill each row with several documents, kept apart in attention and positions."""
+    shuffle: bool = True
+    """Draw the documents in a random order, another each epoch; false keeps the files' order."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do when rows can't be read: list them all and stop, or list them and go on."""
+    workers: Auto | Positive = "auto"
+    """Processes that tokenise."""
+
+
+class AdamW(Section):
+    """AdamW, with weight decay on matrices only."""
+
+    type: Literal["adamw"] = "adamw"
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    """How much of the past the means of the gradient and of its square remember."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Keeps the division by the root of the mean square from blowing up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight that is taken off in each step, times the learning rate."""
+    bits: Bits = 32
+    """Of each of the two means. 8 stores them block-wise, a byte a number and a scale for 256 of
+    them: a quarter of the memory, slightly other steps. Needs `shardtune[quant]`."""
+    paged: bool = False
+    """Both means, and what bf16 lacks of each weight, lie in pinned main memory; the update reads
+    and writes them there: 10 bytes less a weight on the GPU, the same steps to the bit, and the way
+    over the bus once a step. Where one GPU trains all weights in bf16."""
+
+
+class SGD(Section):
+    """Plain gradient descent. It shows errors of gradient scale that AdamW hides."""
+
+    type: Literal["sgd"]
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """How much of the last update goes into the next."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Share of a weight that is added to its gradient."""
+
+
+Optimizer = Annotated[
+    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")], _unless_said("adamw")
+]
+
+
+class TrainSection(Section):
+    """How to train."""
+
+    steps: Positive | None = None
+    """Optimizer steps. Give this or `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data. Give this or `steps`; with neither, one."""
+    global_batch: Positive = 16
+    """Rows in one optimizer step over all ranks (packed rows where `packing` is on)."""
+    micro_batch: Auto | Positive = "auto"
+    """Rows in one forward pass on one rank. It changes memory and speed, never the result (but for
+    the random numbers of dropout, where there is any). `auto`: on GPUs the fewest that are about as
+    fast as any that fit, by the forecast; elsewhere up to 4,096 tokens."""
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    """The highest rate of the schedule."""
+    schedule: ScheduleKind = "cosine"
+    """How the rate falls after the warmup."""
+    warmup_steps: NotNegative = 0
+    """Steps in which the rate rises from zero."""
+    precision: Precision = "bf16"
+    """Of the computation. Weights that are trained are kept in fp32 in any case. `fp8-base` is bf16
+    with an adapter whose frozen base is held and multiplied in 8 bits: for GPUs that do so twice as
+    fast (Ada, Hopper and later). Under `strategy: ddp`, with `model.quantization: none`."""
+    gradient_checkpointing: Auto | Recompute = "none"
+    """What the backward pass computes once more instead of keeping it: `none` keeps the result of
+    every product (small operations between them are repeated where layers are compiled), `mlp`
+    drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but each layer's
+    input: least memory, about a third more time. `mlp` and `most` are for `ddp` and `fsdp`.
+    `auto` computes again as little as fits into the memory, by the forecast, and sets
+    `keep_layers` too."""
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """What a rank may take of its GPU, in GiB: the forecast, and what is chosen by it, keep to it.
+    Null: all that the GPU has."""
+    keep_layers: NotNegative = 0
+    """So many of the layers, the last ones, keep what `gradient_checkpointing: mlp` or `most` would
+    compute again: memory that is left buys time."""
+    offload_activations: bool = False
+    """What the forward pass saves waits for the backward pass in pinned main memory, copied beside
+    the computation: the GPU keeps about two layers of it. With `gradient_checkpointing: full` it is
+    little; without, computing often waits for the link to the host. On a GPU, under
+    `strategy: ddp`."""
+    loss: Auto | Loss = "auto"
+    """`fused` computes output head and loss together, in pieces: the logits of a micro-batch, often
+    the largest thing of all, never exist at once. `auto` does so on a GPU."""
+    kernels: Auto | Kernels = "auto"
+    """`compiled` fuses the small operations of each layer (torch.compile, some 20 seconds once);
+    `eager` runs each as transformers writes it. `auto` compiles on a GPU."""
+    log_every: Positive = 1
+    """Steps between two looks at what the device has computed: loss, norm and health are read and
+    logged then, for every step since but the one that a GPU has only just been given, so that it
+    need not wait. What a step shows, such as a gradient that is not finite, is told at the look.
+    Before an evaluation, a checkpoint and the end there is one, too, at every step."""
+    rehearse: bool = True
+    """Try the largest micro-batch, an evaluation and the disk before the first step, so that what
+    doesn't fit shows at once and not hours later. It changes nothing that is computed."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Longer gradients are scaled down to this length; null never clips."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides order, initial adapters and dropout."""
+    optimizer: Optimizer = AdamW()
+    """The update rule."""
+    on_nan: Literal["skip", "stop"] = "skip"
+    """What to do when a gradient is not finite: leave the update out on every rank, or stop. The
+    rank and the samples are named either way."""
+    on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
+    """What to do when memory runs out: stop and say what to change, or go on from the last
+    checkpoint with half the micro-batch, which changes nothing else. In the rehearsal of a new run
+    one that the forecast has chosen is halved in any case, by our own launcher."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is computed again, once `auto` is replaced."""
+        assert self.gradient_checkpointing != "auto"
+        return self.gradient_checkpointing
+
+
+class EvaluateSection(Section):
+    """When the held-out sets are looked at, and how."""
+
+    every: Auto | NotNegative = "auto"
+    """Steps between evaluations; 0 looks only before and after. `auto` follows `save.every`."""
+    samples: NotNegative = 3
+    """Held-out prompts whose answers are shown before and after the run."""
+    max_new_tokens: Positive = 96
+    """Longest answer to those."""
+
+
+class LocalLaunch(Section):
+    """Start the processes on this machine."""
+
+    type: Literal["local"] = "local"
+    processes: Auto | Positive = "auto"
+    """One per GPU; `auto` counts them, and starts one process where there is none."""
+    threads: Auto | Positive = "auto"
+    """Threads a process may use; `auto` divides the cores among the processes."""
+    restarts: NotNegative = 3
+    """How often the run is started again from its last checkpoint after a process died or hung. At
+    the third failure in the same step it ends in any case."""
+    patience: Annotated[float, Field(ge=1)] = 4.0
+    """Seconds of silence inside a step (or 2.5 median steps, if that is more) after which a process
+    counts as hung. The first step, compiling, evaluating and saving may take longer."""
+    grace: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds after SIGTERM in which the step has to end and its checkpoint to be written."""
+    rejoin: Annotated[float, Field(ge=0)] = 600.0
+    """On several nodes: seconds that one may be missing, at the start or after it was lost, before
+    the others give up."""
+
+    def with_processes(self, count: int) -> LocalLaunch:
+        return self.model_copy(update={"processes": count})
+
+
+class RayLaunch(Section):
+    """Run on Ray's workers: on a Ray that is started for this run, or on a cluster that is there.
+
+    `save.directory` has to be on storage that all workers share."""
+
+    type: Literal["ray"]
+    workers: Auto | Positive = "auto"
+    """Ranks; `auto` takes one for each GPU of the cluster."""
+    use_gpu: Auto | bool = "auto"
+    """Whether each worker gets a GPU; `auto` gives one where the cluster has any."""
+    resources_per_worker: dict[str, NotNegativeNumber] = Field(default_factory=dict)
+    """What else a worker is given, as Ray counts it: `{CPU: 4}`."""
+    address: str | None = None
+    """Of a Ray that is there: `auto` finds it, `ray://HOST:10001` connects to one elsewhere. Null
+    starts one on this machine and stops it afterwards."""
+    max_failures: NotNegative = 3
+    """How often the run is started again from its last checkpoint after workers died."""
+    dashboard: bool = False
+    """Let a Ray that is started here serve its web page, on the loopback address."""
+    storage: str | None = None
+    """Where the run directory is copied at the end, result and checkpoints with it: any path that
+    fsspec understands, such as `s3://bucket/run`."""
+    threads: Auto | Positive = "auto"
+    """Threads a worker may use; `auto` takes its CPUs."""
+
+    @property
+    def processes(self) -> Auto | int:
+        """Ranks, by the name that they have under `type: local`."""
+        return self.workers
+
+    def with_processes(self, count: int) -> RayLaunch:
+        return self.model_copy(update={"workers": count})
+
+
+Launch = Annotated[
+    Annotated[LocalLaunch, Tag("local")] | Annotated[RayLaunch, Tag("ray")], _unless_said("local")
+]
+
+
+class BackendTrainer(Section):
+    """How Ludwig's trainer is spread."""
+
+    use_gpu: Auto | bool = "auto"
+    """As `launch.use_gpu`."""
+    num_workers: Auto | Positive = "auto"
+    """As `launch.workers`."""
+    resources_per_worker: dict[str, NotNegativeNumber] = Field(default_factory=dict)
+    """As `launch.resources_per_worker`."""
+    strategy: Annotated[Strategy | None, BeforeValidator(spelt_out)] = None
+    """As the section `strategy`."""
+
+
+class Backend(Section):
+    """What Ludwig calls the place where a job runs: another way to write `launch` and
+    `strategy`."""
+
+    type: Literal["ray", "local"]
+    """As `launch.type`."""
+    trainer: BackendTrainer = BackendTrainer()
+    """What runs there."""
+
+
+class SaveSection(Section):
+    """What a run leaves behind."""
+
+    directory: Annotated[str, Field(min_length=1)] = "runs/shardtune"
+    """The run directory. One that holds a run is never overwritten without being told."""
+    every: NotNegative = 0
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: Positive = 2
+    """Checkpoints that are kept; older ones are removed once a newer one is complete."""
+    background: bool = True
+    """Copy the state to main memory and write the copy while training goes on. Each rank needs
+    memory for its share of a checkpoint, from the first step on if `every` says so; false needs
+    none, and trains on when all is written."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint can't be written: say so and train on until the next one is due,
+    or stop. The last checkpoint of a run has to succeed in any case."""
+    trace: bool = False
+    """Write `trace.jsonl`: after each step its loss, gradient norm and rate to the bit, and digests
+    of samples, random numbers, weights and optimizer state. For proofs; it gathers the state."""
+
+
+class Job(Section):
+    """A fine-tuning run, described."""
+
+    model: ModelSection
+    adapter: Adapter = NoAdapter()
+    """What is trained: all weights, or an adapter beside them."""
+    data: DataSection
+    train: TrainSection = TrainSection()
+    strategy: Strategy = DDP()
+    """How the work is spread over the ranks."""
+    evaluate: EvaluateSection = EvaluateSection()
+    launch: Launch = LocalLaunch()
+    """Where the ranks are started."""
+    backend: Backend | None = None
+    """Ludwig's name for `launch` and `strategy`; give one or the other."""
+    save: SaveSection = SaveSection()
+
+    def layout(self, ranks: int) -> Layout:
+        """What the strategy declares, and where the optimizer's part of it lies."""
+        found = self.strategy.layout()
+        if self.pages_states(ranks):
+            return replace(found, home={**found.home, "optim": "cpu"})
+        return found
+
+    def pages_states(self, ranks: int) -> bool:
+        """Whether the update remembers in main memory. On several ranks it is refused."""
+        rule = self.train.optimizer
+        return isinstance(rule, AdamW) and rule.paged and self.halves_weights(ranks)
+
+    def halves_weights(self, ranks: int) -> bool:
+        """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones:
+        where one rank trains all weights. Several would add up rounded gradients."""
+        rule = self.train.optimizer
+        return (
+            isinstance(self.strategy, DDP)
+            and isinstance(self.adapter, NoAdapter)
+            and isinstance(rule, AdamW)
+            and (self.train.precision, rule.bits, ranks) == ("bf16", 32, 1)
+        )

@@ -1,0 +1,64 @@
+"""The architectures whose tensors we know, each as a function from its config to a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardtune.core.model.architectures.deepseek import deepseek
+from shardtune.core.model.architectures.fields import Fields
+from shardtune.core.model.architectures.gpt import (
+    bloom,
+    falcon,
+    gpt2,
+    gpt_neox,
+    gptj,
+    mpt,
+    opt,
+    phi,
+)
+from shardtune.core.model.architectures.ia3 import ia3_modules
+from shardtune.core.model.architectures.llama import llama_like
+from shardtune.core.model.architectures.seq2seq import bart, t5
+from shardtune.core.model.architectures.traits import TRAITS
+from shardtune.core.model.shape import ModelShape
+from shardtune.errors import ModelError, Problem, did_you_mean
+
+__all__ = ["FAMILIES", "ia3_modules", "read_shape"]
+
+FAMILIES: dict[str, Callable[[Fields, str], ModelShape]] = {
+    **dict.fromkeys(TRAITS, llama_like),
+    "bart": bart,
+    "bloom": bloom,
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
+    "falcon": falcon,
+    "gpt2": gpt2,
+    "gpt_bigcode": gpt2,
+    "gpt_neox": gpt_neox,
+    "gptj": gptj,
+    "mpt": mpt,
+    "mt5": t5,
+    "opt": opt,
+    "phi": phi,
+    "t5": t5,
+}
+"""By transformers' model_type."""
+
+
+def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape that a config.json describes."""
+    family = config.get("model_type")
+    place = f"{name} config.json: model_type"
+    if not isinstance(family, str):
+        fact = "is missing" if family is None else f"is {family!r}, not a word"
+        raise ModelError(Problem(place, fact, "name a config.json of transformers"))
+    if family not in FAMILIES:
+        near = did_you_mean(family, FAMILIES)
+        known = f"known are {', '.join(sorted(FAMILIES))}"
+        fix = f"did you mean {near!r}? {known}" if near else known
+        raise ModelError(Problem(place, f"{family!r} is an architecture we don't know", fix))
+    fields = Fields(config, name)
+    shape = FAMILIES[family](fields, family)
+    fields.done()
+    return shape

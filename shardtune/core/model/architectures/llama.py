@@ -1,0 +1,163 @@
+"""Llama and those built like it: separate or fused projections, gated MLPs, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardtune.core.model.architectures.fields import Fields
+from shardtune.core.model.architectures.mlp import mlp, routed
+from shardtune.core.model.architectures.tensors import (
+    Tensors,
+    head,
+    linear,
+    norm,
+    placed,
+    table,
+    vector,
+)
+from shardtune.core.model.architectures.traits import TRAITS, Traits
+from shardtune.core.model.shape import Experts, ModelShape
+
+
+def llama_like(fields: Fields, family: str) -> ModelShape:
+    """A model whose architecture stands in `TRAITS`."""
+    traits = TRAITS[family]
+    known = traits.defaults
+    hidden = fields.count("hidden_size")
+    layers = fields.count("num_hidden_layers")
+    heads = fields.count("num_attention_heads", default=known.get("num_attention_heads"))
+    kv_heads = fields.count("num_key_value_heads", default=known.get("num_key_value_heads", heads))
+    head_dim = _head_dim(fields, hidden, heads, known)
+    ffn = fields.count("intermediate_size")
+    vocab = fields.count("vocab_size", default=known.get("vocab_size"))
+    tied = fields.flag("tie_word_embeddings", traits.tied)
+    window, windowed = _window(fields, traits, layers)
+    experts = _experts(fields, traits, layers, ffn)
+    attention = _attention(fields, traits, hidden, heads, kv_heads, head_dim)
+    dense = mlp("mlp", traits, hidden, ffn, bias=traits.mlp_bias.of(fields))
+    norms = [weight for name in traits.norms for weight in _norm(traits, name, hidden)]
+    weights = [
+        *placed("embedding", 1, table("embed_tokens", vocab, hidden)),
+        *placed("layer", layers - (experts.layers if experts else 0), attention, dense, norms),
+        *(_mixture(traits, experts, hidden, attention + norms) if experts else []),
+        *placed("root", 1, _norm(traits, "norm", hidden)),
+        *head(vocab, hidden, tied=tied),
+    ]
+    return ModelShape(
+        name=fields.name,
+        family=family,
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        ffn=ffn,
+        gated=len(traits.mlp) == 3,
+        activation=fields.word("hidden_activation", "hidden_act", default=traits.activation),
+        tied=tied,
+        norm=traits.norm,
+        weights=tuple(weights),
+        qk_norm=traits.qk_norm != "no",
+        max_positions=fields.optional("max_position_embeddings", default=0) or 0,
+        dropout=fields.share(traits.dropout) if traits.dropout else 0.0,
+        attention_dropout=fields.share("attention_dropout"),
+        window=window,
+        windowed_layers=windowed,
+        experts=experts,
+    )
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, known: Mapping[str, int]) -> int:
+    given = fields.optional("head_dim", default=known.get("head_dim"))
+    return given or fields.divided("num_attention_heads", hidden, heads)
+
+
+def _attention(
+    fields: Fields, traits: Traits, hidden: int, heads: int, kv_heads: int, head_dim: int
+) -> Tensors:
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    bias = traits.qkv_bias.of(fields)
+    found: Tensors = []
+    if traits.fused:
+        found += linear("self_attn.qkv_proj", queries + 2 * keys, hidden, bias=bias)
+    else:
+        found += linear("self_attn.q_proj", queries, hidden, bias=bias)
+        found += linear("self_attn.k_proj", keys, hidden, bias=bias)
+        found += linear("self_attn.v_proj", keys, hidden, bias=bias)
+    found += linear("self_attn.o_proj", hidden, queries, bias=traits.output_bias.of(fields))
+    if traits.qk_norm != "no":
+        head = traits.qk_norm == "head"
+        found += norm("self_attn.q_norm", head_dim if head else queries)
+        found += norm("self_attn.k_norm", head_dim if head else keys)
+    if traits.mixture == "biased":  # GPT-OSS lets each head look at nothing
+        found += vector("self_attn.sinks", heads)
+    return found
+
+
+def _norm(traits: Traits, name: str, size: int) -> Tensors:
+    return norm(name, size, bias=traits.norm_bias) if traits.norm_weights else []
+
+
+def _window(fields: Fields, traits: Traits, layers: int) -> tuple[int | None, int]:
+    """What the window sees, and how many layers have it."""
+    if traits.window == "no":
+        return None, 0
+    absent = "sliding_window" not in fields.config
+    size = fields.optional(
+        "sliding_window", default=traits.defaults.get("sliding_window") if absent else None
+    )
+    if not size:
+        return None, 0
+    types = fields.items("layer_types")
+    if types is not None:
+        count = types.count("sliding_attention")
+    elif traits.window == "all":
+        count = layers
+    elif traits.window == "every":
+        pattern = fields.count("sliding_window_pattern", default=traits.every)
+        count = layers - layers // pattern
+    elif fields.flag("use_sliding_window", False):
+        first = fields.optional("max_window_layers", default=28) or 0
+        count = max(layers - first, 0)
+    else:
+        count = 0
+    return (size, count) if count else (None, 0)
+
+
+def _experts(fields: Fields, traits: Traits, layers: int, ffn: int) -> Experts | None:
+    if traits.mixture == "no":
+        return None
+    known = traits.defaults
+    shared = traits.mixture == "shared"
+    return Experts(
+        count=fields.count("num_local_experts", "num_experts", default=known["experts"]),
+        per_token=fields.count("num_experts_per_tok", default=known["per_token"]),
+        ffn=fields.count("moe_intermediate_size", default=ffn),
+        shared_ffn=fields.count("shared_expert_intermediate_size", default=5632) if shared else 0,
+        layers=_mixed_layers(fields, layers),
+    )
+
+
+def _mixed_layers(fields: Fields, layers: int) -> int:
+    """How many layers have experts: every `step`-th, but for those that are named as dense."""
+    step = fields.count("decoder_sparse_step", default=1)
+    dense = {index for index in fields.items("mlp_only_layers") or [] if isinstance(index, int)}
+    return layers // step - sum(1 for i in dense if 0 <= i < layers and (i + 1) % step == 0)
+
+
+def _mixture(traits: Traits, experts: Experts, hidden: int, rest: Tensors) -> Tensors:
+    """The layers with experts; `rest` is what they have in common with the others."""
+    if traits.mixture == "biased":
+        found = routed("mlp.router", hidden, experts)
+        found += vector("mlp.router.bias", experts.count)
+        width = 2 * experts.ffn
+        found += vector("mlp.experts.gate_up_proj_bias", experts.count, width, routed=True)
+        found += vector("mlp.experts.down_proj_bias", experts.count, hidden, routed=True)
+    else:
+        found = routed("mlp.gate", hidden, experts, traits.experts_as)
+    if experts.shared_ffn:
+        found += mlp("mlp.shared_expert", traits, hidden, experts.shared_ffn)
+        found += linear("mlp.shared_expert_gate", 1, hidden)
+    return placed("moe_layer", experts.layers, rest, found)

@@ -1,0 +1,29 @@
+"""MLPs, alone or many in a mixture of experts."""
+
+from __future__ import annotations
+
+from shardtune.core.model.architectures.tensors import Tensors, linear, matrix
+from shardtune.core.model.architectures.traits import Traits
+from shardtune.core.model.shape import Experts
+
+
+def mlp(name: str, traits: Traits, hidden: int, ffn: int, *, bias: bool = False) -> Tensors:
+    *first, last = traits.mlp
+    found: Tensors = []
+    if traits.fused:
+        found += linear(f"{name}.gate_up_proj", 2 * ffn, hidden, bias=bias)
+    else:
+        for matrix_name in first:
+            found += linear(f"{name}.{matrix_name}", ffn, hidden, bias=bias)
+    return found + linear(f"{name}.{last}", hidden, ffn, bias=bias)
+
+
+def routed(router: str, hidden: int, experts: Experts, names: tuple[str, ...] = ()) -> Tensors:
+    """Router and experts; transformers holds all experts of a layer in two tensors."""
+    count, ffn = experts.count, experts.ffn
+    up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    return [
+        *matrix(f"{router}.weight", count, hidden, adapted_as=("gate",) if names else ()),
+        *matrix(up, count, 2 * ffn, hidden, routed=True, adapted_as=names[:2]),
+        *matrix(down, count, hidden, ffn, routed=True, adapted_as=names[2:]),
+    ]

@@ -1,0 +1,182 @@
+"""How the architectures that are built like Llama differ from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardtune.core.model.architectures.fields import Fields
+
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+_POST = ("post_attention_layernorm", "post_feedforward_layernorm")
+_SANDWICH = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Whether something is there: as `key` of the config says, else by default."""
+
+    default: bool
+    key: str = ""
+
+    def of(self, fields: Fields) -> bool:
+        return fields.flag(self.key, self.default) if self.key else self.default
+
+
+_NO = Flag(False)
+EXPERT = ("gate_proj", "up_proj", "down_proj")
+_ATTENTION_BIAS = Flag(False, "attention_bias")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How an architecture differs from Llama."""
+
+    tied: bool = False
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """What transformers takes where the config says nothing."""
+    activation: str = "silu"
+    norm: Literal["rms", "layer"] = "rms"
+    norms: tuple[str, ...] = PRE_NORMS
+    norm_bias: bool = False
+    norm_weights: bool = True
+    qk_norm: Literal["no", "head", "whole"] = "no"
+    """A norm of each head, or of all heads at once."""
+    qkv_bias: Flag = _ATTENTION_BIAS
+    output_bias: Flag = _ATTENTION_BIAS
+    mlp_bias: Flag = _NO
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of its matrices, the last one last."""
+    fused: bool = False
+    """Whether one matrix makes queries, keys and values, and one both halves of the MLP."""
+    window: Literal["no", "all", "switched", "every"] = "no"
+    """Layers with a sliding window: none, all, those that a switch and a number choose, or all but
+    every n-th."""
+    every: int = 2
+    mixture: Literal["no", "plain", "shared", "biased"] = "no"
+    experts_as: tuple[str, ...] = ()
+    """What the experts' three matrices were called when each was a module. peft still goes by these
+    names and adapts the experts, and the router as `gate`; not so where there are none."""
+    dropout: str = ""
+    """The key of the residual stream's dropout."""
+
+
+TRAITS: dict[str, Traits] = {
+    "llama": Traits(mlp_bias=Flag(False, "mlp_bias")),
+    "granite": Traits(mlp_bias=Flag(False, "mlp_bias")),
+    "smollm3": Traits(
+        tied=True,
+        defaults={"num_key_value_heads": 4},
+        mlp_bias=Flag(False, "mlp_bias"),
+        window="switched",
+    ),
+    "mistral": Traits(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        qkv_bias=_NO,
+        output_bias=_NO,
+        window="all",
+    ),
+    "mixtral": Traits(
+        defaults={"num_key_value_heads": 8, "experts": 8, "per_token": 2},
+        qkv_bias=_NO,
+        output_bias=_NO,
+        window="all",
+        mixture="plain",
+        experts_as=("w1", "w3", "w2"),
+    ),
+    "qwen2": Traits(
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+        qkv_bias=Flag(True),
+        output_bias=_NO,
+        window="switched",
+    ),
+    "qwen2_moe": Traits(
+        defaults={"num_key_value_heads": 16, "experts": 60, "per_token": 4, "sliding_window": 4096},
+        qkv_bias=Flag(True, "qkv_bias"),
+        output_bias=_NO,
+        window="switched",
+        mixture="shared",
+    ),
+    "qwen3": Traits(
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+        qk_norm="head",
+        window="switched",
+    ),
+    "qwen3_moe": Traits(
+        defaults={"num_key_value_heads": 4, "experts": 128, "per_token": 8, "sliding_window": 4096},
+        qk_norm="head",
+        window="switched",
+        mixture="plain",
+        experts_as=EXPERT,
+    ),
+    "gemma": Traits(
+        tied=True,
+        defaults={"num_key_value_heads": 16, "head_dim": 256},
+        activation="gelu_pytorch_tanh",
+    ),
+    "gemma2": Traits(
+        tied=True,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+        activation="gelu_pytorch_tanh",
+        norms=_SANDWICH,
+        window="every",
+    ),
+    "gemma3_text": Traits(
+        tied=True,
+        defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+        },
+        activation="gelu_pytorch_tanh",
+        norms=_SANDWICH,
+        qk_norm="head",
+        window="every",
+        every=6,
+    ),
+    "olmo": Traits(norm="layer", norm_weights=False),
+    "olmo2": Traits(norms=_POST, qk_norm="whole"),
+    "olmoe": Traits(
+        defaults={"experts": 64, "per_token": 8},
+        qk_norm="whole",
+        mixture="plain",
+        experts_as=EXPERT,
+    ),
+    "phi3": Traits(qkv_bias=_NO, output_bias=_NO, fused=True, window="all", dropout="resid_pdrop"),
+    "starcoder2": Traits(
+        tied=True,
+        defaults={"num_key_value_heads": 2},
+        activation="gelu_pytorch_tanh",
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=Flag(True, "use_bias"),
+        output_bias=Flag(True, "use_bias"),
+        mlp_bias=Flag(True, "use_bias"),
+        mlp=("c_fc", "c_proj"),
+        window="all",
+        dropout="residual_dropout",
+    ),
+    "nemotron": Traits(
+        activation="relu2",
+        norm="layer",
+        norm_bias=True,
+        mlp_bias=Flag(False, "mlp_bias"),
+        mlp=("up_proj", "down_proj"),
+    ),
+    "gpt_oss": Traits(
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "experts": 128,
+            "per_token": 4,
+            "sliding_window": 128,
+        },
+        qkv_bias=Flag(True, "attention_bias"),
+        output_bias=Flag(True, "attention_bias"),
+        window="every",
+        mixture="biased",
+    ),
+}

@@ -1,0 +1,251 @@
+"""How the models of each family are built: what can be cut into stages, and into slices.
+
+One table. Pipelines read where the layers, the embeddings and the head are; tensor parallelism
+reads how each matrix of a layer is sliced. A family that isn't here is refused with its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardtune.core.mesh import Mesh
+from shardtune.core.model.shape import ModelShape
+from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.errors import ModelError, Problem
+
+Slicing = Literal["column", "row", "column_of_three"]
+"""`column`: the outputs are sliced. `row`: the inputs are, and the ranks' results are added.
+`column_of_three`: the outputs are queries, keys and values in a row, and each is sliced."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Along which dim a weight is sliced, and into how many equal parts it falls before.
+
+    Rank r of n has the r-th n-th of each part.
+    """
+
+    dim: int
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names inside a causal language model of transformers."""
+
+    base: str
+    """The attribute that holds the model without its head."""
+    embedding: str
+    layers: str
+    norm: str
+    head: str
+    attention: str
+    """The attention inside a layer."""
+    mlp: str
+    slices: Mapping[str, Slicing]
+    """The matrices of a layer that are sliced, by their module's name inside the layer. Whatever
+    else a layer has (norms) is kept whole by every rank, which sees a part of the tokens or of the
+    heads with it."""
+    positions: str = ""
+    """An embedding of positions that is added to the first one, where there is one."""
+    dropout: str = ""
+    """The dropout between the embeddings and the first layer, where there is one."""
+    transposed: bool = False
+    """Whether the matrices of a layer have their inputs first."""
+    counts: tuple[tuple[str, str], ...] = ()
+    """Modules inside a layer and an attribute of each that counts outputs; a rank has its share."""
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """How a weight of the whole model is sliced, by its name; None if ranks keep it whole."""
+        inside = re.search(rf"(?:^|\.){self.layers}\.\d+\.(.+)$", name)
+        if inside:
+            return self.cut_in_layer(inside[1], shape)
+        for end in (self.embedding, self.head):
+            found = re.search(rf"(?:^|\.){end}\.(.+)$", name)
+            if found:
+                return cut_of_vocabulary(found[1], shape)
+        return None
+
+    def cut_in_layer(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """How a weight of a layer is sliced, by its name inside the layer."""
+        for module, slicing in self.slices.items():
+            if name.startswith(f"{module}."):
+                leaf = name.removeprefix(f"{module}.")
+                return _cut(slicing, leaf, shape, transposed=self.transposed)
+        return None
+
+
+def cut_of_vocabulary(name: str, shape: Sequence[int]) -> Cut | None:
+    """How a weight of the embedding or the head is sliced, by its name inside of it."""
+    return _cut("column", name, shape, transposed=False)
+
+
+def _cut(slicing: Slicing, leaf: str, shape: Sequence[int], *, transposed: bool) -> Cut | None:
+    """The cut of one weight of a sliced module; adapters follow the side that they are on."""
+    words = leaf.split(".")
+    outputs = Cut(0, 3 if slicing == "column_of_three" else 1) if slicing != "row" else None
+    inputs = Cut(1) if slicing == "row" else None
+    if "lora_A" in words:
+        return inputs
+    if "lora_B" in words or words[-1] == "bias":
+        return outputs
+    if "ia3_l" in words:  # a column scales outputs, a row inputs
+        return outputs if shape[-1] == 1 else inputs
+    cut = outputs or inputs
+    return Cut(1 - cut.dim, cut.parts) if cut and transposed else cut
+
+
+_LLAMA = Family(
+    base="model",
+    embedding="embed_tokens",
+    layers="layers",
+    norm="norm",
+    head="lm_head",
+    attention="self_attn",
+    mlp="mlp",
+    slices={
+        "self_attn.q_proj": "column",
+        "self_attn.k_proj": "column",
+        "self_attn.v_proj": "column",
+        "self_attn.o_proj": "row",
+        "mlp.gate_proj": "column",
+        "mlp.up_proj": "column",
+        "mlp.down_proj": "row",
+    },
+)
+_GPT2 = Family(
+    base="transformer",
+    embedding="wte",
+    positions="wpe",
+    dropout="drop",
+    layers="h",
+    norm="ln_f",
+    head="lm_head",
+    attention="attn",
+    mlp="mlp",
+    slices={
+        "attn.c_attn": "column_of_three",
+        "attn.c_proj": "row",
+        "mlp.c_fc": "column",
+        "mlp.c_proj": "row",
+    },
+    transposed=True,
+    counts=(("attn", "split_size"), ("attn.c_attn", "nf"), ("mlp.c_fc", "nf")),
+)
+_NEOX = Family(
+    base="gpt_neox",
+    embedding="embed_in",
+    dropout="emb_dropout",
+    layers="layers",
+    norm="final_layer_norm",
+    head="lm_head",
+    attention="attention",
+    mlp="mlp",
+    slices={
+        "attention.query_key_value": "column",  # a head's three parts stand together
+        "attention.dense": "row",
+        "mlp.dense_h_to_4h": "column",
+        "mlp.dense_4h_to_h": "row",
+    },
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt2": _GPT2,
+    "gpt_neox": _NEOX,
+}
+"""By transformers' `model_type`."""
+
+
+def family_of(config: Any) -> Family:
+    """The family of the model that a configuration of transformers describes."""
+    return family_named(config.get_text_config().model_type)
+
+
+def family_named(kind: str) -> Family:
+    """The family by transformers' `model_type`; ModelError for one that isn't here."""
+    if kind not in FAMILIES:
+        fact = f"nobody has said yet how a {kind!r} model is cut into stages and slices"
+        fix = f"use strategy: {{type: fsdp}}, or a model of {', '.join(sorted(FAMILIES))}"
+        raise ModelError(Problem("model.name", fact, fix))
+    return FAMILIES[kind]
+
+
+def require_slices(config: Any, degree: int) -> Family:
+    """Refuses a degree of tensor parallelism that doesn't divide the model.
+
+    A vocabulary needn't divide: its runs may differ in length.
+    """
+    family, text = family_of(config), config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    _require_counts(text.num_attention_heads, kv_heads, _inner(text), degree)
+    return family
+
+
+def degrees_of(shape: ModelShape) -> list[int]:
+    """Over how many ranks the layers of a model can be sliced; only 1 if nobody has said how."""
+    common = math.gcd(shape.heads, shape.kv_heads, shape.ffn) if shape.family in FAMILIES else 1
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | None) -> None:
+    """As `require_divisible`, for a model of which only the shape is known."""
+    stages, slices = mesh.size_of("pipeline"), mesh.size_of("tensor")
+    if stages == slices == 1:
+        return
+    family_named(shape.family)
+    if slices > 1:
+        _require_counts(shape.heads, shape.kv_heads, shape.ffn, slices)
+    if pipelining is not None:
+        require_stages(shape.layers, pipelining, stages)
+
+
+def _require_counts(heads: int, kv_heads: int, columns: int, degree: int) -> None:
+    counts = {"heads": heads, "key-value heads": kv_heads, "MLP columns": columns}
+    common = math.gcd(*counts.values())
+    possible = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    problems = [
+        Problem(
+            "strategy",
+            f"{count} {what} / tensor({degree}) = {count / degree:.2f}",
+            f"use tensor parallelism over {possible} ranks: these divide all of them",
+        )
+        for what, count in counts.items()
+        if count % degree
+    ]
+    if problems:
+        raise ModelError(problems)
+
+
+def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:
+    """Refuses more stages than layers, with the equation."""
+    stages = pipelining.stages(ranks)
+    if stages > layers:
+        fact = f"stages({ranks}) x chunks({pipelining.chunks}) = {stages} > {layers} layers"
+        fix = f"use at most {layers} stages in all: every one needs a layer"
+        raise ModelError(Problem("strategy", fact, fix))
+
+
+def require_divisible(config: Any, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
+    """Refuses a model that the axes of `mesh` can't cut, before any of its weights is read."""
+    if mesh.size_of("tensor") > 1:
+        require_slices(config, mesh.size_of("tensor"))
+    if mesh.size_of("pipeline") > 1 and pipelining is not None:
+        family_of(config)
+        layers = config.get_text_config().num_hidden_layers
+        require_stages(layers, pipelining, mesh.size_of("pipeline"))
+
+
+def _inner(config: Any) -> int:
+    """The width of the MLP; GPT-2 leaves it open where it is four times the hidden width."""
+    for name in ("intermediate_size", "n_inner"):
+        if getattr(config, name, None):
+            return int(getattr(config, name))
+    return 4 * int(config.hidden_size)

@@ -1,0 +1,328 @@
+"""Conversations: read from a row, written by the tokenizer's own chat template, and masked.
+
+What is trained of an assistant's turn is what the model has to write itself: everything after the
+prompt that the template gives it (`add_generation_prompt`), up to and with the turn's terminator.
+
+Where that lies is found by rendering, not by knowing templates: the conversation up to a turn is
+rendered with the generation prompt, and up to and with the turn; both are normally beginnings of
+the whole. Some templates write a turn otherwise once others follow it (they drop the reasoning, or
+end only the last turn with the end-of-text token). There the turn is replaced by another text: what
+doesn't change lies outside of it. If that finds no answer either, the row is bad, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+from shardtune.data.encode import Text
+from shardtune.data.records import Unreadable
+from shardtune.errors import did_you_mean
+
+ROLES = {
+    "system": "system", "developer": "developer", "user": "user", "human": "user",
+    "prompter": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant",
+    "bot": "assistant", "model": "assistant", "tool": "tool", "function": "tool",
+    "observation": "tool", "ipython": "ipython",
+}  # fmt: skip
+"""The names that data sets give to speakers, and what chat templates call them."""
+
+SHOWN = ("system", "developer", "user", "assistant")  # roles whose words a template must repeat
+THOUGHT = "</think>"  # what stands before it in a turn is reasoning, which templates may drop
+
+# A template is a program of somebody else: what it may raise when a conversation isn't to its
+# liking, on purpose or because it looks for a key that isn't there.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+
+Message = dict[str, Any]
+Rendered = str | Unreadable
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with the roles and keys that chat templates expect."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+    @property
+    def trained(self) -> list[int]:
+        """The turns to learn; `weight: 0` excepts one, as in OpenAI's files."""
+        return [
+            place
+            for place, message in enumerate(self.messages)
+            if message["role"] == "assistant" and message.get("weight", 1) != 0
+        ]
+
+    def until(self, end: int) -> Conversation:
+        return Conversation(self.messages[:end], self.tools)
+
+    def replaced(self, turn: int, content: str) -> Conversation:
+        messages = list(self.messages)
+        messages[turn] = {**messages[turn], "content": content}
+        return Conversation(messages, self.tools)
+
+
+def read_conversation(turns: Any, tools: Any = None) -> Conversation:
+    """A conversation in OpenAI's or in ShareGPT's form; raises Unreadable for anything else."""
+    if not isinstance(turns, list) or not turns:
+        raise Unreadable("the turns are not a list" if turns else "there are no turns")
+    messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Unreadable("no assistant turn, so there is nothing to learn")
+    if tools and not isinstance(tools, list):
+        raise Unreadable("'tools' is not a list")
+    return Conversation(messages, tools or None)
+
+
+def _message(turn: Any, number: int) -> Message:
+    if not isinstance(turn, dict):
+        raise Unreadable(f"turn {number} is not an object")
+    # A table gives every row the keys of all the others, with nothing in them.
+    message = {key: value for key, value in turn.items() if value is not None}
+    if "from" in message and "role" not in message:
+        message["role"] = message.pop("from")
+    if "value" in message and "content" not in message:
+        message["content"] = message.pop("value")
+    role = message.get("role")
+    if not isinstance(role, str):
+        wanted = "'role' and 'content', or 'from' and 'value'"
+        raise Unreadable(f"turn {number} has {_listed(turn)}, but a turn has {wanted}")
+    if role.lower() not in ROLES:
+        near = did_you_mean(role.lower(), ROLES)
+        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)}"
+        raise Unreadable(f"turn {number} has the unknown role {role!r}: {hint}")
+    message["role"] = ROLES[role.lower()]
+    message["content"] = content = _content(message, number)
+    if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
+        raise Unreadable(f"turn {number} (assistant) is empty")
+    return message
+
+
+def _content(message: Message, number: int) -> str:
+    content = message.get("content", "" if message.get("tool_calls") else None)
+    if isinstance(content, list):
+        content = "".join(_part(part, number) for part in content)
+    if not isinstance(content, str):
+        what = "no content" if content is None else f"content of type {type(content).__name__}"
+        raise Unreadable(f"turn {number} ({message['role']}) has {what}, not text")
+    if "\0" in content:
+        raise Unreadable(f"turn {number} ({message['role']}) holds a NUL character")
+    return content
+
+
+def _part(part: Any, number: int) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise Unreadable(f"turn {number} has a part that is not text")
+    return text
+
+
+class ChatTemplate:
+    """A tokenizer's chat template: conversations to texts with their trained spans."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def texts(self, conversations: Sequence[Conversation]) -> list[Text | Unreadable]:
+        """The text of each conversation, or why the template can't write it."""
+        # All renderings of a batch in three calls: the whole, and before and after each turn.
+        turns = [(one, turn) for one in conversations for turn in one.trained]
+        inner = [(one, turn) for one, turn in turns if turn + 1 < len(one.messages)]
+        wholes = self._render(conversations, prompt=False)
+        befores = iter(self._render([one.until(turn) for one, turn in turns], prompt=True))
+        afters = iter(self._render([one.until(turn + 1) for one, turn in inner], prompt=False))
+        return [
+            self._masked(
+                one,
+                whole,
+                [
+                    # After the last message nothing is cut off: that is the whole again.
+                    (next(befores), next(afters) if turn + 1 < len(one.messages) else whole)
+                    for turn in one.trained
+                ],
+            )
+            for one, whole in zip(conversations, wholes, strict=True)
+        ]
+
+    def _masked(
+        self, conversation: Conversation, whole: Rendered, around: list[tuple[Rendered, Rendered]]
+    ) -> Text | Unreadable:
+        try:
+            text = _raised(whole)
+            _require_all(conversation, text)
+            spans = [
+                self._span(conversation, turn, text, before, after)
+                for turn, (before, after) in zip(conversation.trained, around, strict=True)
+            ]
+        except Unreadable as error:
+            return error
+        return Text(text, spans)
+
+    def _span(
+        self,
+        conversation: Conversation,
+        turn: int,
+        whole: str,
+        before: Rendered,
+        after: Rendered,
+    ) -> tuple[int, int]:
+        """Where the trained part of a turn lies in the whole."""
+        if (
+            isinstance(before, str)
+            and isinstance(after, str)
+            and whole.startswith(before)
+            and whole.startswith(after)
+            and len(before) < (end := len(after.rstrip()))
+        ):
+            return len(before), end
+        return self._probed_span(conversation, turn, whole, before)
+
+    def _probed_span(
+        self, conversation: Conversation, turn: int, whole: str, before: Rendered
+    ) -> tuple[int, int]:
+        """The same for a turn that the template writes otherwise when others follow it."""
+        content = conversation.messages[turn]["content"]
+        probe = conversation.replaced(turn, _other_than(content))
+        first, last = _difference(whole, self._text(probe))
+        if first >= last or whole[first:last].strip() not in content:
+            raise Unreadable(f"where the chat template writes turn {turn + 1} can't be told")
+        start = self._answer_start(conversation, turn, whole, before, first)
+        # The turn's own text when nothing follows it, and where its terminator starts there.
+        alone = self._text(conversation.until(turn + 1))
+        _, end = _difference(alone, self._text(probe.until(turn + 1)))
+        terminator = self._common_start(whole[last:], alone[end:]).rstrip()
+        return start, last + len(terminator)
+
+    def _answer_start(
+        self, conversation: Conversation, turn: int, whole: str, before: Rendered, first: int
+    ) -> int:
+        """Where the model's part of a turn starts whose content starts at `first`."""
+        if isinstance(before, str) and whole.startswith(before):
+            return len(before)
+        if self._prompt and whole[:first].endswith(self._prompt):
+            return first
+        # The prompt opens a line of reasoning, say, which turns of the past don't show. That is
+        # how the model will see them; but its next answer must start as it is asked for.
+        is_past = any(message["role"] == "user" for message in conversation.messages[turn + 1 :])
+        if is_past and isinstance(before, str) and before.startswith(whole[:first]):
+            return first
+        raise Unreadable(
+            f"the chat template asks for an answer with {self._prompt!r}, but starts turn "
+            f"{turn + 1} with {whole[max(0, first - 24) : first]!r}"
+        )
+
+    def _common_start(self, one: str, other: str) -> str:
+        """The common beginning of both, in which no special token is cut in two."""
+        common = []
+        for ours, theirs in zip(
+            self._units.finditer(one), self._units.finditer(other), strict=False
+        ):
+            if ours.group() != theirs.group():
+                break
+            common.append(ours.group())
+        return "".join(common)
+
+    @cached_property
+    def _units(self) -> re.Pattern[str]:
+        """Matches a special token or a single character."""
+        tokens = sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True)
+        return re.compile("|".join([*map(re.escape, tokens), "."]), re.DOTALL)
+
+    @cached_property
+    def _prompt(self) -> str:
+        """What the template writes to ask for an answer; some write nothing."""
+        question = Conversation([{"role": "user", "content": "x"}])
+        asked, plain = self._text(question, prompt=True), self._text(question)
+        return asked[len(self._common_start(asked, plain)) :]
+
+    def _text(self, conversation: Conversation, prompt: bool = False) -> str:
+        return _raised(self._render_one(conversation, prompt))
+
+    def _render(self, conversations: Sequence[Conversation], prompt: bool) -> list[Rendered]:
+        """Each conversation as text; `prompt` asks for an answer at its end."""
+        if not conversations:
+            return []
+        try:
+            if not any(one.tools for one in conversations):  # tools are given once for a call
+                return list(self._apply([one.messages for one in conversations], None, prompt))
+        except TEMPLATE_ERRORS:
+            pass  # one of them; now find out which
+        return [self._render_one(one, prompt) for one in conversations]
+
+    def _render_one(self, conversation: Conversation, prompt: bool) -> Rendered:
+        try:
+            return self._apply([conversation.messages], conversation.tools, prompt)[0]
+        except TEMPLATE_ERRORS as error:
+            return Unreadable(f"the chat template refuses it: {_told(error)}")
+
+    def _apply(
+        self, messages: list[list[Message]], tools: list[Any] | None, prompt: bool
+    ) -> list[str]:
+        texts: list[str] = self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+        return texts
+
+
+def _require_all(conversation: Conversation, whole: str) -> None:
+    """Raises if the template leaves out words of a message: it must not do so in silence."""
+    for number, message in enumerate(conversation.messages, 1):
+        content = message["content"].strip()
+        if message["role"] == "assistant":
+            content = content.rpartition(THOUGHT)[2].strip()
+        if message["role"] in SHOWN and content not in whole:
+            raise Unreadable(f"the chat template leaves out turn {number} ({message['role']})")
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call).get("name", "") if isinstance(call, dict) else ""
+            if not name or str(name) not in whole:
+                raise Unreadable(f"the chat template leaves out the tool calls of turn {number}")
+
+
+def _other_than(content: str) -> str:
+    """A content that differs from this one in its first and in its last character."""
+    stripped = content.strip()
+    edges = {stripped[:1], stripped[-1:], stripped.rpartition(THOUGHT)[2].strip()[:1]}
+    return next(letter for letter in "abcd" if letter not in edges)
+
+
+def _difference(one: str, other: str) -> tuple[int, int]:
+    """The stretch of `one` outside of which both are the same."""
+    first = _common_length(one, other)
+    room = min(len(one), len(other)) - first
+    return first, len(one) - min(_common_length(one[::-1], other[::-1]), room)
+
+
+def _common_length(one: str, other: str) -> int:
+    """How many characters both start with, by halving: comparing slices is fast."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _raised(rendered: Rendered) -> str:
+    if isinstance(rendered, Unreadable):
+        raise rendered
+    return rendered
+
+
+def _told(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
+
+
+def _listed(keys: dict[str, Any]) -> str:
+    return ", ".join(map(repr, list(keys)[:8])) or "no keys"

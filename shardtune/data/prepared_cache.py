@@ -1,0 +1,96 @@
+"""A prepared data set on disk: what identifies it, and how it is written and read.
+
+A folder holds the documents as Arrow files of the `datasets` library, `index.npz` with a line about
+each document, and `report.json` with what became of the rows, the bad ones included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardtune.data.records import BadRow
+from shardtune.data.tokenize import Index, Tally
+from shardtune.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    import datasets
+
+    from shardtune.config.job import Source
+    from shardtune.data.formats import Format
+    from shardtune.data.sources import Opened
+
+PREPARE_VERSION = 1
+"""A change of what preparation makes of the same input needs a new number."""
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A hash of everything in a tokenizer that decides which tokens a text becomes."""
+    import tokenizers
+    import transformers
+
+    facts = {
+        "template": tokenizer.chat_template,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "versions": [tokenizers.__version__, transformers.__version__],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    return digest.hexdigest()
+
+
+def key(source: Source, opened: Opened, format: Format, length: int, tokenizer: str) -> str:
+    """The name of a prepared data set: a hash of all that it depends on."""
+    facts = [PREPARE_VERSION, opened.digest, format.settings, source.overflow, length, tokenizer]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def documents_file(folder: Path, number: int) -> Path:
+    """Where one process puts its share of the documents."""
+    return folder / f"documents-{number:05}.arrow"
+
+
+def write(folder: Path, tally: Tally, index: Index) -> None:
+    """Puts the index and the report beside the documents."""
+    np.savez(folder / "index.npz", **vars(index))
+    report = json.dumps(dataclasses.asdict(tally), indent=1)
+    (folder / "report.json").write_text(report, encoding="utf-8")
+
+
+def read(folder: Path) -> tuple[Tally, Index]:
+    """The report and the index of a folder."""
+    try:
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        report["bad_rows"] = [BadRow(**row) for row in report["bad_rows"]]
+        with np.load(folder / "index.npz", allow_pickle=False) as arrays:
+            index = Index(**{name: arrays[name] for name in Index.__dataclass_fields__})
+        return Tally(**report), index
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise _damaged(folder, str(error)) from error
+
+
+def load(folder: Path, count: int) -> datasets.Dataset:
+    """The documents of a folder, mapped into memory, not read."""
+    import datasets
+    import pyarrow
+
+    try:
+        files = sorted(folder.glob("documents-*.arrow"))
+        parts = [datasets.Dataset.from_file(str(file)) for file in files]
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _damaged(folder, str(error)) from error
+    rows = datasets.concatenate_datasets([part for part in parts if len(part)])
+    if len(rows) != count:
+        raise _damaged(folder, f"it holds {len(rows):,} documents instead of {count:,}")
+    return rows
+
+
+def _damaged(folder: Path, reason: str) -> DataError:
+    fact = f"this prepared data set is damaged: {reason}"
+    return DataError(Problem(str(folder), fact, "remove the folder; it is made anew"))

@@ -1,0 +1,228 @@
+"""Looks at prepared data before any step is made, and says everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardtune.errors import Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from shardtune.config.job import DataSection, Source
+    from shardtune.data.formats import Format
+    from shardtune.data.sources import Opened
+    from shardtune.data.tokenize import Index, Tally
+
+LISTED = 50  # bad rows of a data set that are named
+LEAKS_LISTED = 5
+
+FORMATS = {
+    "instruction": (("instruction", "output"),),
+    "chat": (("messages",), ("conversations",)),
+    "completion": (("text",),),
+    "pretokenized": (("input_ids",),),
+}
+"""The columns by which a format is recognised."""
+
+USUAL_NAMES = {
+    "instruction": ("prompt", "question", "query", "task", "text", "input"),
+    "output": ("response", "answer", "completion", "target", "code", "solution", "label"),
+    "messages": ("conversation", "dialog", "dialogue", "turns", "chat"),
+    "text": ("content", "document", "body", "story"),
+    "input_ids": ("tokens", "ids", "token_ids"),
+}
+"""What other people call these columns, where the spelling doesn't give it away."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A data set, and what its preparation found."""
+
+    source: Source
+    opened: Opened
+    format: Format
+    tally: Tally
+    index: Index
+
+    @property
+    def path(self) -> str:
+        return self.opened.path
+
+    def stops_trained(self, stops: frozenset[int]) -> int:
+        """Documents whose last trained token is a stop token."""
+        return int(np.isin(self.index.finals, sorted(stops)).sum())
+
+
+def check_source(checked: Checked, section: DataSection) -> list[Problem]:
+    """What is wrong with one data set by itself."""
+    tally = checked.tally
+    if not tally.rows:
+        fix = "name a file with data, or take the set out of the job"
+        return [Problem(checked.path, "is empty: it holds no rows", fix)]
+    problems = _wrong_columns(checked)
+    if section.bad_rows == "fail" or tally.bad == tally.rows:
+        problems += _bad_rows(checked, columns_told=bool(problems))
+    if not problems and not len(checked.index.lengths):
+        problems.append(_nothing_left(checked, section.sequence_length))
+    return problems
+
+
+def bad_row_lines(checked: Checked) -> list[str]:
+    """`place: reason` for the bad rows, as far as they are listed."""
+    problems = _bad_rows(checked, columns_told=False)
+    return [f"{problem.place}: {problem.fact}" for problem in problems]
+
+
+def _bad_rows(checked: Checked, *, columns_told: bool) -> list[Problem]:
+    """The bad rows one by one, and how many there are.
+
+    Where a column is missing everywhere that was told already; then these rows are left out.
+    """
+    tally = checked.tally
+    rows = [row for row in tally.bad_rows if not (columns_told and row.missing)]
+    total = tally.bad - (sum(tally.missing.values()) if columns_told else 0)
+    if not total:
+        return []
+    problems = [
+        Problem(checked.opened.place(row.number, row.column), row.reason) for row in rows[:LISTED]
+    ]
+    more = f" ({total - LISTED:,} more than are listed here)" if total > LISTED else ""
+    fact = f"{total:,} of {tally.rows:,} rows can't be used{more}"
+    fix = "mend them, or set data.bad_rows: skip to go on without them"
+    if tally.bad == tally.rows:
+        fix = "mend them: no good row is left"
+    return [*problems, Problem(checked.path, fact, fix)]
+
+
+def _wrong_columns(checked: Checked) -> list[Problem]:
+    """Columns that the format needs or the job names, and that no row has."""
+    seen = list(checked.tally.columns)
+    if not seen:
+        return []
+    none_made = not len(checked.index.lengths)
+    lacking = [
+        names[0] for names in checked.format.required if none_made and not {*names} & {*seen}
+    ]
+    lacking += [name for name in checked.format.named if name not in seen]
+    if not lacking:
+        return []
+    columns = checked.source.columns
+    key_of = {getattr(columns, key): key for key in type(columns).model_fields}
+    key_of.setdefault("messages", "messages")  # where the job leaves it at `auto`
+    found: dict[str, str] = {}
+    for name in lacking:
+        free = [column for column in seen if column not in found.values()]
+        if near := _nearest(name, key_of[name], free):
+            found[key_of[name]] = near
+    shown = found or {key_of[lacking[0]]: "<one of these>"}
+    fix = f"columns: {{{', '.join(f'{key}: {name}' for key, name in shown.items())}}}"
+    others = [
+        name
+        for name, choices in FORMATS.items()
+        if name != checked.source.format and any({*choice} <= {*seen} for choice in choices)
+    ]
+    if others:
+        fix = f"format: {others[0]}"
+    fact = f"no row has {_quoted(lacking, 'the column')}; the columns are {_quoted(seen)}"
+    return [Problem(checked.path, fact, fix)]
+
+
+def _nearest(name: str, key: str, seen: list[str]) -> str:
+    if near := did_you_mean(name, seen):
+        return near
+    return next((usual for usual in USUAL_NAMES.get(key, ()) if usual in seen), "")
+
+
+def _nothing_left(checked: Checked, length: int) -> Problem:
+    """Why a data set with good rows has become no documents."""
+    tally = checked.tally
+    facts = []
+    if tally.dropped:
+        facts.append(f"{tally.dropped:,} are longer than data.sequence_length ({length})")
+    if tally.untrained:
+        facts.append(f"{tally.untrained:,} have no trained token in their first {length}")
+    if tally.bad:
+        facts.append(f"{tally.bad:,} can't be used")
+    fact = f"no trained token is left of its {tally.rows:,} rows: {', '.join(facts)}"
+    if tally.longest > length:
+        fix = f"raise data.sequence_length: the longest row has {tally.longest:,} tokens"
+    else:
+        fix = "give rows that hold something to learn"
+    return Problem(checked.path, fact, fix)
+
+
+def check_stops(
+    checked: Checked, section: DataSection, tokenizer: Any, stops: frozenset[int]
+) -> list[Problem]:
+    """A set to train on in which no document ends with a stop token teaches never to stop."""
+    finals = checked.index.finals
+    if not len(finals) or checked.stops_trained(stops):
+        return []
+    names = ", ".join(repr(tokenizer.convert_ids_to_tokens(stop)) for stop in sorted(stops))
+    fact = "a stop token is never trained: "
+    fact += f"none of its {len(finals):,} documents ends with {names}" if stops else "there is none"
+    ids, counts = np.unique(finals, return_counts=True)
+    last, share = int(ids[counts.argmax()]), counts.max() / len(finals)
+    cut = checked.tally.truncated
+    if last in tokenizer.added_tokens_decoder:
+        terminator = tokenizer.convert_ids_to_tokens(last)
+        fact += f"; {share:.0%} of them end with {terminator!r}"
+        fix = f'model.stop_tokens: ["{terminator}"]'
+    elif cut == len(finals):
+        fact += f", because all of them are cut off at {section.sequence_length} tokens"
+        fix = f"raise data.sequence_length: the longest row has {checked.tally.longest:,} tokens"
+    elif checked.source.format == "pretokenized":
+        fix = "end each row's ids with a stop token, and don't mask it in the labels"
+    elif tokenizer.eos_token is None:
+        fix = "the tokenizer has no end-of-text token: set eos_token in its tokenizer_config.json"
+    else:
+        fix = f"use a chat template that ends an answer with {names or repr(tokenizer.eos_token)}"
+    return [Problem(checked.path, fact, fix)]
+
+
+def check_leaks(train: Sequence[Checked], held_out: Sequence[Checked]) -> list[Problem]:
+    """Documents to train on that stand in an evaluation set as they are."""
+    return [
+        problem
+        for evaluated in held_out
+        for trained in train
+        for problem in _leaks(trained, evaluated)
+    ]
+
+
+def _leaks(trained: Checked, evaluated: Checked) -> list[Problem]:
+    held_out = {digest: at for at, digest in reversed(list(enumerate(_keys(evaluated.index))))}
+    pairs = [
+        (at, held_out[digest])
+        for at, digest in enumerate(_keys(trained.index))
+        if digest in held_out
+    ]
+    if not pairs:
+        return []
+    shown = [
+        f"{trained.opened.place(int(trained.index.numbers[ours]))} is "
+        f"{evaluated.opened.place(int(evaluated.index.numbers[theirs]))}"
+        for ours, theirs in pairs[:LEAKS_LISTED]
+    ]
+    if len(pairs) > LEAKS_LISTED:
+        shown.append(f"{len(pairs) - LEAKS_LISTED:,} more")
+    fact = (
+        f"{len(pairs):,} of its {len(trained.index.lengths):,} documents stand in the evaluation "
+        f"set {evaluated.path} too: {', '.join(shown)}"
+    )
+    fix = "take them out of one of the two: a model that has seen the answers proves nothing"
+    return [Problem(trained.path, fact, fix)]
+
+
+def _keys(index: Index) -> list[bytes]:
+    """The documents' hashes."""
+    whole = index.digests.tobytes()
+    return [whole[start : start + 16] for start in range(0, len(whole), 16)]
+
+
+def _quoted(names: Sequence[str], each: str = "") -> str:
+    shown = [f"{each} {name!r}".strip() for name in names[:12]]
+    return ", ".join(shown) + (", ..." if len(names) > 12 else "")

@@ -1,1 +1,0 @@
-"""What the model says, and how it is judged."""

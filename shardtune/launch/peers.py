@@ -1,0 +1,112 @@
+"""Who else runs the same job: nobody on one machine, else the launchers of the other nodes.
+
+The launcher is written for company; on one machine it has only itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from shardtune.core.heartbeat import Pulses
+from shardtune.core.network import LOOPBACK, interface_of, listen
+from shardtune.launch.failure import Failure
+from shardtune.launch.workers import Seat
+
+
+class Company(Protocol):
+    """The launchers of a run, as one of them sees them."""
+
+    @property
+    def number(self) -> int:
+        """Of this node."""
+        ...
+
+    def gather(self, given_up: Callable[[], bool]) -> Seat | None:
+        """Returns when every node is ready for an attempt; None if `given_up` says so meanwhile."""
+        ...
+
+    def failures(self) -> list[Failure]:
+        """What ended the attempts before this one, the same on every node."""
+        ...
+
+    def show(self, pulses: Pulses | None) -> None:
+        """From now on the others see the pulses of this node's ranks, and theirs are seen here."""
+        ...
+
+    def remote(self) -> dict[int, int]:
+        """The ranks of other nodes, each with a process id that nobody has."""
+        ...
+
+    def suspects(self) -> bool:
+        """Whether some node is silent, so that what hangs here may only be waiting for it."""
+        ...
+
+    def trouble(self, step: int) -> Failure | None:
+        """What another node has reported, or that it is lost."""
+        ...
+
+    def agree(self, own: Failure) -> Failure:
+        """One cause for all nodes."""
+        ...
+
+    def next_attempt(self, given_up: Callable[[], bool]) -> bool:
+        """Goes on to another attempt; False if `given_up` says so before."""
+        ...
+
+    def close(self) -> None:
+        """Takes leave of the others."""
+        ...
+
+
+@dataclass
+class Alone:
+    """One machine. The store of its ranks is new for each attempt, on the loopback address only."""
+
+    processes: int
+    number: int = 0
+    _past: list[Failure] = field(default_factory=list)
+    _store: TCPStore | None = None
+
+    def gather(self, given_up: Callable[[], bool]) -> Seat:
+        listener = listen(LOOPBACK, 0)  # a port that the kernel chose can't be in use
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listener.detach(),
+        )
+        ranks, interface = range(self.processes), interface_of(LOOPBACK)
+        return Seat(ranks, self.processes, LOOPBACK, port, interface, len(self._past))
+
+    def failures(self) -> list[Failure]:
+        return list(self._past)
+
+    def show(self, pulses: Pulses | None) -> None:
+        pass
+
+    def remote(self) -> dict[int, int]:
+        return {}
+
+    def suspects(self) -> bool:
+        return False
+
+    def trouble(self, step: int) -> Failure | None:
+        return None
+
+    def agree(self, own: Failure) -> Failure:
+        self._past.append(own)
+        return own
+
+    def next_attempt(self, given_up: Callable[[], bool]) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._store = None

@@ -1,0 +1,212 @@
+"""Runs a job's ranks on this machine to their end, through faults where that can be done.
+
+An attempt ends well, is stopped by a signal, or fails. After a failure that may pass, the ranks are
+started again to go on from their last checkpoint: a limited number of times, and never a third time
+at the same step, because then it isn't chance.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from shardtune.errors import LaunchError
+from shardtune.launch import INTERRUPTED
+from shardtune.launch.failure import Failure, of_dead_ranks, of_hung_rank
+from shardtune.launch.peers import Alone, Company
+from shardtune.launch.process_info import memory_kills
+from shardtune.launch.restart_policy import Policy, attempts, faults, halvings, refuse_restart
+from shardtune.launch.watchdog import Hung, Watcher
+from shardtune.launch.workers import Group
+
+PERIOD = 0.1  # seconds between two looks at the ranks
+ELSEWHERE = 30.0  # seconds in which another node has to report its own hung rank
+HANG_UP = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_local(
+    command: Sequence[str],
+    *,
+    processes: int,
+    threads: int,
+    logs: Path,
+    policy: Policy | None = None,
+    again: Callable[[int], Sequence[str]] | None = None,
+    company: Company | None = None,
+) -> int:
+    """Runs `python COMMAND...` once per rank. Returns the exit code; LaunchError if it failed.
+
+    `again(halvings)` is the command that goes on from the last checkpoint. SIGINT and SIGTERM ask
+    the ranks to stop after their step, a second signal kills them. With `company` these are the
+    ranks of one node of several, which all do the same.
+    """
+    policy, company = policy or Policy(), company or Alone(processes)
+    events = Events(logs / (f"events-{company.number}.jsonl" if company.number else "events.jsonl"))
+    earlier = attempts(logs)
+    with _heeding_signals() as signals, closing(company):
+        while (seat := company.gather(signals.given_up)) is not None:
+            failures = company.failures()
+            if failures and again is not None:
+                command = again(halvings(failures, policy))
+            folder = logs / f"attempt-{earlier + seat.attempt}"
+            group = Group(command, seat, threads, folder)
+            outcome = _attempt(group, company, policy, signals, events)
+            if isinstance(outcome, int):
+                return outcome
+            failures.append(outcome)
+            reduced = halvings(failures, policy) > halvings(failures[:-1], policy)
+            refused = None if reduced else refuse_restart(failures, policy)
+            if again is None or signals.came or refused is not None:
+                events.tell("failed", outcome, outcome.cause, said=False)
+                raise LaunchError([*outcome.problems, *(refused or [])])
+            what = "half the micro-batch" if reduced else f"restart {faults(failures)}"
+            limit = "" if reduced else f" of {policy.restarts}"
+            text = f"{_in_full(outcome)}\ngoing on from the last checkpoint ({what}{limit})"
+            events.tell("restart", outcome, text)
+            if not company.next_attempt(signals.given_up):
+                break
+        return signals.code
+
+
+@dataclass
+class Signals:
+    """The signals that this process got, in their order."""
+
+    came: list[int] = field(default_factory=list)
+
+    def given_up(self) -> bool:
+        return bool(self.came)
+
+    @property
+    def code(self) -> int:
+        return 128 + self.came[0] if self.came else 0
+
+
+@contextmanager
+def _heeding_signals() -> Iterator[Signals]:
+    signals = Signals()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.came.append(number)
+
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _attempt(
+    group: Group, company: Company, policy: Policy, signals: Signals, events: Events
+) -> int | Failure:
+    """Sees one group of ranks to its end: the exit code, or how it failed."""
+    kills = memory_kills()
+    company.show(group.pulses)
+    watcher = Watcher(group.pulses, policy.patience, time.monotonic())
+    deadline: float | None = None
+    try:
+        while True:
+            codes = group.codes()
+            if any(codes.values()):
+                codes = group.settled_codes()
+                if signals.came and _were_interrupted(codes):
+                    return signals.code
+                return company.agree(of_dead_ranks(group, codes, kills))
+            alive = group.alive()
+            if not alive:
+                return signals.code
+            now = time.monotonic()
+            if len(signals.came) > 1 or (deadline is not None and now > deadline):
+                _say_left(signals, policy)
+                return signals.code
+            if signals.came and deadline is None:
+                deadline = now + _ask_to_stop(group, signals, policy)
+            if (trouble := company.trouble(watcher.step)) is not None:
+                return trouble
+            hung = watcher.hung(alive | company.remote(), now)
+            if hung is not None and not company.suspects() and _ours_to_report(hung, group):
+                return company.agree(of_hung_rank(group, hung))
+            if (slow := watcher.slow()) is not None:
+                events.slow(slow.rank, slow.phase, slow.seconds, slow.others)
+            time.sleep(PERIOD)
+    finally:
+        company.show(None)
+        group.close()
+        _restore_terminal()
+
+
+def _ours_to_report(hung: Hung, group: Group) -> bool:
+    """A rank of another node is reported there, with its stack, if that node can."""
+    return hung.rank is None or hung.rank in group.ranks or hung.overdue > ELSEWHERE
+
+
+def _ask_to_stop(group: Group, signals: Signals, policy: Policy) -> float:
+    """Passes the wish on; returns the seconds that the ranks have to fulfil it."""
+    first = signals.came[0]
+    if first == signal.SIGINT:
+        _say("\nstopping after this step; once more to stop at once")
+        group.tell(signal.SIGINT)
+        return float("inf")  # a person is there to press again
+    group.tell(signal.SIGTERM)
+    return policy.grace if first == signal.SIGTERM else HANG_UP
+
+
+def _say_left(signals: Signals, policy: Policy) -> None:
+    if len(signals.came) == 1 and signals.came[0] == signal.SIGTERM:
+        _say(f"the step did not end within launch.grace ({policy.grace:g} s): stopped in it")
+
+
+def _were_interrupted(codes: dict[int, int]) -> bool:
+    """Whether a rank ended because the signal came before it could heed it. Others may have failed
+    for want of it."""
+    return bool({INTERRUPTED, -signal.SIGINT, -signal.SIGTERM} & set(codes.values()))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        print(text, file=sys.stderr, flush=True)
+
+
+def _restore_terminal() -> None:
+    """A rank that was killed in its live view has hidden the cursor."""
+    with suppress(OSError):
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")
+            sys.stdout.flush()
+
+
+def _in_full(failure: Failure) -> str:
+    return "\n".join(f"{problem.place}: {problem.fact}" for problem in failure.problems)
+
+
+@dataclass(frozen=True)
+class Events:
+    """What the launcher saw: a line for the person, and one of JSON for everyone else."""
+
+    path: Path
+
+    def tell(self, kind: str, failure: Failure, text: str, *, said: bool = True) -> None:
+        if said:
+            _say(text)
+        self._write(kind, rank=failure.rank, step=failure.step, cause=failure.cause, text=text)
+
+    def slow(self, rank: int, phase: str, own: float, others: float) -> None:
+        fact = f"rank {rank} is slow: {own:.3g} s a step in {phase}, the others {others:.3g} s"
+        _say(fact)
+        self._write("slow", rank=rank, phase=phase, seconds=own, others=others)
+
+    def _write(self, kind: str, **facts: object) -> None:
+        line = json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n"
+        with suppress(OSError):  # a full disk must not end a run that could go on
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)

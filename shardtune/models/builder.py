@@ -1,0 +1,120 @@
+"""The job's model as a blueprint: the engine decides whether it comes whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardtune.config.job import Adapter, ModelSection, TrainSection
+from shardtune.models.fused.apply import Speed, hasten, settle
+from shardtune.models.load import DTYPES, held_precision, load_base
+from shardtune.models.materialize import (
+    Frame,
+    Names,
+    build_in_parts,
+    decoder_layers,
+    without_memory,
+)
+from shardtune.models.packed_attention import use_boundaries
+from shardtune.models.peft_adapters import add_adapter, answer_in
+from shardtune.models.quantization.calibration import Texts
+from shardtune.models.quantization.linear import stored_as
+
+
+@dataclass(frozen=True)
+class ModelBlueprint:
+    """Builds the model of a job, adapters included; both ways give the same weights, bit for bit.
+
+    Frozen weights are held in the precision of the computation; weights that are trained are held
+    in fp32, because an update is often too small to change a 16-bit number.
+    """
+
+    section: ModelSection
+    adapter: Adapter
+    train: TrainSection
+    texts: Callable[[], Texts] = list
+    """Some of those that are trained: 8-bit weights are rounded by them."""
+
+    def whole(self, device: str) -> nn.Module:
+        """The whole model on `device`. Weights to be quantised are never whole in 16 bits."""
+        if stored_as(self.section, self.train.precision) != "none":
+            return self.in_parts(device, _leave)
+        model = load_base(self.section, held_precision(self.adapter, self.train))
+        use_boundaries(model, device, DTYPES[self.train.precision])
+        speed = Speed.of(self.train)
+        layers = decoder_layers(model) if speed.changes_layers else []
+        adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)
+        answer_in(adapted, self.adapter, DTYPES[self.train.precision])
+        hasten(model, layers, self.adapter, speed)
+        settle(layers)
+        return adapted
+
+    def in_parts(
+        self,
+        device: str,
+        divide: Callable[[nn.Module], None],
+        left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
+    ) -> nn.Module:
+        """The model part by part: each decoder layer, then the root, is filled and divided."""
+        return build_in_parts(
+            self.section,
+            self.adapter,
+            precision=self.train.precision,
+            seed=self.train.seed,
+            speed=Speed.of(self.train),
+            device=device,
+            divide=divide,
+            left_out=left_out,
+            texts=self.texts,
+        )
+
+
+@dataclass(frozen=True)
+class EmptyBlueprint:
+    """The same sizes in the same places, but nothing in the weights: for a dry run.
+
+    Made before fake tensors are switched on, used once while they are.
+    """
+
+    frame: Frame
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        section: ModelSection,
+        adapter: Adapter,
+        train: TrainSection,
+        device: str = "cpu",
+    ) -> EmptyBlueprint:
+        """The model that transformers builds from `config`, for `device`; no file is opened."""
+        import peft  # noqa: F401 - it makes tensors when imported, which must not become fake
+
+        compute = DTYPES[train.precision]
+        model = without_memory(config, section, compute)
+        use_boundaries(model, device, compute)
+        names = Names.nothing(model)
+        speed = Speed.of(train)
+        return cls(Frame.of(model, names, section, adapter, precision=train.precision, speed=speed))
+
+    def whole(self, device: str) -> nn.Module:
+        """The whole model on `device`."""
+        model = self.in_parts(device, _leave)
+        settle(self.frame.layers)
+        return model
+
+    def in_parts(
+        self,
+        device: str,
+        divide: Callable[[nn.Module], None],
+        left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
+    ) -> nn.Module:
+        """The model part by part, each handed to `divide` as soon as it has its size."""
+        return self.frame.fill(device, divide, seed=0, left_out=left_out)
+
+
+def _leave(part: nn.Module) -> None:
+    """Divides nothing."""

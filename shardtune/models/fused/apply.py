@@ -1,0 +1,129 @@
+"""How the layers of a model are run: as transformers writes them, or the fast way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.callback import callback_handler
+
+from shardtune.config.job import Adapter, LoRA, NoAdapter, TrainSection
+from shardtune.core.heartbeat import own_pulse
+from shardtune.core.setup import Recompute
+from shardtune.models.fused.activation_checkpointing import recompute
+from shardtune.models.fused.full_finetune import prepare
+
+GRAPHS = 64
+"""How often the code of a layer may be compiled: with and without gradients, in training and
+evaluation, for rows of few lengths. Beyond it torch would go on uncompiled, with a mere warning."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the job says of it."""
+
+    compiled: bool = False
+    recompute: Recompute = "none"
+    kept: int = 0
+    """Layers, the last ones, that keep more."""
+
+    @property
+    def changes_layers(self) -> bool:
+        return self.compiled or self.recompute in ("mlp", "most")
+
+    @classmethod
+    def of(cls, train: TrainSection) -> Speed:
+        return cls(train.kernels == "compiled", train.recompute, train.keep_layers)
+
+
+def settle(layers: Iterable[nn.Module]) -> None:
+    """Prepares layers that have their weights, whole and where they stay, once `hasten` has run."""
+    joined = False
+    for layer in layers:
+        for module in layer.modules():
+            join_weights = getattr(module, "join_weights", None)
+            if join_weights is not None:
+                join_weights()
+                joined = True
+    if joined:
+        # What weights have left is a little too small for those that stand together now. Unless the
+        # allocator gives it back, it keeps gigabytes of it. Without a GPU this does nothing.
+        torch.cuda.empty_cache()
+
+
+def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Speed) -> None:
+    """Prepares `layers` of a model that has its adapters. They may be without weights still.
+
+    Compiling itself happens when a layer first runs; layers that are alike share the result.
+    """
+    what, family = speed.recompute, causal.config.get_text_config().model_type
+    if what == "full":
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    if speed.compiled and isinstance(adapter, LoRA):
+        from shardtune.models.fused.lora import quicken  # peft is slow to import
+
+        for layer in layers:
+            quicken(layer, family)
+    if speed.compiled and isinstance(adapter, NoAdapter):
+        for layer in layers:
+            prepare(layer, family)
+    for number, layer in enumerate(layers):
+        if speed.changes_layers:
+            # A layer that is run again as a whole keeps for a moment what it would otherwise.
+            keeps = what == "full" or number >= len(layers) - speed.kept
+            recompute(layer, "none" if keeps else what)
+        if speed.compiled:
+            layer.compile()
+    if speed.compiled:
+        tell_of_compiling()
+        read_rows_once()
+        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+
+
+def tell_of_compiling() -> None:
+    """Lets whoever watches the process know: a row count that is new is compiled in any step, and
+    takes longer than a step may."""
+    pulse, calls = own_pulse(), callback_handler
+    if pulse.compile_began not in calls.start_callbacks:
+        calls.register_start_callback(pulse.compile_began)
+        calls.register_end_callback(pulse.compile_ended)
+
+
+WHOLE_ROW = 8192
+"""Numbers of a row that a processor of the GPU has at once."""
+
+
+def read_rows_once() -> None:
+    """Lets torch's compiler hold whole rows where it sums over them, as norms do. By itself it does
+    so up to 1,024 numbers, and reads longer rows once to sum and once more to use the sum. Where
+    torch decides in another way than it does today, it is left to it."""
+    try:
+        from torch._inductor import config
+        from torch._inductor.choices import InductorChoices
+        from torch._inductor.runtime.hints import ReductionHint
+        from torch._inductor.virtualized import V
+
+        usual = InductorChoices.should_use_persistent_reduction
+    except (ImportError, AttributeError):
+        return
+    if hasattr(usual, "usual"):
+        return
+
+    def whole_rows(features: Any, cooperative_reduction: bool) -> bool:
+        if usual(features, cooperative_reduction):
+            return True
+        if cooperative_reduction or not config.triton.persistent_reductions:
+            return False
+        return bool(
+            features.get_reduction_hint() == ReductionHint.INNER
+            and V.graph.get_current_device_or_throw().type == "cuda"
+            and V.graph.sizevars.statically_known_leq(features.reduction_numel, WHOLE_ROW)
+        )
+
+    whole_rows.usual = usual  # type: ignore[attr-defined]
+    choices: Any = InductorChoices
+    choices.should_use_persistent_reduction = staticmethod(whole_rows)

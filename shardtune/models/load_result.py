@@ -1,0 +1,64 @@
+"""Loads the result of a run as anybody would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardtune.config.job import ModelSection
+from shardtune.core.setup import Precision
+from shardtune.models.fused.apply import Speed
+from shardtune.models.load import explaining, load_base
+from shardtune.models.materialize import build_in_parts
+from shardtune.models.quantization.linear import stored_as
+
+_FIX = "write it again: shardtune train RUN/job.yaml --resume"
+
+
+def load_result(folder: str, section: ModelSection, precision: Precision) -> Any:
+    """A result as anybody would load it: an adapter on its model, or a whole model.
+
+    An adapter that was trained on quantised weights is put on weights that are quantised the same
+    way. To merge it, load it on the original ones (`unquantised`). 8-bit floating point is a way to
+    multiply faster while training, not another model: its adapter is put on the original ones.
+    """
+    precision = "bf16" if precision == "fp8-base" else precision
+    if not (Path(folder) / "adapter_config.json").is_file():
+        own = {"name": folder, "revision": None, "add_tokens": ()}  # it has them already
+        whole = section.model_copy(update=own)
+        return load_base(whole, precision)
+    from peft import PeftModel
+    from transformers import GenerationConfig
+
+    base = _base(section, precision)
+    with explaining(folder, folder, _FIX):
+        # The result knows better than its model where answers end.
+        base.generation_config = GenerationConfig.from_pretrained(folder)
+        return PeftModel.from_pretrained(base, folder)
+
+
+def unquantised(section: ModelSection) -> ModelSection:
+    """The same model with all its digits."""
+    return section.model_copy(update={"quantization": "none"})
+
+
+def _base(section: ModelSection, precision: Precision) -> Any:
+    if stored_as(section, precision) == "none":
+        return load_base(section, precision)
+    return build_in_parts(
+        section,
+        None,
+        precision=precision,
+        seed=0,  # nothing is drawn
+        speed=Speed(),
+        device="cpu",
+        divide=lambda part: None,
+    )
+
+
+def load_result_tokenizer(folder: str, section: ModelSection) -> Any:
+    """The tokenizer that was saved with a result. The folder of an adapter is no model's folder."""
+    from transformers import AutoTokenizer
+
+    with explaining(folder, folder, _FIX):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=section.trust_remote_code)

@@ -1,0 +1,364 @@
+"""Builds a model part by part, so that a rank never holds more than one part and what it keeps.
+
+The skeleton costs nothing: its parameters are on the meta device. A part (a decoder layer, and at
+last the rest) is read from the safetensors files, cast, quantised where asked, given its adapters'
+first values, and handed to whoever divides it, before the next one is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter
+from shardtune.core.setup import Precision
+from shardtune.errors import ModelError, Problem
+from shardtune.models.added_tokens import ends, grown
+from shardtune.models.catalogue import PLACE
+from shardtune.models.fused.apply import Speed, hasten
+from shardtune.models.load import DTYPES, load_config, load_generation_config
+from shardtune.models.packed_attention import use_boundaries
+from shardtune.models.peft_adapters import answer_in, initialise, insert, measure_again
+from shardtune.models.quantization.calibration import Passage, Texts, holders, in_turn
+from shardtune.models.quantization.fp8 import FP8Linear
+from shardtune.models.quantization.linear import QuantisedLinear, quantisable, stored_as, swap
+from shardtune.models.weight_files import NoFiles, WeightFiles
+
+Divide = Callable[[nn.Module], None]
+LeftOut = Callable[[nn.Module], Collection[nn.Module]]
+
+_ADAPTED = "base_model.model."
+_WRAPPINGS = frozenset({"base_layer", "original_module"})
+"""What peft adds to a weight's name when it wraps its module; `_ADAPTED` goes before all names."""
+
+
+def build_in_parts(
+    section: ModelSection,
+    adapter: Adapter | None,
+    *,
+    precision: Precision,
+    seed: int,
+    speed: Speed,
+    device: str,
+    divide: Divide,
+    left_out: LeftOut | None = None,
+    texts: Callable[[], Texts] = list,
+) -> nn.Module:
+    """The adapted model. Frozen weights are held in `precision`, trained ones in fp32.
+
+    Without an adapter (not even the one that trains all weights) the model is frozen. What
+    `left_out` names, of the adapted skeleton, stays without memory. 8-bit weights are rounded by
+    `texts`, if there are any.
+    """
+    model = skeleton(section, DTYPES[precision])
+    use_boundaries(model, device, DTYPES[precision])
+    names = Names.of(model, WeightFiles.find(section), section)
+    frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
+    built = frame.fill(device, divide, seed=seed, left_out=left_out)
+    if stored_as(section, precision) == "fp8" and (found := texts()):
+        frame.accustom(device, found)
+    return built
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An adapted model without memory, and where its weights will come from. It is filled once."""
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+    names: Names
+    adapter: Adapter
+    compute: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        names: Names,
+        section: ModelSection,
+        adapter: Adapter | None,
+        *,
+        precision: Precision,
+        speed: Speed,
+    ) -> Frame:
+        """Puts adapters and quantised layers into a skeleton."""
+        if adapter is None:
+            model.requires_grad_(False)
+            adapter = NoAdapter()
+        compute, kind = DTYPES[precision], stored_as(section, precision)
+        layers = decoder_layers(model)
+        saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
+        linears = quantisable(layers, saved) if kind != "none" else set()
+        adapted = insert(model, adapter)
+        answer_in(adapted, adapter, compute)
+        if kind != "none":
+            # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
+            swap(adapted, linears, kind, compute)
+        hasten(model, layers, adapter, speed)
+        return cls(adapted, tuple(layers), names, adapter, compute)
+
+    def fill(
+        self, device: str, divide: Divide, *, seed: int, left_out: LeftOut | None = None
+    ) -> nn.Module:
+        """Gives each part its weights on `device`, and hands it to `divide`; what is `left_out`
+        stays without memory."""
+        prefixes = {module: name for name, module in self.model.named_modules()}
+        missing = left_out(self.model) if left_out else ()
+        absent = frozenset(inside for module in missing for inside in module.modules())
+        for part in (*self.layers, self.model):
+            if part in absent:
+                continue
+            prefix = prefixes[part]
+            _fill(part, prefix, self.names, self.compute, device, absent)
+            initialise(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
+            divide(part)
+            _give_back_memory()
+        return self.model
+
+    def accustom(self, device: str, texts: Texts) -> None:
+        """Lets 8-bit layers hear what their inputs are, and round their weights by it. Nobody has
+        kept the exact ones, so they are read once more."""
+        names = {module: name for name, module in self.model.named_modules()}
+        passage = Passage(self.model, self.layers, texts, device, self.compute)
+        for group in in_turn(self.layers):
+            passage.hear(group)
+            for layer in group:
+                inside = [module for module in layer.modules() if isinstance(module, FP8Linear)]
+                for holder in holders(layer):
+                    holder.conclude()
+                    takers: dict[str, list[FP8Linear]] = {}
+                    for module in (each for each in inside if each.whole is holder):
+                        tensor = self.names.tensor_of.get(_unwrapped(f"{names[module]}.weight"))
+                        if tensor is not None:  # a joint layer has none of its own
+                            takers.setdefault(tensor, []).append(module)
+                    for tensor, weight in self.names.files.read(takers):
+                        for module in takers[tensor]:
+                            module.take_exactly(weight.to(device=device, dtype=self.compute))
+                    holder.finish()
+                measure_again(layer, self.adapter, device)
+        torch.cuda.empty_cache()  # squares of wide layers; without a GPU this does nothing
+
+
+def _give_back_memory() -> None:
+    """Lets the system have the memory that the undivided part took.
+
+    The C library keeps what is freed for later; between the shards that stay, later rarely comes,
+    and the process would grow by far more than its share (41 of 140 MiB were such holes).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def skeleton(section: ModelSection, dtype: torch.dtype) -> Any:
+    """The model in eval mode, its parameters without memory, its buffers real."""
+    model = without_memory(load_config(section), section, dtype)
+    generation = load_generation_config(section)
+    if generation is not None:
+        model.generation_config = generation
+    return model
+
+
+def without_memory(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
+    """The model that `config` describes, as `skeleton` makes it."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=section.attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+    model.tie_weights()  # the context above made two parameters of a shared one
+    return model.eval()
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated layers, in order: the modules which transformers says must not be cut."""
+    kinds = frozenset(model._no_split_modules or ())
+    inside: set[nn.Module] = set()
+    layers = []
+    for module in model.modules():  # parents come before their children
+        if type(module).__name__ in kinds and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    layers = [layer for layer in layers if layer not in ends]
+    if not layers:
+        fact = f"{type(model).__name__} doesn't say which of its layers repeat"
+        fix = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
+        raise ModelError(Problem(PLACE, fact, fix))
+    return layers
+
+
+@dataclass(frozen=True)
+class Names:
+    """Which tensor of the files fills which weight of the model, by the weight's own name."""
+
+    files: WeightFiles | NoFiles
+    tensor_of: dict[str, str]
+    growing: frozenset[str]
+    """The tensors of embedding and output head where they may have fewer rows than the model."""
+
+    @classmethod
+    def nothing(cls, model: nn.Module) -> Names:
+        """Weights of the right shapes that no file holds."""
+        groups = _shared(model)
+        shapes = {group[0]: tuple(model.get_parameter(group[0]).shape) for group in groups}
+        tensor_of = {name: group[0] for group in groups for name in group}
+        return cls(NoFiles(shapes), tensor_of, frozenset())
+
+    @classmethod
+    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> Names:
+        """Raises ModelError naming every weight without a tensor and every tensor without one."""
+        written, converted = _own_names(model, files.file_of)
+        tensor_of: dict[str, str] = {}
+        missing = []
+        for group in _shared(model):
+            present = next((name for name in group if name in written), None)
+            if present is None:
+                missing.append(group[0])
+            else:
+                tensor_of |= dict.fromkeys(group, written[present])
+        tensor_of |= {name: written[name] for name in model.state_dict() if name in written}
+        ignorable = model._keys_to_ignore_on_load_unexpected or ()
+        unexpected = [
+            name
+            for name in sorted(written.keys() - tensor_of.keys())
+            if not any(re.search(pattern, name) for pattern in ignorable)
+        ]
+        other = "use the weights that belong to its config.json"
+        whole = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
+        facts = (
+            ("are computed from several tensors, which takes a whole model", converted, whole),
+            ("are missing", missing if not converted else [], other),
+            ("have no place in the model", unexpected, other),
+        )
+        problems = [
+            Problem(PLACE, f"{len(names)} weights of {section.name!r} {what}: {_some(names)}", fix)
+            for what, names, fix in facts
+            if names
+        ]
+        if problems:
+            raise ModelError(problems)
+        growing: set[str] = set()
+        if section.add_tokens:
+            inside = {parameter for end in ends(model) for parameter in end.parameters()}
+            growing = {tensor_of[name] for name, p in model.named_parameters() if p in inside}
+        return cls(files, tensor_of, frozenset(growing))
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter: several where it is shared."""
+    groups: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter, []).append(name)
+    return list(groups.values())
+
+
+def _own_names(model: Any, tensors: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Each tensor by the name that the model has for it, after transformers' own renamings.
+
+    And the names of the weights that transformers would compute from several tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if not isinstance(step, WeightRenaming)]
+    known = model.state_dict()
+    own: dict[str, str] = {}
+    converted: set[str] = set()
+    for tensor in tensors:
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(tensor, renamings, converters, prefix, known)
+        if name not in known and tensor in known:
+            name, pattern = tensor, None
+        if pattern is None:
+            own[name] = tensor
+        else:
+            converted.add(name)
+    return own, sorted(converted)
+
+
+def _some(names: list[str], shown: int = 8) -> str:
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _fill(
+    part: nn.Module,
+    prefix: str,
+    names: Names,
+    compute: torch.dtype,
+    device: str,
+    absent: Collection[nn.Module],
+) -> None:
+    """Reads what `part` still lacks of the model's own weights; the adapters' are left alone."""
+    wanted: dict[str, list[tuple[nn.Module, str]]] = {}
+    for module_name, module in part.named_modules(prefix=prefix):
+        if module in absent or ".modules_to_save." in f"{module_name}.":
+            continue  # the latter is filled as a copy of the original
+        for leaf, tensor in (*module.named_parameters(recurse=False), *_buffers(module)):
+            tensor_name = names.tensor_of.get(_unwrapped(f"{module_name}.{leaf}"))
+            if tensor_name is not None and (tensor.is_meta or leaf in module._buffers):
+                wanted.setdefault(tensor_name, []).append((module, leaf))
+        for leaf, buffer in _buffers(module):
+            module._buffers[leaf] = buffer.to(device)
+    for tensor_name, value in names.files.read(wanted):
+        places = wanted[tensor_name]
+        grows = tensor_name in names.growing
+        _check_shape(tensor_name, value, places, grows=grows)
+        _place(value, places, compute, device)
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers(recurse=False))
+
+
+def _unwrapped(name: str) -> str:
+    words = name.removeprefix(_ADAPTED).split(".")
+    return ".".join(word for word in words if word not in _WRAPPINGS)
+
+
+def _place(
+    value: Tensor, places: list[tuple[nn.Module, str]], compute: torch.dtype, device: str
+) -> None:
+    """Puts one tensor of the files where it belongs; weights that are shared stay shared."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module, leaf in places:
+        old = getattr(module, leaf)
+        if leaf in module._buffers:
+            module._buffers[leaf] = value.to(device=device, dtype=old.dtype, copy=True)
+            continue
+        if old not in made:
+            dtype = torch.float32 if old.requires_grad else compute
+            if value.shape != old.shape:  # `_check_shape` lets only rows for new tokens be missing
+                value = grown(value.to(dtype), old.shape[0])
+            copy = value.to(device=device, dtype=dtype, copy=True)
+            if isinstance(module, QuantisedLinear) and leaf == "weight":
+                module.quantise(copy)
+                continue
+            made[old] = nn.Parameter(copy, requires_grad=old.requires_grad)
+        setattr(module, leaf, made[old])
+
+
+def _check_shape(
+    name: str, value: Tensor, places: list[tuple[nn.Module, str]], *, grows: bool
+) -> None:
+    for module, leaf in places:
+        expected = tuple(getattr(module, leaf).shape)
+        fits = grows and value.shape[1:] == expected[1:] and value.shape[0] <= expected[0]
+        if tuple(value.shape) != expected and not fits:
+            fact = f"{name} has the shape {tuple(value.shape)} on disk, {expected} in the model"
+            fix = "use the weights that belong to its config.json"
+            raise ModelError(Problem(PLACE, fact, fix))

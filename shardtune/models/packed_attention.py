@@ -1,0 +1,276 @@
+"""Attention that keeps packed documents apart by their boundaries, where a GPU can do so.
+
+transformers calls `attend` in each layer in place of its own function for SDPA. Whoever tells the
+model nothing of documents (generation, other tools) gets exactly what SDPA gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardtune.core.document_boundaries import ATTENTION, ORDERED, is_told, told_of
+from shardtune.kernels import flash_attention as flash
+
+_LOOK = "shardtune_look"
+_BENT = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""What some families ask of attention besides: none of it is known here."""
+
+
+def _find_varlen() -> Callable[..., Any] | None:
+    """torch's kernel for documents of different lengths, causal; before 2.11 there is none that
+    can be given a scale."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if not {"window_size", "scale"} <= known.keys():
+        return None
+    # Keys may have fewer heads than queries all along; since torch 2.12 that must be said.
+    fewer: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    return partial(varlen_attn, window_size=(-1, 0), **fewer)
+
+
+_varlen = _find_varlen()
+
+
+_masked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Why a model keeps its mask."""
+_ordinary: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Why a model's attention isn't FlashAttention 4's."""
+
+
+def use_boundaries(model: Any, device: str, compute: torch.dtype) -> None:
+    """Lets `attend` compute the attention of a model as transformers has made it, before anything
+    is wrapped or compiled, if nothing speaks against it."""
+    why = why_not(device, compute) or unsuited(model)
+    if why is not None:
+        _masked[model] = why
+        return
+    register()
+    why = flash.why_not(device, compute, *_heads(model.config.get_text_config()))
+    if why is not None:
+        _ordinary[model] = why
+    model.set_attn_implementation(ATTENTION if why else ORDERED)
+
+
+def how_kept_apart(model: Any) -> str:
+    """In words, for whoever wonders why attention is slow."""
+    unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
+    base = unwrap() if unwrap else model
+    if is_told(model):
+        kernels = "FlashAttention 4"
+        if model.config._attn_implementation != ORDERED:
+            why = _ordinary.get(base, "nobody has asked for it")
+            kernels = f"torch's kernels ({kernels}: {why})"
+        return f"attention: {kernels}; packed documents are kept apart by their boundaries"
+    why = _masked.get(base, "the strategy cuts the model into stages")
+    return f"attention: packed documents are kept apart by a dense mask ({why})"
+
+
+def agreed(said: list[str]) -> str:
+    """What all ranks say of their attention, or who says what."""
+    if len(set(said)) == 1:
+        return said[0]
+    ranks = {line: [n for n, each in enumerate(said) if each == line] for line in said}
+    parts = "; ".join(f"ranks {', '.join(map(str, who))}: {line}" for line, who in ranks.items())
+    return f"attention differs between ranks, and so does its speed: {parts}"
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """How many of queries, how many of keys and values, and how wide they are."""
+    heads: int = getattr(config, "num_attention_heads", 0) or 1
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return heads, groups, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def register() -> None:
+    """Makes `attend` known to transformers, with SDPA's masks for those who tell it nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    for name, function in ((ATTENTION, attend), (ORDERED, attend_in_order)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def why_not(device: str, compute: torch.dtype) -> str | None:
+    """What speaks against boundaries in place of a mask on a machine; None if nothing does."""
+    if torch.device(device).type != "cuda":
+        return "its weights are not on a GPU"
+    if _varlen is None:
+        return f"torch {torch.__version__} has no attention for documents of different lengths"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than the kernel's first, of compute capability 8.0"
+    if compute not in (torch.bfloat16, torch.float16):
+        return "the kernel takes 16-bit numbers only"
+    return None
+
+
+def unsuited(model: Any) -> str | None:
+    """What a family's attention does besides looking back over its document."""
+    whole, config = model.config, model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    windowed = getattr(config, "sliding_window", None) is not None
+    ahead = not getattr(config, "is_causal", True)
+    reasons = (
+        (not model._supports_attention_backend, "it takes no attention from outside"),
+        (config is not whole or whole.is_encoder_decoder, "it is not a decoder of text alone"),
+        (bool(kinds), f"it has layers of {', '.join(sorted(kinds))}"),
+        (getattr(model, "_is_stateful", False), "it carries a state from token to token"),
+        (windowed and getattr(config, "use_sliding_window", True), "it looks back a part only"),
+        (ahead or getattr(config, "use_bidirectional_attention", False), "it looks ahead"),
+        (whole._attn_implementation != "sdpa", "another attention was asked for"),
+    )
+    found = next((why for holds, why in reasons if holds), None) or _asks_for_more(model)
+    return None if found is None else f"{config.model_type}: {found}"
+
+
+class _Arrived(Exception):
+    """Carries what the first layer asks of attention out of a forward pass, which ends there."""
+
+    def __init__(self, widths: set[int], asked: dict[str, Any]) -> None:
+        super().__init__()
+        self.widths, self.asked = widths, asked
+
+
+def _look(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **asked: Any
+) -> tuple[Tensor, None]:
+    raise _Arrived({each.shape[-1] for each in (query, key, value)}, asked)
+
+
+@torch.no_grad()
+def _asks_for_more(model: Any) -> str | None:
+    """Not every family hands on what it is given, and none says so. So we look, at the cost of the
+    projections of one layer; with weights that have no memory it costs nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_LOOK, _look)
+    was_training, before = model.training, model.config._attn_implementation
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 8, dtype=torch.long, device=device)
+    positions = torch.arange(8, device=device)[None]
+    told = told_of(torch.arange(8)[None] % 4, lambda tensor: tensor.to(device))
+    model.train()  # dropout is asked for in training only
+    model.set_attn_implementation(_LOOK)
+    try:
+        model(input_ids=ids, position_ids=positions, use_cache=False, **told)
+    except _Arrived as arrived:
+        return _too_much(arrived)
+    except Exception as error:  # noqa: BLE001 - a family that we know too little of
+        return f"it can't be asked ({type(error).__name__})"
+    finally:
+        model.set_attn_implementation(before)
+        model.train(was_training)
+    return "it never asks for attention"
+
+
+def _too_much(arrived: _Arrived) -> str | None:
+    if arrived.asked.get("cu_seq_lens_q") is None or arrived.asked.get("max_length_q") is None:
+        return "it doesn't hand boundaries on to its layers"
+    if more := _beyond(**arrived.asked):
+        return f"it asks for {', '.join(more)}"
+    widest = max(arrived.widths)
+    if len(arrived.widths) > 1 or widest > 256 or widest % 8:
+        widths = ", ".join(map(str, sorted(arrived.widths)))
+        return f"its heads are {widths} wide: the kernel takes one width, a multiple of 8 to 256"
+    return None
+
+
+def _beyond(*, dropout: float = 0.0, is_causal: bool | None = None, **others: Any) -> list[str]:
+    """What attention is asked for that boundaries and a causal kernel can't give."""
+    asked = [name for name in _BENT if others.get(name) is not None]
+    asked += ["dropout"] if dropout else []
+    return asked + (["a look ahead"] if is_causal is False else [])
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    ordered: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer: `[rows, heads, length, dim]` to `[rows, length, heads, dim]`.
+
+    With `max_length_q` the mask doesn't count: `cu_seq_lens_q` has the boundaries of documents over
+    all rows, or is None where each row is one document. `ordered` is FlashAttention 4.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if max_length_q is None and attention_mask is not None and attention_mask.shape == (1,) * 4:
+        assert key.shape[2] == 1, "a stand-in for a mask came without boundaries"
+    if max_length_q is None or (cu_seq_lens_q is None and not ordered):
+        mask = attention_mask if max_length_q is None else None
+        answer: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
+        )
+        return answer
+    assert not _beyond(dropout=dropout, **others), "`unsuited` has looked"
+    query, key, value = (each.transpose(1, 2) for each in _cast(query, key, value))
+    if ordered:
+        found, _ = flash.attended(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+        return found, None
+    assert cu_seq_lens_q is not None, "SDPA has taken the others"
+    if query.is_cuda:
+        return _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    return _by_mask(query, key, value, cu_seq_lens_q, scaling), None
+
+
+def attend_in_order(module: nn.Module, *given: Any, **told: Any) -> tuple[Tensor, None]:
+    """The same by the kernel whose gradients are the same each time."""
+    return attend(module, *given, ordered=True, **told)
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast does for SDPA: rotary embeddings may have made fp32 of a 16-bit product."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(each.to(dtype) for each in tensors)
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    assert _varlen is not None, "`why_not` has looked"
+    flat = (each.flatten(0, 1) for each in (query, key, value))
+    found: Tensor = _varlen(*flat, ends, ends, longest, longest, scale=scale)
+    return found.view(query.shape)
+
+
+def _by_mask(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+) -> Tensor:
+    """The same from the same boundaries, where there is no kernel: what tests can see on a CPU."""
+    rows, length = query.shape[:2]
+    token = torch.arange(rows * length, device=ends.device, dtype=ends.dtype)
+    document = torch.searchsorted(ends, token, right=True).view(rows, length)
+    position = torch.arange(length, device=ends.device)
+    seen = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
+    found = functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=seen[:, None],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return found.transpose(1, 2)

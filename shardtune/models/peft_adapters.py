@@ -1,0 +1,334 @@
+"""Puts adapters into a model. They go in before anything is sharded.
+
+`insert` makes the adapters' modules, without values; `initialise` gives values to those of one
+part. What an adapter starts from depends on the job's seed and on its name
+alone: a model that is built in parts starts as one that is built at once, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
+from shardtune.errors import ModelError, Problem, did_you_mean
+from shardtune.kernels.autocast_forward import answer_under_autocast
+from shardtune.models.added_tokens import ends
+
+NAME = "default"
+"""What peft calls an adapter that has no name of its own."""
+
+
+def add_adapter(model: nn.Module, adapter: Adapter, *, seed: int) -> nn.Module:
+    """The model with `adapter` in it: the adapter's weights are trained, in fp32, and no others."""
+    adapted = insert(model, adapter)
+    if isinstance(adapter, NoAdapter):
+        return adapted
+    device = next(model.parameters()).device
+    initialise(adapted, "", adapter, seed=seed, device=str(device))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # peft leaves copies of whole modules in the model's precision
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def insert(model: nn.Module, adapter: Adapter) -> nn.Module:
+    """The model with the adapters' modules in it; their weights are on the meta device."""
+    if isinstance(adapter, NoAdapter):
+        return model
+    from peft import get_peft_model
+
+    config = _lora(model, adapter) if isinstance(adapter, LoRA) else _ia3(model, adapter)
+    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
+    _tie_copies(adapted)
+    if isinstance(adapter, LoRA) and adapter.variant == "pissa":
+        # Told so at once, peft would decompose weights that may not be there yet. From here on
+        # it stands in the saved configuration: whoever loads the adapter has to split as we do.
+        config.init_lora_weights = "pissa"
+    return adapted
+
+
+def answer_in(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Lets a model with trained copies of whole modules answer: those are in fp32, what is around
+    them in `dtype`."""
+    if dtype != torch.float32 and isinstance(adapter, LoRA) and adapter.modules_to_save:
+        answer_under_autocast(adapted.get_base_model(), dtype)
+
+
+def check_names(model: nn.Module, adapter: Adapter) -> None:
+    """Refuses names of modules that the model doesn't have; it may be without weights."""
+    if isinstance(adapter, LoRA):
+        _lora(model, adapter)
+    elif isinstance(adapter, IA3):
+        _ia3(model, adapter)
+
+
+def check_trains_tokens(model: Any, adapter: Adapter, tokens: int) -> None:
+    """Refuses new tokens whose rows would stay as they start; the model may be without weights."""
+    if not tokens or isinstance(adapter, NoAdapter):
+        return
+    saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
+    both = ends(model)
+    names = [next(name for name, each in model.named_modules() if each is end) for end in both]
+    frozen = [name for name in names if not any(_is_called(name, wanted) for wanted in saved)]
+    if len({end.weight for end in both}) < len(names):  # tied: to train one is to train both
+        frozen = frozen[:1] if len(frozen) == len(names) else []
+    if frozen:
+        short = [name.rsplit(".", 1)[-1] for name in frozen]
+        fact = f"rows of new tokens ({tokens}) in {' and '.join(short)} would never be trained"
+        fix = f"set adapter.modules_to_save: [{', '.join([*saved, *short])}]"
+        if not isinstance(adapter, LoRA):
+            fix = f"use adapter: {{type: lora, modules_to_save: [{', '.join(short)}]}}"
+        raise ModelError(Problem("adapter.modules_to_save", fact, fix))
+
+
+def _tie_copies(adapted: nn.Module) -> None:
+    """Where an embedding is the output head too, so is the copy of it that is trained.
+
+    peft sees to that itself, but not for modules on the meta device.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    first: dict[nn.Parameter, nn.Parameter] = {}
+    for wrapper in adapted.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper) and hasattr(wrapper.original_module, "weight"):
+            copy = wrapper.modules_to_save[NAME]
+            copy.weight = first.setdefault(wrapper.original_module.weight, copy.weight)
+
+
+def initialise(
+    part: nn.Module,
+    prefix: str,
+    adapter: Adapter,
+    *,
+    seed: int,
+    device: str,
+    absent: Collection[nn.Module] = (),
+) -> None:
+    """Gives the adapters in `part` their first values, on `device`, unless they have them already.
+
+    The weights that they adapt have to be there already: some variants start from them, and a
+    module that is trained whole starts as a copy. `prefix` is the part's name in the model;
+    modules in `absent` stay as they are.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for name, layer in part.named_modules(prefix=prefix):
+        if layer in absent:
+            continue
+        if isinstance(layer, ModulesToSaveWrapper):
+            _copy(layer.original_module, layer.modules_to_save[NAME], copies)
+        elif isinstance(layer, BaseTunerLayer) and _materialise(layer):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_seed(seed, name))
+                _first_values(layer, adapter, device)
+
+
+def _copy(
+    original: nn.Module, trained: nn.Module, copies: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Fills `trained` from `original`, in fp32; parameters that were one stay one."""
+    for name, module in trained.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                source = original.get_submodule(name).get_parameter(leaf).detach()
+                if parameter not in copies:
+                    copies[parameter] = nn.Parameter(source.to(torch.float32, copy=True))
+                setattr(module, leaf, copies[parameter])
+
+
+def _materialise(layer: nn.Module) -> bool:
+    """Memory on the CPU for the adapter's weights: the same numbers are drawn for every device.
+
+    False if they have memory already.
+    """
+    found = False
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad and parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu", dtype=torch.float32)
+                setattr(module, name, nn.Parameter(empty))
+                found = True
+    return found
+
+
+def _first_values(layer: Any, adapter: Adapter, device: str) -> None:
+    if isinstance(adapter, IA3):
+        layer.reset_ia3_parameters(NAME)
+        _move(layer.ia3_l, device)
+        return
+    assert isinstance(adapter, LoRA)
+    layer.reset_lora_parameters(NAME, True)
+    _move(layer.lora_A, device)
+    _move(layer.lora_B, device)
+    if adapter.variant == "pissa":
+        layer.pissa_init(NAME, "pissa")
+    if adapter.variant == "dora":
+        _magnitudes(layer, device)
+
+
+def measure_again(part: nn.Module, adapter: Adapter, device: str) -> None:
+    """For adapters that start from the size of weights, which are others now."""
+    from peft.tuners.lora import LoraLayer
+
+    if isinstance(adapter, LoRA) and adapter.variant == "dora":
+        for layer in part.modules():
+            if isinstance(layer, LoraLayer):
+                _magnitudes(layer, device)
+
+
+def _magnitudes(layer: Any, device: str) -> None:
+    layer.lora_variant[NAME].init(layer, adapter_name=NAME)
+    _move(layer.lora_magnitude_vector, device)
+
+
+def _move(adapter: nn.Module, device: str) -> None:
+    """Brings trained weights to `device`, in fp32.
+
+    Not by `Module.to`, which changes parameters in place: fake tensors can't do that.
+    """
+    for module in adapter.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            moved = parameter.detach().to(device=device, dtype=torch.float32)
+            setattr(module, name, nn.Parameter(moved, requires_grad=parameter.requires_grad))
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
+# The configurations, as peft has them ----------------------------------------------------------
+
+
+def _lora(model: Any, adapter: LoRA) -> Any:
+    from peft import LoraConfig, TaskType
+
+    targets = adapter.targets
+    if targets != "all-linear":
+        _check_names("adapter.targets", targets, model, _is_linear, "linear layer")
+    _check_names("adapter.modules_to_save", adapter.modules_to_save, model, _any, "module")
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=targets if targets == "all-linear" else list(targets),
+        modules_to_save=list(adapter.modules_to_save) or None,
+        # A head that is the embedding stays the embedding when that is trained.
+        ensure_weight_tying=_saves_tied(model, adapter.modules_to_save),
+        use_dora=adapter.variant == "dora",
+        use_rslora=adapter.variant == "rslora",
+        fan_in_fan_out=_transposed(model),
+    )
+
+
+def _ia3(model: Any, adapter: IA3) -> Any:
+    from peft import IA3Config, TaskType
+
+    targets, feedforward = ia3_modules(model, adapter)
+    _check_names("adapter.targets", targets, model, _is_linear, "linear layer")
+    return IA3Config(
+        task_type=TaskType.CAUSAL_LM,
+        target_modules=list(targets),
+        feedforward_modules=list(feedforward),
+        fan_in_fan_out=_transposed(model),
+    )
+
+
+def ia3_modules(model: Any, adapter: IA3) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The linear layers that IA3 scales, and those of them whose input it scales."""
+    from peft.utils.constants import (
+        TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING as FEEDFORWARD,
+    )
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING as TARGETS
+
+    family = model.config.get_text_config().model_type
+    linear = _names_of(model, _is_linear)
+    targets, feedforward = adapter.targets, adapter.feedforward
+    if targets == "auto":
+        targets = tuple(TARGETS.get(family) or _known_among(linear, (*_SCALED_OUTPUTS, *_LAST)))
+        if not targets:
+            fact = f"nobody knows which layers of a {family!r} model IA3 should scale"
+            fix = f"choose keys, values and the MLP's last among {', '.join(sorted(linear))}"
+            raise ModelError(Problem("adapter.targets", fact, fix))
+    if feedforward == "auto":
+        known = (*FEEDFORWARD.get(family, ()), *_LAST)
+        feedforward = tuple(target for target in targets if target in known)
+    strangers = [name for name in feedforward if name not in targets]
+    if strangers:
+        fact = f"{', '.join(strangers)} not among the targets ({', '.join(targets)})"
+        fix = "name them in adapter.targets too"
+        raise ModelError(Problem("adapter.feedforward", fact, fix))
+    return targets, feedforward
+
+
+# IA3 scales what attention reads (keys and values) and what the MLP's last layer takes in. These
+# are the names which those layers bear in families that peft's own table doesn't know.
+_SCALED_OUTPUTS = ("k_proj", "v_proj", "query_key_value", "qkv_proj")
+_LAST = ("down_proj", "dense_4h_to_h", "fc2", "fc_out")
+
+
+def _known_among(names: set[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in known if name in names)
+
+
+def _saves_tied(model: Any, names: tuple[str, ...]) -> bool:
+    both = ends(model)
+    if len(both) < 2 or both[0].weight is not both[1].weight:
+        return False
+    return any(
+        module in both and _is_called(name, wanted)
+        for name, module in model.named_modules()
+        for wanted in names
+    )
+
+
+def _transposed(model: nn.Module) -> bool:
+    """GPT-2 keeps its matrices the other way round; peft wants to be told."""
+    return any(type(module).__name__ == "Conv1D" for module in model.modules())
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _any(module: nn.Module) -> bool:
+    return True
+
+
+def _names_of(model: nn.Module, kind: Callable[[nn.Module], bool]) -> set[str]:
+    return {
+        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if name and kind(module)
+    }
+
+
+def _is_called(name: str, wanted: str) -> bool:
+    """peft's rule: a target is a module's whole name or its last parts."""
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _check_names(
+    key: str,
+    wanted: tuple[str, ...],
+    model: nn.Module,
+    kind: Callable[[nn.Module], bool],
+    what: str,
+) -> None:
+    full = [name for name, module in model.named_modules() if kind(module)]
+    known = _names_of(model, kind)
+    problems = []
+    for index, target in enumerate(wanted):
+        if not any(_is_called(name, target) for name in full):
+            near = did_you_mean(target, known)
+            choices = sorted(name for name in known if not name.isdigit())
+            fix = f"did you mean {near!r}?" if near else f"choose among {', '.join(choices)}"
+            fact = f"the model has no {what} {target!r}"
+            problems.append(Problem(f"{key}.{index}", fact, fix))
+    if problems:
+        raise ModelError(problems)

@@ -1,0 +1,73 @@
+"""DistributedDataParallel: every rank holds the whole model, and computes other rows."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardtune.core.setup import EngineSetup
+from shardtune.core.step import MicroBatch
+from shardtune.core.world import World
+from shardtune.engine.native import NativeEngine
+from shardtune.parallel.ddp.single_gpu import HalvedEngine
+
+
+class DDPEngine(NativeEngine):
+    """Gradients meet once per step, with the last micro-batch."""
+
+    def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
+        super().__init__(model, setup, world)
+        small = self._spread_small(model)
+        leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        leave_out(model, small)
+        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
+            model, gradient_as_bucket_view=True
+        )
+        self._settle()
+
+    def _spread_small(self, model: nn.Module) -> list[str]:
+        """Weights in 8 bits, which gloo can't send, as bytes: they are rounded by data, and on
+        different GPUs that may come out differently. Returns their names."""
+        small = {n: p for n, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn}
+        for parameter in small.values():
+            dist.broadcast(parameter.detach().view(torch.uint8), 0)
+        return list(small)
+
+    def _settle(self) -> None:
+        """DDP lays its buckets out anew after its first backward pass, and with them the order in
+        which the ranks' numbers are summed. That has to happen before the first step: a run that
+        is resumed would otherwise round its next step differently from one that was not."""
+        ids = torch.arange(2).unsqueeze(0)
+        self._begin()
+        with torch.compiler.set_stance("force_eager"):  # nothing is to be compiled for two tokens
+            self._pass(MicroBatch(ids, ids, ids, (), 2, 2), 1.0, last=True)
+        self._begin()
+
+    def _module(self) -> nn.Module:
+        assert self._ddp is not None
+        return self._ddp
+
+    def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        assert self._ddp is not None
+        return contextlib.nullcontext() if last else self._ddp.no_sync()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ddp = None  # lets go of its buckets before the process group ends
+
+
+def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
+    """The engine for a whole model on each rank, of which there may be only one."""
+    if setup.halves:
+        return HalvedEngine(model, setup, world)
+    return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

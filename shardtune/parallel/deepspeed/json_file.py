@@ -1,0 +1,341 @@
+"""Reads a DeepSpeed JSON file as people write it, and turns it into our fields.
+
+DeepSpeed ignores keys that it doesn't know at the top level, so a misspelt one does nothing,
+silently: here every key of every level is checked. What the job decides (batch, precision,
+optimizer, schedule, clipping) may be `"auto"` or repeat the job's value; another value is an error,
+because one of the two would be ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardtune.core.lr_schedule import ScheduleKind
+from shardtune.core.setup import OptimizerSetup, Precision
+from shardtune.core.yaml_document import KeyPath, dotted, parse_document
+from shardtune.errors import JobError, Problem, did_you_mean
+from shardtune.parallel.deepspeed.json_keys import KNOWN, NOT_FIELDS, Known, section_of
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
+
+AUTO = "auto"
+LARGEST_FILE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a job says about the values that such a file repeats."""
+
+    ranks: int
+    global_batch: int
+    micro_batch: int
+    precision: Precision
+    max_grad_norm: float | None
+    optimizer: OptimizerSetup
+    learning_rate: float
+    schedule: ScheduleKind
+    warmup_steps: int
+    steps: int | None
+    """None where only the data tells."""
+    hidden_size: int | None = None
+    """Width of the model, where it is known."""
+
+    @property
+    def accumulation(self) -> int:
+        return math.ceil(self.global_batch / (self.micro_batch * self.ranks))
+
+
+@dataclass(frozen=True)
+class Read:
+    """The file as a strategy, and why each `auto` is what it is."""
+
+    strategy: DeepSpeed
+    reasons: dict[KeyPath, str]
+    """By the job's key, such as `train.learning_rate` or `strategy.zero_optimization.stage`."""
+
+
+def read(strategy: DeepSpeed, facts: Facts) -> Read:
+    """The strategy that `strategy.config` describes. Raises JobError with every problem of it."""
+    assert strategy.config is not None
+    others = sorted(strategy.model_fields_set - {"type", "config"})
+    if others:
+        fact = f"both a file ({strategy.config}) and {', '.join(others)} are given"
+        raise JobError(Problem("strategy.config", fact, "keep one; the file takes the same keys"))
+    return _Reader(Path(strategy.config), facts).read()
+
+
+def micro_batch(strategy: DeepSpeed, global_batch: int, ranks: int) -> tuple[int, str] | None:
+    """The rows of a forward pass that the file asks for, and the reason; None where it leaves them
+    open. A job that leaves them open as well takes the file's."""
+    assert strategy.config is not None
+    path = Path(strategy.config)
+    value, lines = _parse(path)
+    rows, steps = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    if _is_count(value.get(rows)):
+        return value[rows], f"{path.name}:{lines[rows,]}"
+    if _is_count(value.get(steps)):
+        share = f"global_batch({global_batch}) / ({steps}({value[steps]}) x ranks({ranks}))"
+        found = max(1, math.ceil(global_batch / (value[steps] * ranks)))
+        return found, f"{path.name}:{lines[steps,]}: {share}"
+    return None
+
+
+# What the job decides ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A key whose value is the job's."""
+
+    value: Any
+    key: str
+    """The job's key that decides."""
+    shown: str = ""
+    """Where the value is computed: how."""
+
+
+def _owned(facts: Facts) -> dict[KeyPath, _Owned]:
+    rows, ranks, accumulation = facts.micro_batch, facts.ranks, facts.accumulation
+    optimizer = facts.optimizer
+    return {
+        ("train_batch_size",): _Owned(facts.global_batch, "train.global_batch"),
+        ("train_micro_batch_size_per_gpu",): _Owned(rows, "train.micro_batch"),
+        ("gradient_accumulation_steps",): _Owned(
+            accumulation,
+            "train.global_batch",
+            f"global_batch({facts.global_batch}) / (micro_batch({rows}) x ranks({ranks}))",
+        ),
+        ("gradient_clipping",): _Owned(facts.max_grad_norm or 0.0, "train.max_grad_norm"),
+        ("bf16", "enabled"): _Owned(facts.precision == "bf16", "train.precision"),
+        ("bfloat16", "enabled"): _Owned(facts.precision == "bf16", "train.precision"),
+        ("fp16", "enabled"): _Owned(facts.precision == "fp16", "train.precision"),
+        ("optimizer", "params", "lr"): _Owned(facts.learning_rate, "train.learning_rate"),
+        ("optimizer", "params", "betas"): _Owned(list(optimizer.betas), "train.optimizer.betas"),
+        ("optimizer", "params", "eps"): _Owned(optimizer.eps, "train.optimizer.eps"),
+        ("optimizer", "params", "momentum"): _Owned(optimizer.momentum, "train.optimizer.momentum"),
+        ("optimizer", "params", "weight_decay"): _Owned(
+            optimizer.weight_decay, "train.optimizer.weight_decay"
+        ),
+        ("scheduler", "params", "warmup_min_lr"): _Owned(0.0, "train.schedule"),
+        ("scheduler", "params", "warmup_max_lr"): _Owned(
+            facts.learning_rate, "train.learning_rate"
+        ),
+        ("scheduler", "params", "warmup_num_steps"): _Owned(
+            facts.warmup_steps, "train.warmup_steps"
+        ),
+        ("scheduler", "params", "total_num_steps"): _Owned(facts.steps, "train.steps"),
+        ("scheduler", "params", "warmup_type"): _Owned("linear", "train.schedule"),
+        ("scheduler", "params", "warmup_min_ratio"): _Owned(0.0, "train.schedule"),
+        ("scheduler", "params", "cos_min_ratio"): _Owned(0.0, "train.schedule"),
+    }
+
+
+def _sized(facts: Facts) -> dict[KeyPath, tuple[int | None, str]]:
+    """`auto` sizes of ZeRO-3, by the rules of Hugging Face's Trainer, whose word `auto` is."""
+    width = facts.hidden_size
+    rules: dict[str, tuple[int | None, str]] = {
+        "reduce_bucket_size": (width and width * width, "hidden_size squared"),
+        "stage3_prefetch_bucket_size": (
+            width and 9 * width * width // 10,
+            "0.9 x hidden_size squared",
+        ),
+        "stage3_param_persistence_threshold": (width and 10 * width, "10 x hidden_size"),
+    }
+    return {("zero_optimization", key): rule for key, rule in rules.items()}
+
+
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+class _Reader:
+    def __init__(self, path: Path, facts: Facts) -> None:
+        self.path = path
+        self.facts = facts
+        self.problems: list[Problem] = []
+        self.reasons: dict[KeyPath, str] = {}
+        self.lines: dict[KeyPath, int] = {}
+
+    def read(self) -> Read:
+        value, self.lines = _parse(self.path)
+        self._check_keys(value, KNOWN, ())
+        if not self.problems:
+            self._check_rules(value)
+            self._check_owned(value)
+        self._stop()
+        strategy = self._strategy(value)
+        self._stop()
+        return Read(strategy, self.reasons)
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def _check_keys(self, value: Mapping[str, Any], known: Known, path: KeyPath) -> None:
+        for key, child in value.items():
+            here = (*path, key)
+            if key not in known:
+                near = did_you_mean(key, known)
+                elsewhere = section_of(key)
+                fix = f"did you mean {near!r}?" if near else ""
+                if not near and elsewhere:
+                    fix = (
+                        f"it belongs into {elsewhere}" if elsewhere != "." else "move it to the top"
+                    )
+                self._problem(here, "is no key of DeepSpeed's here", fix or "remove it")
+            elif isinstance(known[key], str):
+                self._problem(here, f"is not used: {known[key]}", "remove it from the file")
+            elif isinstance(known[key], Mapping):
+                if isinstance(child, dict):
+                    self._check_keys(child, known[key], here)
+                else:
+                    self._problem(here, f"is {json.dumps(child)}", "give an object: {...}")
+
+    def _check_rules(self, value: Mapping[str, Any]) -> None:
+        """What the job decides by a word, not by a number."""
+        kind = value.get("optimizer", {}).get("type", AUTO)
+        rule = self.facts.optimizer.type
+        if kind != AUTO and _OPTIMIZERS.get(str(kind).lower()) != rule:
+            self._contradiction(("optimizer", "type"), kind, "train.optimizer.type", rule)
+        kind = value.get("scheduler", {}).get("type", AUTO)
+        curve = self.facts.schedule
+        if kind != AUTO and _SCHEDULERS.get(str(kind)) != curve:
+            self._contradiction(("scheduler", "type"), kind, "train.schedule", curve)
+        block = value.get("activation_checkpointing", {})
+        for key in (key for key, used in block.items() if used):
+            fact = (
+                "acts on models that call DeepSpeed's own checkpointing, and on activations that "
+                "tensor-parallel ranks share; a model of transformers does neither"
+            )
+            fix = "remove it; `train.gradient_checkpointing: full` saves activation memory"
+            self._problem(("activation_checkpointing", key), fact, fix)
+
+    def _check_owned(self, value: dict[str, Any]) -> None:
+        for path, owned in _owned(self.facts).items():
+            given = _at(value, path)
+            if given == AUTO:
+                how = f" = {owned.shown}" if owned.shown else ""
+                self._reason(tuple(owned.key.split(".")), f"{dotted(path)}{how}")
+            elif given is not _MISSING and not _same(given, owned.value):
+                self._contradiction(path, given, owned.key, owned.value, owned.shown)
+        for path, (size, rule) in _sized(self.facts).items():
+            if size is not None and _at(value, path) == AUTO:
+                value["zero_optimization"][path[-1]] = size
+                key: KeyPath = ("strategy", *path)
+                self.reasons[key] = f"{rule}, which is {self.facts.hidden_size}"
+
+    def _strategy(self, value: Mapping[str, Any]) -> DeepSpeed:
+        fields = {key: child for key, child in value.items() if key not in NOT_FIELDS}
+        if "fp16" in fields:
+            fields["fp16"] = {k: v for k, v in fields["fp16"].items() if k != "enabled"}
+        fields.setdefault("zero_optimization", {}).setdefault("stage", 0)  # DeepSpeed's default
+        fields = self._without_auto(fields, ())
+        try:
+            return DeepSpeed.model_validate_json(json.dumps(fields))
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                fact = f"is {json.dumps(item['input'])}: {item['msg']}"
+                self._problem(item["loc"], fact, "DeepSpeed's documentation says what it takes")
+            raise JobError(self.problems) from None
+
+    def _without_auto(self, value: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+        """Leaves out what is still `auto`; says of each value where it comes from."""
+        kept: dict[str, Any] = {}
+        for key, child in value.items():
+            here = (*path, key)
+            if isinstance(child, dict):
+                kept[key] = self._without_auto(child, here)
+            elif child == AUTO:
+                where: KeyPath = ("strategy", *here)
+                self.reasons[where] = f"{self.path.name} leaves it open: the default"
+            else:
+                kept[key] = child
+                line = self.lines.get(here)
+                reason = f"{self.path.name}:{line}" if line else "DeepSpeed's default"
+                self.reasons.setdefault(("strategy", *here), reason)
+        return kept
+
+    # Small parts ------------------------------------------------------------------------------
+
+    def _reason(self, key: KeyPath, what: str) -> None:
+        """One value of the job may stand for several keys of the file."""
+        before = self.reasons.get(key)
+        self.reasons[key] = f"{before}, {what}" if before else f"{self.path.name}: {what}"
+
+    def _contradiction(
+        self, path: KeyPath, given: Any, key: str, wanted: Any, shown: str = ""
+    ) -> None:
+        how = f" ({shown})" if shown else ""
+        fact = f"is {json.dumps(given)}, but the job's {key} makes it {json.dumps(wanted)}{how}"
+        self._problem(path, fact, f'write "auto" there, or change {key} in the job')
+
+    def _problem(self, path: KeyPath, fact: str, fix: str) -> None:
+        nearest = next(path[:end] for end in range(len(path), -1, -1) if path[:end] in self.lines)
+        place = f"{self.path}:{self.lines[nearest]}: {dotted(path)}"
+        self.problems.append(Problem(place, fact, fix))
+
+    def _stop(self) -> None:
+        if self.problems:
+            raise JobError(self.problems)
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The file's content, and the line of each key."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_FILE).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        fix = "name a DeepSpeed JSON file, relative to the folder that you start in"
+        raise JobError(Problem("strategy.config", f"{path} can't be read: {reason}", fix)) from None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise JobError(_not_json(path, text, error)) from None
+    if not isinstance(value, dict):
+        fix = 'it looks like {"zero_optimization": {"stage": 2}}'
+        raise JobError(Problem(str(path), "is not a JSON object", fix))
+    return value, parse_document(text, str(path)).lines  # also finds keys written twice
+
+
+def _not_json(path: Path, text: str, error: ValueError) -> Problem:
+    if not isinstance(error, json.JSONDecodeError):
+        return Problem(str(path), str(error), "write a finite number")
+    place = f"{path}:{error.lineno}"
+    rest = text.splitlines()[error.lineno - 1][error.colno - 1 :].lstrip() if text else ""
+    if rest.startswith(("//", "/*", "#")):
+        return Problem(place, "has a comment, and JSON has none", "remove the comment")
+    return Problem(place, f"is not JSON: {error.msg}", "correct the line, or the one before")
+
+
+_MISSING = object()
+
+
+def _at(value: Any, path: KeyPath) -> Any:
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    if isinstance(given, list) and isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(_same, given, wanted))
+    if isinstance(given, bool) or isinstance(wanted, bool):
+        return given is wanted
+    if isinstance(given, int | float) and isinstance(wanted, int | float):
+        return math.isclose(given, wanted, rel_tol=1e-9)
+    return bool(given == wanted)
+
+
+def _is_count(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given > 0
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number that JSON knows")

@@ -1,0 +1,148 @@
+"""The keys that a DeepSpeed JSON file may have, and what becomes of each here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from shardtune.parallel.deepspeed.strategy import (
+    AsyncIO,
+    LossScale,
+    OffloadOptimizer,
+    OffloadParam,
+    ZeRO,
+)
+
+Known = Mapping[str, Any]
+"""Keys of a section: None for a plain value, a mapping for a section, or the reason to refuse."""
+
+_OURS = "shardtune does this itself"
+_IDLE = "no model of transformers uses it"
+
+
+def _keys(model: type[BaseModel], **more: Any) -> dict[str, Any]:
+    return dict.fromkeys(model.model_fields) | more
+
+
+def _zero_keys() -> dict[str, Any]:
+    return _keys(
+        ZeRO,
+        offload_optimizer=_keys(OffloadOptimizer),
+        offload_param=_keys(OffloadParam),
+        elastic_checkpoint="DeepSpeed's own checkpoints are not written here",
+        load_from_fp32_weights="DeepSpeed's own checkpoints are not written here",
+        legacy_stage1="DeepSpeed has removed it",
+        cpu_offload='DeepSpeed has replaced it: write `"offload_optimizer": {"device": "cpu"}`',
+        cpu_offload_param='DeepSpeed has replaced it: write `"offload_param": {"device": "cpu"}`',
+        zenflow="it applies updates late, so the result is another one",
+        compute_grad_norm="shardtune reports the norm in every step",
+    )
+
+
+_OPTIMIZER_KEYS = {
+    "type": None,
+    "params": dict.fromkeys(
+        ("lr", "betas", "eps", "momentum", "weight_decay", "torch_adam", "adam_w_mode")
+    ),
+}
+_SCHEDULER_KEYS = {
+    "type": None,
+    "params": dict.fromkeys(
+        (
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "total_num_steps",
+            "warmup_type",
+            "warmup_min_ratio",
+            "cos_min_ratio",
+        )
+    ),
+}
+_CHECKPOINTING_KEYS = dict.fromkeys(
+    (
+        "partition_activations",
+        "cpu_checkpointing",
+        "contiguous_memory_optimization",
+        "number_checkpoints",
+        "synchronize_checkpoint_boundary",
+        "profile",
+    )
+)
+
+KNOWN: dict[str, Any] = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "gradient_clipping": None,
+    "steps_per_print": None,
+    "wall_clock_breakdown": None,
+    "communication_data_type": None,
+    "prescale_gradients": None,
+    "gradient_predivide_factor": None,
+    "zero_allow_untested_optimizer": None,
+    "zero_force_ds_cpu_optimizer": None,
+    "bf16": {"enabled": None},
+    "bfloat16": {"enabled": None},
+    "fp16": _keys(LossScale, enabled=None),
+    "optimizer": _OPTIMIZER_KEYS,
+    "scheduler": _SCHEDULER_KEYS,
+    "activation_checkpointing": _CHECKPOINTING_KEYS,
+    "zero_optimization": _zero_keys(),
+    "aio": _keys(AsyncIO),
+    # Known to DeepSpeed, but not to be had through such a file here:
+    "tensorboard": f"{_OURS}: remove it",
+    "wandb": f"{_OURS}: remove it",
+    "csv_monitor": f"{_OURS}: remove it",
+    "comet": f"{_OURS}: remove it",
+    "checkpoint": f"{_OURS}: see `save`",
+    "elasticity": f"{_OURS}: a run resumes on any number of ranks",
+    "autotuning": f"{_OURS}: `shardtune plan`",
+    "data_types": "shardtune adds up gradients in fp32",
+    "amp": "it needs apex; use `bf16` or `fp16`",
+    "torch_autocast": "weights are computed with in train.precision; use `bf16` or `fp16`",
+    "flops_profiler": "it stops the run at its step",
+    "comms_logger": "shardtune counts collectives itself",
+    "compression_training": "it trains another model than the one declared",
+    "data_efficiency": "it trains on other data than the job's",
+    "curriculum_learning": "it trains on other data than the job's",
+    "sparse_gradients": _IDLE,
+    "sparse_attention": _IDLE,
+    "hybrid_engine": _IDLE,
+    "compile": "not supported yet",
+    "tensor_parallel": "not supported yet",
+    "gradient_allreduce_op": "gradients are averaged here",
+    "managed_gradient_accumulation": "shardtune decides where a step ends",
+    "dump_state": "it prints DeepSpeed's settings; `shardtune show` does",
+}
+NOT_FIELDS = {
+    "steps_per_print",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "optimizer",
+    "scheduler",
+    "activation_checkpointing",
+    "bf16",
+    "bfloat16",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+}
+"""Keys that are checked, and don't become fields."""
+
+
+def section_of(key: str) -> str:
+    """The section that a key belongs to, `.` for the top, or nothing."""
+    if key in KNOWN:
+        return "."
+    for section, known in KNOWN.items():
+        if isinstance(known, Mapping):
+            if key in known:
+                return repr(section)
+            for inner, deeper in known.items():
+                if isinstance(deeper, Mapping) and key in deeper:
+                    return repr(f"{section}.{inner}")
+    return ""

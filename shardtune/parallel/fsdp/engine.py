@@ -1,0 +1,107 @@
+"""FSDP2: every rank keeps a share of each weight, gradient and optimizer state.
+
+A layer is gathered when it is needed and let go afterwards. The layout says over which axis shares
+are formed (`shard`) and over which they are repeated (`replicate`); both come from the mesh. Where
+it has an axis of slices (`tensor`) too, what is shared out is a slice of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from shardtune.core.layout import Home, Layout
+from shardtune.core.mesh import Mesh
+from shardtune.core.model_builder import Blueprint
+from shardtune.core.setup import EngineSetup
+from shardtune.core.tensor_shards import Piece
+from shardtune.core.world import World
+from shardtune.engine.native import COMPUTE, NativeEngine
+from shardtune.parallel.device_mesh import device_mesh, peers
+from shardtune.parallel.tensor.engine import build_sliced, norm_of_spread
+
+
+class FSDPEngine(NativeEngine):
+    """The native step on a model whose weights are spread."""
+
+    alone = False
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        setup: EngineSetup,
+        world: World,
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        reshard_after_forward: bool,
+    ) -> None:
+        offload = layout.home.get("params", "gpu") == "cpu"
+        groups = device_mesh(mesh, world)
+        divide = sharing(
+            setup, groups, offload=offload, reshard_after_forward=reshard_after_forward
+        )
+        home = "cpu" if offload else world.device
+        slices = None
+        if mesh.size_of("tensor") > 1:  # a slice of a layer first, then a share of the slice
+            model, slices = build_sliced(blueprint, home, groups["tensor"], divide)
+        else:
+            model = blueprint.in_parts(home, divide)
+        _prefetch(model)
+        self._offload = offload
+        super().__init__(model, setup, world, peers(mesh, groups, world), slices)
+
+    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+        return self._spread_pieces(), self._numbers()
+
+    def _norm(self) -> Tensor:
+        return norm_of_spread(self._gradients().values(), self.world)
+
+    def _home(self) -> Home:
+        return "cpu" if self._offload else "gpu"
+
+
+def sharing(
+    setup: EngineSetup, groups: DeviceMesh, *, offload: bool, reshard_after_forward: bool
+) -> Callable[[nn.Module], None]:
+    """Divides a part of a model into shares, over the axes that there are for it."""
+    rows = tuple(axis for axis in groups.mesh_dim_names or () if axis in ("replicate", "shard"))
+    compute = COMPUTE[setup.precision]
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute if compute != torch.float32 else None,
+        reduce_dtype=torch.float32,  # sums of many small numbers
+        cast_forward_inputs=False,  # autocast decides, as it does without sharding
+    )
+    pinned = groups.device_type == "cuda"
+    keeping = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+
+    def divide(part: nn.Module) -> None:
+        # peft's wrapper is passed by when a text is generated; the model inside never is.
+        inner = getattr(part, "get_base_model", None)
+        fully_shard(
+            inner() if inner else part,
+            mesh=groups[rows],
+            mp_policy=policy,
+            offload_policy=keeping,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    return divide
+
+
+def _prefetch(model: nn.Module) -> None:
+    """Each layer asks for the next one's weights while it computes."""
+    layers = [part for part in model.modules() if isinstance(part, FSDPModule)][1:]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])

@@ -1,0 +1,40 @@
+"""Layers on different ranks, the naive way: one micro-batch at a time, the other ranks wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from shardtune.core.layout import AxisRule, Layout, Move
+from shardtune.core.mesh import Mesh
+from shardtune.core.model_builder import Blueprint
+from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.core.section import Section
+from shardtune.core.setup import EngineSetup
+from shardtune.core.world import World
+from shardtune.parallel.pipeline.strategy import pipeline_rule
+
+if TYPE_CHECKING:
+    from shardtune.core.engine import Engine
+
+
+class Layers(Section):
+    """Consecutive layers on different ranks. To understand and compare: a rank works 1/N of the
+    time. `pipeline` holds the same and waits less."""
+
+    type: Literal["layers"] = "layers"
+    stages: Annotated[int, Field(ge=2)]
+    """Over how many ranks the layers are divided. Ranks beyond them make data parallelism."""
+
+    def mesh(self, ranks: int) -> Mesh:
+        return Mesh.around({"pipeline": self.stages}, "data", ranks)
+
+    def layout(self) -> Layout:
+        data = AxisRule("data", moves=(Move("all_reduce", "grads", "step"),))
+        return Layout((pipeline_rule(), data), pipelining=Pipelining("layers"))
+
+    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+        from shardtune.parallel.pipeline.engine import PipelineEngine
+
+        return PipelineEngine(blueprint, setup, world, self.layout(), self.mesh(world.size))

@@ -1,0 +1,265 @@
+"""Cuts layers into slices: each rank keeps its part of every matrix and computes with it.
+
+A weight becomes a DTensor on the mesh of the slices, so that whoever saves, counts or shards it
+further knows the whole of it. The computation itself is local: while a module runs, it sees what
+its rank holds. What ranks tell each other is said in plain sight, by `Flow`, at four places of a
+layer: before attention and MLP all tokens are gathered, behind them the results are added up.
+
+What a layer keeps whole (norms, one side of each adapter) gets a gradient of this rank's tokens or
+heads only. Those parts are added up once a step, by `Slices.meet`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardtune.core.model.parallel_plan import Cut, Family, cut_of_vocabulary
+from shardtune.core.tensor_shards import Cut as Box
+from shardtune.engine.loss import loss_sum
+from shardtune.engine.shards import Boxes, place_of
+from shardtune.parallel.gradients import add_up
+from shardtune.parallel.tensor.sequence_parallel import Flow
+from shardtune.parallel.tensor.vocab_parallel import (
+    Run,
+    join_when_asked,
+    slice_lookup,
+    sliced_loss_sum,
+)
+
+CutOf = Callable[[str, Sequence[int]], Cut | None]
+APART = 2_654_435_761
+"""Between the seeds of two ranks. Those of two stages are one apart, and a CPU's generator reads
+32 bits of a seed: no rank may draw what another one draws in another stage."""
+
+
+class Unsliced:
+    """A model whose layers are whole: what the slices of one would have to add to a step."""
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy summed over label tokens."""
+        return loss_sum(logits, targets)
+
+    def meet(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds up, in place, what the ranks of a slice have computed in parts."""
+
+    def in_order(self, name: str, whole: Tensor) -> Tensor:
+        """A weight as the model has it, from the ranks' slices side by side."""
+        return whole
+
+    def boxes(self, name: str, weight: Tensor) -> Boxes:
+        """Where this rank's share of a weight lies in the weight as the model has it."""
+        return Boxes(0, [place_of(weight).cut])
+
+
+class Slices(Unsliced):
+    """One rank's slices of a model of `family`; `mesh` has the ranks that hold the others."""
+
+    def __init__(self, family: Family, mesh: DeviceMesh, words: int) -> None:
+        self.family = family
+        self.mesh = mesh
+        self.flow = Flow(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+        self.run = Run(self.flow, words)
+
+    def layer(self, layer: nn.Module, *, first: bool, last: bool = False) -> None:
+        """Slices a layer in place.
+
+        The `first` of a rank's layers is given whole hidden states; behind the `last` layer of a
+        stage that isn't the last they are whole again. Between, each rank has its tokens.
+        """
+        family, flow = self.family, self.flow
+        self._divide(layer, family.cut_in_layer, {})
+        for path, name in family.counts:
+            for module in layer.get_submodule(path).modules():  # an adapter may be around it
+                if hasattr(module, name):
+                    setattr(module, name, getattr(module, name) // flow.size)
+        rows = [name for name, slicing in family.slices.items() if slicing == "row"]
+        _compute_locally(layer, once=_biases_of(layer, rows), ranks=flow.size)
+        _before(layer, lambda hidden: flow.scatter(hidden) if first else hidden)
+        layer.register_forward_pre_hook(self._note_tokens, with_kwargs=True, prepend=True)
+        if first:
+            layer.register_forward_pre_hook(self._draw_apart)
+        for block in (family.attention, family.mlp):
+            _before(layer.get_submodule(block), flow.gather)
+        for name in rows:
+            _behind(layer.get_submodule(name), flow.scatter_sum)
+        if last:
+            _behind(layer, flow.join)
+
+    def ends(
+        self,
+        *,
+        embedding: nn.Module | None = None,
+        positions: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        """Slices what a rank has of the rest; embedding and head may share a weight."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for end, cut_of in (
+            (embedding, cut_of_vocabulary),
+            (head, cut_of_vocabulary),
+            (positions, _whole),
+            (norm, _whole),
+        ):
+            if end is not None:
+                self._divide(end, cut_of, made)
+                _compute_locally(end)
+        if embedding is not None:
+            for lookup in embedding.modules():  # there are two where a copy is trained
+                if isinstance(lookup, nn.Embedding):
+                    slice_lookup(lookup, self.run)
+        if norm is not None:
+            _behind(norm, self.flow.gather)
+        if head is not None:
+            join_when_asked(head, self.run)
+
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return sliced_loss_sum(logits, targets, self.run)
+
+    def meet(self, gradients: Mapping[str, Tensor]) -> None:
+        """An embedding of positions needs none: it works before the tokens are scattered."""
+        positions = f".{self.family.positions}."
+        partial = [
+            gradient
+            for name, gradient in gradients.items()
+            if self.family.cut(name, gradient.shape) is None and positions not in f".{name}"
+        ]
+        add_up(partial, self.flow.group)
+
+    def in_order(self, name: str, whole: Tensor) -> Tensor:
+        cut = self.family.cut(name, whole.shape)
+        return whole if cut is None else _exchanged(whole, cut.dim, self.flow.size, cut.parts)
+
+    def boxes(self, name: str, weight: Tensor) -> Boxes:
+        cut, place = self.family.cut(name, weight.shape), place_of(weight).cut
+        if cut is None or cut.parts == 1 or not place.size:
+            return Boxes(0, [place])
+        return Boxes(cut.dim, _in_order(place, cut, self.flow.size, weight.shape[cut.dim]))
+
+    def _divide(
+        self, module: nn.Module, cut_of: CutOf, made: dict[nn.Parameter, nn.Parameter]
+    ) -> None:
+        for prefix, owner in module.named_modules():
+            for leaf, parameter in list(owner.named_parameters(recurse=False)):
+                if parameter not in made:
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    made[parameter] = self._slice(parameter, cut_of(name, parameter.shape))
+                setattr(owner, leaf, made[parameter])
+
+    def _slice(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+        mine, placement = parameter.detach(), cast(Placement, Replicate())
+        if cut is not None:
+            placement = Shard(cut.dim)
+            parts = mine.chunk(cut.parts, cut.dim)
+            slices = [part.chunk(self.flow.size, cut.dim)[self.flow.rank] for part in parts]
+            mine = torch.cat(slices, cut.dim).contiguous()
+            mine = mine.clone() if len(slices) == 1 else mine  # lets the whole go
+        spread = DTensor.from_local(
+            mine,
+            self.mesh,
+            [placement],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+
+    def _note_tokens(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Asked anew in every layer: the backward pass may run an earlier micro-batch again."""
+        self.flow.tokens = kwargs["position_ids"].shape[-1]
+
+    def _draw_apart(self, layer: nn.Module, args: Any) -> None:
+        """From here on ranks have other tokens, heads and columns: dropout must not drop the same
+        of each. Before, they drop alike what all of them have. Where the layer is computed again
+        the generator is back at the seed that it had, and so draws the same again."""
+        if layer.training:
+            torch.manual_seed((torch.initial_seed() + self.flow.rank * APART) % 2**63)
+
+
+def _whole(name: str, shape: Sequence[int]) -> None:
+    return None
+
+
+def _exchanged(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """Pieces that lie by `outer` and within each by `inner`, laid the other way round."""
+    if outer == 1 or inner == 1:
+        return tensor
+    pieces = [part.chunk(inner, dim) for part in tensor.chunk(outer, dim)]
+    return torch.cat([pieces[o][i] for i in range(inner) for o in range(outer)], dim)
+
+
+def _in_order(place: Box, cut: Cut, ranks: int, length: int) -> list[Box]:
+    """A box of the ranks' slices side by side, as boxes of a weight that has parts."""
+    unit = length // (cut.parts * ranks)  # one rank's slice of one part
+    found, at, end = [], place.begin[cut.dim], place.begin[cut.dim] + place.extent[cut.dim]
+    while at < end:
+        (rank, part), inside = divmod(at // unit, cut.parts), at % unit
+        begin, extent = list(place.begin), list(place.extent)
+        begin[cut.dim] = (part * ranks + rank) * unit + inside
+        extent[cut.dim] = min(unit - inside, end - at)
+        found.append(Box(tuple(begin), tuple(extent)))
+        at += extent[cut.dim]
+    return found
+
+
+# Hooks --------------------------------------------------------------------------------------------
+
+
+def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Changes the hidden states on their way into a module; they are its first argument."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    module.register_forward_hook(lambda module, args, output: change(output))
+
+
+def _biases_of(layer: nn.Module, rows: Iterable[str]) -> set[tuple[nn.Module, str]]:
+    """Biases that every rank adds to its part of a sum."""
+    modules = (m for name in rows for m in layer.get_submodule(name).modules())
+    return {(module, "bias") for module in modules if module._parameters.get("bias") is not None}
+
+
+def _compute_locally(
+    module: nn.Module, once: set[tuple[nn.Module, str]] | None = None, ranks: int = 1
+) -> None:
+    """While `module` runs, it and all inside see their weights as this rank holds them.
+
+    What is to be added `once` is divided by the ranks that will add it.
+    """
+    places = [(owner, leaf) for owner in module.modules() for leaf, _ in _own(owner)]
+    kept: list[nn.Parameter] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        for owner, leaf in places:
+            spread = cast(DTensor, owner._parameters[leaf])
+            kept.append(cast(nn.Parameter, spread))
+            mine = spread.to_local()
+            mine = mine / ranks if once and (owner, leaf) in once else mine
+            owner._parameters[leaf] = cast(nn.Parameter, mine)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        for (owner, leaf), spread in zip(places, kept, strict=False):
+            owner._parameters[leaf] = spread
+        kept.clear()
+
+    module.register_forward_pre_hook(before)
+    # Also when the forward pass is broken off, as it is when activations are computed again.
+    module.register_forward_hook(after, always_call=True)
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(recurse=False))

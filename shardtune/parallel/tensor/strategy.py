@@ -1,0 +1,69 @@
+"""Tensor parallelism: ranks hold slices of every layer; ranks beyond them have their own rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from shardtune.core.layout import AxisRule, Layout, Move
+from shardtune.core.mesh import Mesh
+from shardtune.core.model_builder import Blueprint
+from shardtune.core.section import Section
+from shardtune.core.setup import EngineSetup
+from shardtune.core.world import World
+from shardtune.parallel.ddp.strategy import DDP
+
+if TYPE_CHECKING:
+    from shardtune.core.engine import Engine
+
+
+class Tensor(Section):
+    """Every matrix in slices: weights, gradients, optimizer states and activations with it."""
+
+    type: Literal["tensor"] = "tensor"
+    degree: Annotated[int, Field(ge=1)]
+    """Over how many ranks a layer is sliced. They talk several times a layer: keep them in one
+    node. It has to divide the model's heads. Ranks beyond it make data parallelism."""
+
+    def mesh(self, ranks: int) -> Mesh:
+        return Mesh.around({"tensor": self.degree}, "data", ranks)
+
+    def layout(self) -> Layout:
+        data = AxisRule("data", moves=(Move("all_reduce", "grads", "step"),))
+        return Layout((data, tensor_rule()))
+
+    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+        if self.degree == 1:  # one slice is the whole model
+            return DDP().build(blueprint, setup, world)
+        from shardtune.parallel.tensor.engine import TensorEngine
+
+        return TensorEngine(blueprint, setup, world, self.mesh(world.size))
+
+
+def tensor_rule() -> AxisRule:
+    """What the axis of slices divides and sends, in whatever it is combined with."""
+    gathered = Move("all_gather", "hidden", "micro_batch", per="layer")
+    added = Move("reduce_scatter", "hidden", "micro_batch", per="layer")
+    return AxisRule(
+        "tensor",
+        divides=frozenset({"params", "grads", "optim", "activations"}),
+        by="slices",
+        moves=(
+            # Attention and MLP each gather all tokens and add up their results; the backward pass
+            # mirrors both. What the first layer hands back is wanted only by a trained embedding.
+            *(gathered for _ in range(4)),
+            *(added for _ in range(3)),
+            Move("reduce_scatter", "hidden", "micro_batch", per="return"),
+            # Looked up words are added up, and their gradients gathered.
+            Move("all_reduce", "hidden", "micro_batch", per="start"),
+            Move("all_gather", "embedded", "micro_batch", per="start"),
+            # The head needs all tokens; the loss one number and then two of each trained token.
+            Move("all_gather", "hidden", "micro_batch", per="end"),
+            Move("reduce_scatter", "hidden", "micro_batch", per="end"),
+            Move("all_reduce", "scores", "micro_batch", 3.0, per="end"),
+            # Between stages what flows is whole.
+            Move("all_gather", "hidden", "micro_batch", per="border"),
+            Move("all_reduce", "unsliced", "step"),
+        ),
+    )

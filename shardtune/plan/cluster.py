@@ -1,0 +1,278 @@
+"""The machines that a job may run on, as a short text or a file describes them.
+
+4xA40                       one node with four
+2x8xA100-80GB@400Gbps       two nodes with eight, 400 gigabits a second between them
+8xRTX3090:pcie              eight that talk over PCIe
+cluster.yaml                a profile, with what `shardtune bench` measured
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from shardtune.errors import JobError, Problem, did_you_mean
+from shardtune.plan.machine_profile import GpuFacts, LinkKind, Measured, Profile, read_profile
+
+PLACE = "--cluster"
+EXAMPLES = "4xA40, 2x8xA100-80GB@400Gbps, 8xRTX3090:pcie, or a profile's file"
+
+USUAL_GBPS = 100.0
+"""Between nodes, per node, where nobody says: what any rented cluster has."""
+
+LATENCY_SECONDS = {"nvlink": 5e-6, "pcie": 10e-6, "network": 20e-6}
+"""Of one hop of a collective, NCCL's share included; a measured profile knows better."""
+
+Bridges = Literal["none", "bridge", "switch"]
+"""How GPUs reach each other without PCIe: not at all, in pairs, or each all others."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: peaks of dense products, without sparsity; rates in 10^9 bytes a second."""
+
+    name: str
+    memory_gib: float
+    """What PyTorch calls its total memory; the CUDA context still goes off it."""
+    bf16_tflops: float | None
+    fp16_tflops: float
+    memory_gbs: float
+    nvlink_gbs: float | None
+    """In one direction; on AMD's the Infinity Fabric."""
+    nvlink: Bridges
+    host_gbs: float
+    """To the host in one direction: PCIe, or NVLink where the processor has that."""
+    source: str
+
+    @property
+    def peak_tflops(self) -> float:
+        """In the 16-bit precision that it is best trained in."""
+        return self.bf16_tflops or self.fp16_tflops
+
+
+@dataclass(frozen=True)
+class Link:
+    """What data moves over: seconds before the first byte, then bytes a second, one direction."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes with equal GPUs."""
+
+    name: str
+    gpu: Gpu
+    nodes: int = 1
+    gpus_per_node: int = 1
+    link: LinkKind = "pcie"
+    """Between the GPUs of a node."""
+    inter_node_gbps: float = USUAL_GBPS
+    """Per node and direction, shared by its GPUs."""
+    host_gib: float | None = None
+    """RAM of a node; None if unknown."""
+    nvme_gib: float | None = None
+    price_per_gpu_hour: float | None = None
+    measured: Measured = field(default_factory=Measured)
+    assumptions: tuple[str, ...] = ()
+    """What nobody said and we took for granted."""
+
+    @property
+    def gpus(self) -> int:
+        """In all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def intra_node(self) -> Link:
+        """From one GPU to others of its node."""
+        speed = self.gpu.nvlink_gbs if self.link == "nvlink" else self.gpu.host_gbs
+        assert speed is not None
+        return Link(LATENCY_SECONDS[self.link], speed * 1e9)
+
+    @property
+    def inter_node(self) -> Link:
+        """From one node to others, over all its adapters."""
+        return Link(LATENCY_SECONDS["network"], self.inter_node_gbps / 8 * 1e9)
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of all GPUs."""
+        price = self.price_per_gpu_hour
+        return None if price is None else price * self.gpus
+
+
+# The catalogue ---------------------------------------------------------------------------------
+
+
+@cache
+def known_gpus() -> dict[str, Gpu]:
+    """Every GPU of the catalogue by its name."""
+    return {entry["name"]: _from_entry(entry) for entry in _entries()}
+
+
+def find_gpu(name: str, place: str = PLACE) -> Gpu:
+    """A GPU by any of its names, in upper or lower case, with or without separators."""
+    names = {_plain(spelling): spelling for spelling in _spellings()}
+    spelling = names.get(_plain(name))
+    if spelling is None:
+        near = names.get(did_you_mean(_plain(name), names))
+        known = f"known are {', '.join(known_gpus())}"
+        fix = f"did you mean {near}? {known}" if near else f"{known}; or describe it in a profile"
+        raise JobError(Problem(place, f"there is no GPU {name!r} in the catalogue", fix))
+    return known_gpus()[_spellings()[spelling]]
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """Every name, and the one of them under which the GPU stands in the catalogue."""
+    return {
+        spelling: entry["name"]
+        for entry in _entries()
+        for spelling in (entry["name"], *entry["aliases"])
+    }
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name).lower()
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    text = files("shardtune.plan").joinpath("data/gpus.json").read_text("utf-8")
+    entries: list[dict[str, Any]] = json.loads(text)["gpus"]
+    return entries
+
+
+def _from_entry(entry: dict[str, Any]) -> Gpu:
+    return Gpu(**{key: value for key, value in entry.items() if key != "aliases"})
+
+
+# From a text or a file to a cluster ------------------------------------------------------------
+
+_SPEC = re.compile(
+    r"(?:(?P<nodes>\d{1,7})x)?(?P<gpus>\d{1,7})x(?P<gpu>[A-Za-z][\w. -]*?|\d{4})"
+    r"(?::(?P<link>\w+))?(?:@(?P<speed>\d{1,9}(?:\.\d{1,9})?)(?P<unit>[A-Za-z/]*))?",
+    re.ASCII | re.IGNORECASE,
+)
+_BITS = ("Gbps", "gbps", "Gbit/s")
+_BYTES = ("GB/s", "GBps")
+
+
+def parse_cluster(spec: str) -> Cluster:
+    """The cluster that a spec or the path of a profile describes; JobError says what is wrong."""
+    text = spec.strip()
+    if _is_file(text):
+        profile = read_profile(Path(text))
+        facts = profile.gpu
+        gpu = find_gpu(facts, f"{text}: gpu") if isinstance(facts, str) else _own(facts, text)
+        link = _link(gpu, profile.gpus_per_node, profile.link, f"{text}: link")
+        return _build(text, gpu, link, profile)
+    match = _SPEC.fullmatch(text)
+    if match is None:
+        fact = f"{spec!r} is neither a cluster nor a file"
+        raise JobError(Problem(PLACE, fact, f"write {EXAMPLES}"))
+    problems = [*_bad_counts(match), *_bad_speed(match)]
+    nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
+    try:
+        gpu = find_gpu(match["gpu"])
+        link = _link(gpu, gpus, match["link"], PLACE)
+    except JobError as error:
+        raise JobError([*problems, *error.problems]) from None
+    if problems:
+        raise JobError(problems)
+    speed = float(match["speed"]) if match["speed"] else None
+    profile = Profile(gpu=gpu.name, nodes=nodes, gpus_per_node=gpus, inter_node_gbps=speed)
+    return _build(text, gpu, link, profile)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return text.endswith((".yaml", ".yml", ".json")) or Path(text).is_file()
+    except OSError:  # too long a name, somebody else's folder ...
+        return False
+
+
+def _bad_counts(match: re.Match[str]) -> list[Problem]:
+    counts = (("nodes", "nodes"), ("gpus", "GPUs in a node"))
+    return [
+        Problem(PLACE, f"0 {what}", "give at least 1")
+        for name, what in counts
+        if match[name] is not None and int(match[name]) == 0
+    ]
+
+
+def _bad_speed(match: re.Match[str]) -> list[Problem]:
+    if match["speed"] is None or (match["unit"] in _BITS and float(match["speed"]) > 0):
+        return []
+    speed, unit = float(match["speed"]), match["unit"]
+    if unit in _BYTES:
+        fact, fix = f"{unit} are bytes; networks are named in bits", f"write @{speed * 8:g}Gbps"
+    elif unit in _BITS:
+        fact, fix = "0 Gbps between nodes", "give more than nothing"
+    else:
+        fact = f"{unit!r} is no unit of a network" if unit else f"{speed:g} of what?"
+        fix = "write @400Gbps (gigabits a second, per node)"
+    return [Problem(PLACE, fact, fix)]
+
+
+def _link(gpu: Gpu, gpus: int, asked: str | None, place: str) -> LinkKind:
+    """What connects the GPUs of a node; JobError if it isn't what was asked for."""
+    if asked is None:
+        return "nvlink" if gpu.nvlink == "switch" else "pcie"
+    word = asked.lower()
+    if word == "pcie":
+        return "pcie"
+    if word != "nvlink":
+        near = did_you_mean(word, ("nvlink", "pcie"))
+        fact = f"{asked!r} is no link between GPUs"
+        fix = f"did you mean {near}?" if near else "choose nvlink or pcie, or leave it out"
+    elif gpu.nvlink_gbs is None:
+        fact, fix = f"{gpu.name} has no NVLink", "choose pcie, or leave it out"
+    elif gpu.nvlink == "bridge" and gpus > 2:
+        fact = f"NVLink bridges connect two {gpu.name}, not {gpus}"
+        fix = "choose pcie: that is what limits them all"
+    else:
+        return "nvlink"
+    raise JobError(Problem(place, fact, fix))
+
+
+def _own(facts: GpuFacts, path: str) -> Gpu:
+    return Gpu(
+        **facts.model_dump(),
+        nvlink="none" if facts.nvlink_gbs is None else "switch",
+        source=path,
+    )
+
+
+def _build(name: str, gpu: Gpu, link: LinkKind, profile: Profile) -> Cluster:
+    return Cluster(
+        name=name,
+        gpu=gpu,
+        nodes=profile.nodes,
+        gpus_per_node=profile.gpus_per_node,
+        link=link,
+        inter_node_gbps=profile.inter_node_gbps or USUAL_GBPS,
+        host_gib=profile.host_gib,
+        nvme_gib=profile.nvme_gib,
+        price_per_gpu_hour=profile.price_per_gpu_hour,
+        measured=profile.measured,
+        assumptions=tuple(_assumed(gpu, link, profile)),
+    )
+
+
+def _assumed(gpu: Gpu, link: LinkKind, profile: Profile) -> list[str]:
+    found = []
+    if profile.nodes > 1 and profile.inter_node_gbps is None:
+        found.append(
+            f"{USUAL_GBPS:g} Gbps between nodes, because nothing was given"
+            " (write @400Gbps after the GPU, or inter_node_gbps in a profile)"
+        )
+    if gpu.nvlink == "bridge" and profile.gpus_per_node == 2 and link == "pcie":
+        found.append(f"no NVLink bridge between the two {gpu.name} (write :nvlink if there is one)")
+    return found

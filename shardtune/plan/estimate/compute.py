@@ -1,0 +1,362 @@
+"""Seconds that one layer, and the loss, keep a GPU busy: products, attention, small operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardtune.core.fused_families import ADDED, TURNED
+from shardtune.core.model.shape import ModelShape, Weight
+from shardtune.plan.cluster import Cluster
+from shardtune.plan.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
+from shardtune.plan.estimate.constants import Chip, TimeConstants
+from shardtune.plan.estimate.rank_share import Cut
+from shardtune.plan.estimate.saved_tensors import (
+    ATTENTION_INPUTS,
+    MLP_INPUTS,
+    is_last,
+    is_repeated,
+    met,
+    products,
+    readers,
+)
+from shardtune.plan.estimate.workload import Loss, Workload
+
+LOSS_PASSES: dict[Loss, int] = {
+    "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 6,
+}  # fmt: skip
+"""Bytes that pass for a logit, forward and backward, beside the head's own products."""
+LOSS_LAUNCHES = 30
+"""Operations of embedding, last norm, head and loss in a forward pass."""
+
+
+COPY = 0.89
+"""Of the data sheet's bandwidth, what a copy reaches: 4.26 of 4.8 TB/s on an H200."""
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Forward and backward seconds of one micro-batch."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Busy) -> Busy:
+        return Busy(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the GPU can do, as a training step sees it."""
+
+    cluster: Cluster
+    chip: Chip
+    time: TimeConstants
+
+    @cached_property
+    def peak(self) -> float:
+        """FLOP/s by the data sheet."""
+        return self.cluster.gpu.peak_tflops * 1e12
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOP/s of a large product."""
+        found = [point.tflops for point in self.cluster.measured.matmul if point.dtype != "fp8"]
+        ceiling = max(found) * 1e12 if found else self.peak * self.chip.ceiling
+        return ceiling * self.chip.matmul
+
+    @cached_property
+    def bytes(self) -> float:
+        """Bytes a second that small operations pass over."""
+        copied = self.cluster.measured.memory_gbs
+        sheet = copied / COPY if copied else self.cluster.gpu.memory_gbs
+        return sheet * 1e9 * self.chip.memory
+
+    def product(
+        self, m: float, n: float, k: float, *, faster: float = 1.0, operand: int = 2
+    ) -> float:
+        """An m x k matrix times a k x n one: the arithmetic, then the way of its bytes. `faster` is
+        against 16 bits, `operand` how many bytes a number has that goes in.
+
+        They overlap, but tiles have edges, and kernels a start and an end: over all shapes the sum
+        is nearer to what is measured than the longer of the two.
+        """
+        speed = self.flops * faster
+        if n % 8 or k % 8:
+            speed *= self.time.unaligned
+        return 2 * m * n * k / speed + (2 * m * n + operand * (n * k + m * k)) / self.bytes
+
+
+def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    """One layer, averaged over a model whose layers differ."""
+    tokens = work.tokens / cut.context
+    layers = shape.layers + shape.encoder_layers
+    total = Busy(0.0, 0.0)
+    for weight, _ in products(shape):
+        each = _linear(weight, shape, work, cut, tokens, on)
+        share = weight.times / layers
+        total += Busy(each.forward * share, each.backward * share)
+    total += _attention(shape, work, cut, on)
+    total += _small(shape, work, cut, tokens, on)
+    if work.adapter is not None:
+        total += _adapters(shape, work, cut, tokens, on)
+    if work.autocast:
+        total += _casts(work.trained(shape) - _ends(shape, work), on, layers * cut.tensor)
+    if work.packed_bits is not None:
+        unpack = shape.quantisable() / layers / cut.tensor * _unpacking(work, on)
+        total += Busy(unpack, unpack)
+    return _launched(total, shape, work, cut, on)
+
+
+def repeated_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> float:
+    """What the backward pass of a layer computes once more at the levels `mlp` and `most`, beyond
+    the small operations that compiled layers repeat at every level.
+
+    On their own, small operations and adapters are all run again; what the adapters' wide results
+    save by being kept is left out of the account.
+    """
+    tokens = work.tokens / cut.context
+    layers = shape.layers + shape.encoder_layers
+    again = [w for w, _ in products(shape) if is_repeated(w, work.checkpointing)]
+    total = sum(
+        _linear(weight, shape, work, cut, tokens, on).forward * weight.times / layers
+        for weight in again
+    )
+    compiled = work.kernels == "compiled"
+    if work.adapter is not None:
+        names = {w.name for w in again} if compiled else None
+        total += _adapters(shape, work, cut, tokens, on, names).forward
+    if not compiled:
+        total += _small(shape, work, cut, tokens, on).forward
+    if work.packed_bits is not None:
+        total += sum(w.total for w in again) / layers / cut.tensor * _unpacking(work, on)
+    return total
+
+
+def _unpacking(work: Workload, on: Engine) -> float:
+    """Seconds for a quantised weight to become a 16-bit one."""
+    assert work.packed_bits is not None
+    return (work.packed_bits / 8 + 2) / on.bytes
+
+
+def loss_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    """Output head and loss."""
+    tokens = work.tokens / cut.context * work.scored
+    vocab = shape.vocab / cut.tensor
+    product = on.product(tokens, vocab, shape.hidden)
+    trained = work.adapter is None
+    small = tokens * vocab * LOSS_PASSES[work.loss] / on.bytes
+    head = vocab * shape.hidden
+    if work.autocast and trained:
+        small += _casts(head, on, 1).both
+    if work.loss == "pieces" and trained:
+        # Each piece's share of the head's gradient is added to an fp32 sum.
+        small += -(-tokens // piece_rows(shape)) * head * 8 / on.bytes
+    host = LOSS_LAUNCHES * on.time.launch
+    return Busy(
+        _slower(product + small / 2, host, on),
+        _slower(product * (1 + trained) + small / 2, 2 * host, on),
+    )
+
+
+def _ends(shape: ModelShape, work: Workload) -> int:
+    return shape.embedding_parameters if work.adapter is None else 0
+
+
+def _casts(weights: float, on: Engine, shares: float) -> Busy:
+    """Weights from fp32 to 16 bits before a product, and their gradients back after it."""
+    scale = weights / shares / on.bytes
+    return Busy((4 + 2) * scale, (2 + 4) * scale)
+
+
+def _linear(
+    weight: Weight, shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine
+) -> Busy:
+    *many, outputs, inputs = weight.shape
+    copies = math.prod(many)
+    rows = tokens * met(weight, shape)
+    by_row = work.by_row
+    faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 else 1.0
+    forward = copies * on.product(
+        rows, outputs / cut.tensor, inputs, faster=faster, operand=1 if by_row else 2
+    )
+    trained = work.adapter is None
+    busy = Busy(forward, forward * (1 + trained))
+    if by_row:
+        # What goes in is read in 16 bits and written in 8: once for all that read it, and in the
+        # backward pass the gradient of what came out.
+        scale = copies * rows * 3 / on.bytes / cut.tensor
+        busy += Busy(inputs * scale / readers(weight, shape), outputs * scale)
+    return busy
+
+
+def _attention(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    layers = shape.layers + shape.encoder_layers
+    pairs = shape.attention_flops(work.sequence) / layers * work.micro_batch
+    pairs /= cut.tensor * cut.context
+    if work.attention != "eager":
+        share = on.chip.attention if work.attention == "flash" else on.chip.sdpa
+        forward = pairs / (on.peak * share)
+        return Busy(forward, 2.5 * forward / 0.75)  # five products instead of two, less well
+    # Every pair is computed and written down: forward 2 products, backward 4.
+    every = 2 * pairs / (on.flops * 0.5)
+    scores = work.micro_batch * shape.heads * work.sequence**2 / cut.tensor
+    passes = 13 if work.kernels != "eager" else 26
+    return Busy(every + scores * passes / on.bytes, 2 * every + scores * 1.5 * passes / on.bytes)
+
+
+def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine) -> Busy:
+    """Norms, residuals, rotations, activation functions: by the bytes that they pass over."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
+    spread = cut.tensor if work.sequence_parallel else 1
+    wide = mlp_width(shape)
+    eager = work.kernels == "eager"
+    by_hand = eager and shape.norm == "rms"
+    norms = norm_count(shape)
+    hidden = Busy(norms * (16 if by_hand else 2) + 6, norms * (30 if by_hand else 4) + 6)
+    if work.wide_stream:
+        # All of it in fp32; and on its own, every linear casts its input.
+        casts = 3 * len(stream_readers(shape))
+        hidden = hidden + (Busy(6 + casts, 6 + casts) if eager else hidden)
+    if work.dropout:
+        hidden += Busy(5, 5)
+    rotary = (12.0, 14.0) if eager else (2.0, 2.0)
+    rotated = Busy(*rotary) if shape.positions == "rotary" else Busy(1, 1)
+    mlp = (Busy(5, 9) if eager else Busy(3, 5)) if shape.gated else Busy(2, 3)
+    if work.counted and work.kernels == "compiled":
+        # None of their results was kept: norms, rotations and the activation are made again.
+        joined = _joined(shape, work)
+        if joined.ends:
+            # What went past is read where small products are added to it; back, a norm reads its
+            # input and both gradients once, and gives one of them and what it had given.
+            hidden = Busy(2 * norms + 2, 5 * norms)
+        else:
+            hidden += Busy(0, 2 * norms)
+        rotated += Busy(0, 0 if joined.attention else 2)
+        mlp += Busy(0, 0 if joined.ends else 1)
+    times = {
+        "eager": on.time.eager_passes,
+        "fused": on.time.fused_passes,
+        "compiled": on.time.compiled_passes,
+    }[work.kernels]
+    scale = times * tokens * work.widths.compute / on.bytes
+
+    def total(hidden: float, rotated: float, mlp: float) -> float:
+        inside = rotated * (q + kv) + mlp * wide
+        return scale * (hidden * shape.hidden / spread + inside / cut.tensor)
+
+    return Busy(
+        total(hidden.forward, rotated.forward, mlp.forward),
+        total(hidden.backward, rotated.backward, mlp.backward),
+    )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What our own kernels compute together, by which layers have adapters (`models/fused/lora.py`)."""
+
+    attention: bool = False
+    """Queries and keys are turned where their product ends."""
+    ends: bool = False
+    """An MLP computes its activation with its adapters, and products add to what went past."""
+
+
+def _joined(shape: ModelShape, work: Workload) -> Joined:
+    if work.adapter is None or work.adapter.dropout or shape.experts is not None:
+        return Joined()
+    adapted, own = frozenset(work.adapts(shape)), stream_readers(shape)
+    attention, mlp = own & ATTENTION_INPUTS, own & MLP_INPUTS
+    return Joined(
+        attention=shape.family in TURNED and attention <= adapted,
+        ends=shape.family in ADDED and (mlp | {"down_proj"}) <= adapted,
+    )
+
+
+def _adapters(
+    shape: ModelShape,
+    work: Workload,
+    cut: Cut,
+    tokens: float,
+    on: Engine,
+    only: Collection[str] | None = None,
+) -> Busy:
+    """Narrow products that read and write whole activations; rank hardly matters. `only` names the
+    weights whose adapters count."""
+    assert work.adapter is not None
+    if work.counted and work.kernels == "compiled" and not work.adapter.dropout:
+        return _own_adapters(shape, work, cut, tokens, on, only)
+    layers = shape.layers + shape.encoder_layers
+    forward = backward = 0.0
+    dropped = 4 if work.adapter.dropout else 0
+    # On their own, scaling, adding and casting to fp32 and back each pass over everything.
+    alone = work.kernels != "compiled"
+    cast = 2 if work.widths.trained > 2 and alone else 1
+    for weight in shape.targeted(work.adapter.targets):
+        *many, outputs, inputs = weight.shape
+        share = weight.times / layers * math.prod(many) * met(weight, shape)
+        forward += share * ((1 + dropped) * inputs + (5 if alone else 3) * outputs)
+        backward += share * (((4 if alone else 3) + dropped) * inputs + 3 * outputs)
+    scale = cast * tokens * work.widths.compute / on.bytes / cut.tensor
+    return Busy(forward * scale, backward * scale)
+
+
+def _own_adapters(
+    shape: ModelShape,
+    work: Workload,
+    cut: Cut,
+    tokens: float,
+    on: Engine,
+    only: Collection[str] | None,
+) -> Busy:
+    """The same by `models/fused/lora_autograd.py`: adapters with one input read it once, and what they give is
+    added where the large product is written. A gated MLP adds it while it computes the activation,
+    which it also hands to the last adapter; its backward pass sums up gradients of their matrices
+    there, too. Where weights aren't in 8 bits, what adapters with one input give comes out of the
+    large product, and what goes back through them goes into it."""
+    assert work.adapter is not None
+    joined = _joined(shape, work)
+    targets = {weight.name for weight in shape.targeted(work.adapter.targets)}
+    forward = backward = 0.0
+    for weight, times in products(shape):
+        if weight.name not in targets or (only is not None and weight.name not in only):
+            continue
+        outputs, inputs = weight.features
+        joint = inputs / readers(weight, shape)
+        opens = shape.gated and weight.module.rpartition(".")[2] in MLP_INPUTS
+        reads_first = weight.module.rpartition(".")[2] in ATTENTION_INPUTS
+        closes = shape.gated and is_last(weight)
+        along = not work.fp8 and (joined.ends if opens else joined.attention and reads_first)
+        reads = 0 if closes or (along and opens) else joint
+        forward += times * (reads + (0 if opens else 2 * outputs))
+        # What goes back to the first adapters is added up in parts, of 64 columns each.
+        parts = 2 * work.adapter.rank / 64
+        backs = 0 if closes else 1 if along else 3
+        backward += times * (backs * joint + (parts if opens else 2) * outputs)
+    scale = on.time.narrow * tokens * work.widths.compute / on.bytes / cut.tensor
+    return Busy(forward * scale, backward * scale)
+
+
+def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+    """The slower of the GPU and of the host that feeds it."""
+    forward = {"eager": 55, "fused": 45, "compiled": 25}[work.kernels]
+    if work.adapter is not None:
+        layers = shape.layers + shape.encoder_layers
+        adapted = sum(w.times for w in shape.targeted(work.adapter.targets)) / layers
+        forward += round((2 if work.kernels == "compiled" else 6) * adapted)
+    if work.packed_bits is not None:
+        forward += 20
+    if cut.tensor > 1:
+        forward += 6  # two collectives
+    host = forward * on.time.launch
+    return Busy(_slower(busy.forward, host, on), _slower(busy.backward, 2 * host, on))
+
+
+def _slower(gpu: float, host: float, on: Engine) -> float:
+    power = on.time.sharpness
+    return float((gpu**power + host**power) ** (1 / power))

@@ -1,0 +1,94 @@
+"""What our own layers keep, and what they compute again, by `train.gradient_checkpointing`.
+
+Products of matrices and attention are what a level chooses among (`models/fused/activation_checkpointing.py`); small
+operations are repeated at every level, where layers are compiled or a level other than `none` or
+`full` was asked for. Families whose experts are multiplied in other ways are counted alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shardtune.core.model.shape import LAYERS, MULTIPLIED, ModelShape, Weight
+from shardtune.plan.estimate.rank_share import Cut
+from shardtune.plan.estimate.workload import Checkpointing, Workload
+
+WIDE = 2
+"""`mlp` drops products with results so many times wider than what goes in."""
+ATTENTION_INPUTS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "q", "k", "v", "W_pack"}
+)
+MLP_INPUTS = frozenset(
+    {"gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "wi_0", "wi_1", "wi"}
+)
+ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "dense", "o", "c_proj"})
+MLP_OUTPUTS = frozenset({"down_proj", "c_proj", "fc2", "dense_4h_to_h", "wo"})
+STATISTICS = 4
+"""Bytes that attention keeps for a row of each head."""
+
+
+def products(shape: ModelShape) -> Iterator[tuple[Weight, float]]:
+    """The matrices of an average layer, each with how often a token meets it there."""
+    layers = shape.layers + shape.encoder_layers
+    for weight in shape.weights:
+        if weight.part in LAYERS and weight.kind in MULTIPLIED:
+            yield weight, weight.times / layers * math.prod(weight.shape[:-2]) * met(weight, shape)
+
+
+def met(weight: Weight, shape: ModelShape) -> float:
+    """Share of the tokens that one copy of a weight sees: all, or those sent to an expert."""
+    if not weight.routed:
+        return 1.0
+    assert shape.experts is not None
+    return shape.experts.per_token / shape.experts.count
+
+
+def readers(weight: Weight, shape: ModelShape) -> int:
+    """How many matrices of a layer read the same input as this one, itself among them."""
+    own = weight.module.rpartition(".")[2]
+    names = {each.module.rpartition(".")[2] for each, _ in products(shape)}
+    return max(len(names & each) if own in each else 1 for each in (ATTENTION_INPUTS, MLP_INPUTS))
+
+
+def is_last(weight: Weight) -> bool:
+    """Whether its result ends the layer, so that no backward pass needs it."""
+    name = weight.module.rpartition(".")[2]
+    return name in MLP_OUTPUTS and "attn" not in weight.module
+
+
+def is_repeated(weight: Weight, level: Checkpointing) -> bool:
+    """Whether the backward pass multiplies with it once more, as the forward pass did."""
+    outputs, inputs = weight.features
+    if level == "full":
+        return True
+    wide = outputs > WIDE * inputs
+    return not is_last(weight) and (level == "most" or (level == "mlp" and wide))
+
+
+def kept_bytes(shape: ModelShape, work: Workload, cut: Cut, level: Checkpointing) -> float:
+    """What one layer keeps of one micro-batch at a level other than `full`: its input, attention's
+    result with its statistics, and the results of products that aren't repeated.
+
+    The compiler leaves out a result that no backward pass needs; run on its own, torch's selective
+    checkpointing keeps it all the same.
+    """
+    compiled = work.kernels == "compiled"
+    inside = shape.heads * (shape.value_dim * work.widths.compute + STATISTICS)
+    for weight, times in products(shape):
+        if level == "most":
+            break
+        repeated = is_repeated(weight, level)
+        if not (repeated or (compiled and is_last(weight))):
+            inside += times * weight.features[0] * work.widths.compute * (2 if _in_two(work) else 1)
+        # Compiled, a wide product and the adapters' with its input are one, but in 8 bits.
+        if work.adapter is not None and not (compiled and repeated and not work.fp8):
+            inside += times * work.adapter.rank * work.widths.compute
+    spread = cut.tensor if work.sequence_parallel else 1
+    outside = shape.hidden * work.stream / spread
+    return (inside / cut.tensor + outside) * work.tokens / cut.context
+
+
+def _in_two(work: Workload) -> bool:
+    """With dropout an adapter runs as peft writes it: its result and the frozen one's are two."""
+    return work.adapter is not None and work.adapter.dropout > 0

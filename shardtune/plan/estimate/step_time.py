@@ -1,0 +1,287 @@
+"""Seconds of an optimizer step, part by part: computing, sending, updating, waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shardtune.core.footprint import Message, predict_messages
+from shardtune.core.layout import Layout
+from shardtune.core.mesh import Mesh
+from shardtune.core.model.shape import ModelShape
+from shardtune.plan.cluster import Cluster
+from shardtune.plan.estimate.activations import waiting_bytes
+from shardtune.plan.estimate.comms import Group, Sent, group_of, joined, on_links, seconds
+from shardtune.plan.estimate.compute import (
+    Busy,
+    Engine,
+    layer_seconds,
+    loss_seconds,
+    repeated_seconds,
+)
+from shardtune.plan.estimate.constants import TIME, Chip, TimeConstants, chip_of
+from shardtune.plan.estimate.rank_share import WEIGHTS, Cut, held_share, part_bytes
+from shardtune.plan.estimate.workload import Workload, sent_bytes
+
+AGAIN = {"none": 0.0, "selective": 0.35, "full": 1.0}
+"""Share of a forward pass that the backward pass repeats. `selective` repeats every second product
+and the small operations."""
+BUCKETS = 8
+"""Pieces in which gradients are reduced: the last one has no computing left to hide behind."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. What overlaps is counted once, where it is the longer."""
+
+    compute: float
+    communication: float
+    """Sending that nothing hides."""
+    optimizer: float
+    offload: float
+    """States that live elsewhere: their way, and the processor's or the disk's work. Activations
+    that wait in main memory: what of their way no computing hides."""
+    bubble: float
+    """Stages of a pipeline that wait for others."""
+    data: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a job trains."""
+
+    step: StepTime
+    tokens: int
+    """Of a step, on all ranks."""
+    ranks: int
+    flops: float
+    """Of a step, on all ranks: what the model needs, whatever is computed again."""
+    peak: float
+    """FLOP/s of one GPU by its data sheet."""
+    sent: tuple[Sent, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step.total
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.ranks
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: trained weights count three passes, frozen ones two."""
+        return self.flops / self.step.total / self.ranks / self.peak
+
+
+def estimate_speed(
+    layout: Layout,
+    shape: ModelShape,
+    mesh: Mesh,
+    cluster: Cluster,
+    work: Workload,
+    *,
+    chip: Chip | None = None,
+    time: TimeConstants = TIME,
+) -> Speed:
+    """The time of one step on the slowest rank."""
+    on = Engine(cluster, chip or chip_of(cluster.gpu.name), time)
+    return _Step(layout, shape, mesh, cluster, work, Cut.of(mesh, work.pipelining), on).speed()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step, as its parts see it."""
+
+    layout: Layout
+    shape: ModelShape
+    mesh: Mesh
+    cluster: Cluster
+    work: Workload
+    cut: Cut
+    on: Engine
+
+    def speed(self) -> Speed:
+        work, micro, layers = self.work, self.work.microbatches, self._layers
+        layer, loss = self._layer(), loss_seconds(self.shape, work, self.cut, self.on)
+        messages = self._messages()
+        gathers, reduction, at_end = self._sending(messages)
+        forward = self._beside(layer.forward, gathers.forward / layers)
+        backward = self._beside(layer.backward, (gathers.backward + reduction) / layers)
+        slices, border = self._slices(), self._border()
+        exposed = layers * (forward + backward - layer.both + slices)
+        exposed += self._unhidden(messages) + 2 * border * work.pipelining.chunks
+        slot = layers * (forward + backward + slices) + 2 * border
+        optimizer, offload = self._update()
+        step = StepTime(
+            compute=micro * (layers * layer.both + loss.both),
+            communication=micro * exposed + self._after(at_end, layer),
+            optimizer=optimizer,
+            offload=offload + micro * self._waiting(layer),
+            bubble=micro * slot * work.pipelining.bubble(self.cut.pipeline, micro),
+        )
+        return Speed(
+            step,
+            work.tokens * micro * self._replicas,
+            self.mesh.size,
+            self._flops(),
+            self.on.peak,
+            on_links(messages, self.mesh, self.cluster),
+        )
+
+    @property
+    def _layers(self) -> float:
+        """Of one stage."""
+        return (self.shape.layers + self.shape.encoder_layers) / self.cut.pipeline
+
+    @property
+    def _replicas(self) -> int:
+        return self.mesh.size // (self.cut.tensor * self.cut.pipeline * self.cut.context)
+
+    def _layer(self) -> Busy:
+        """One layer of one micro-batch, with what is computed again."""
+        layer = layer_seconds(self.shape, self.work, self.cut, self.on)
+        if self.work.checkpointing in ("mlp", "most"):
+            layers = self.shape.layers + self.shape.encoder_layers
+            share = max(0.0, 1 - self.work.kept_layers / layers)
+            again = share * repeated_seconds(self.shape, self.work, self.cut, self.on)
+        else:
+            again = AGAIN[self.work.checkpointing] * layer.forward
+        return Busy(layer.forward, layer.backward + again)
+
+    # Sending -----------------------------------------------------------------------------------
+
+    def _messages(self) -> tuple[Message, ...]:
+        part = part_bytes(sent_bytes(self.shape, self.work), self.shape, self.work, self.cut)
+        return predict_messages(self.layout, self.mesh, part, microbatches=self.work.microbatches)
+
+    def _took(self, message: Message, size: float) -> float:
+        return seconds(message.move.op, size, self._group(message.axis), self.cluster, self.on.chip)
+
+    def _group(self, axis: str) -> Group:
+        """Ranks that share a long row take part in what data parallelism sends."""
+        if self.cut.context > 1 and axis in ("shard", "data", "replicate"):
+            return joined((axis, "context"), self.mesh, self.cluster)
+        return group_of(axis, self.mesh, self.cluster)
+
+    def _sending(self, messages: tuple[Message, ...]) -> tuple[Busy, float, float]:
+        """Gathers of a micro-batch, its reductions, and what comes once at the end of the step.
+
+        Weights and gradients travel layer by layer, so a message is a layer's.
+        """
+        gathers: list[float] = []
+        reduction = at_end = 0.0
+        for message in messages:
+            took = self._layers * self._took(message, message.size / self._layers)
+            if message.move.when == "step":
+                at_end += took
+            elif message.move.what in WEIGHTS:
+                gathers.append(took)
+            elif message.move.what == "grads":
+                reduction += took
+        return Busy(sum(gathers[:1]), sum(gathers[1:])), reduction, at_end
+
+    def _beside(self, computing: float, sending: float) -> float:
+        """Both at once: the longer, and a part of the shorter that they take from each other."""
+        lost = self.on.chip.clash if self.work.overlap else 1.0
+        return max(computing, sending) + lost * min(computing, sending)
+
+    def _after(self, sending: float, layer: Busy) -> float:
+        """What is left of the step's own sending when the last backward pass hides the rest."""
+        if not self.work.overlap or sending == 0.0:
+            return sending
+        room = layer.backward * self._layers
+        hidden = self.on.chip.clash * min(sending, room)
+        return max(sending / BUCKETS, sending - room) + hidden
+
+    def _unhidden(self, messages: tuple[Message, ...]) -> float:
+        """The first gather of a micro-batch and its last reduction: nothing to hide behind."""
+        if not self.work.overlap:
+            return 0.0
+        ends = self.shape.embedding_parameters / self.shape.parameters
+        share = max(ends, 1 / (self.shape.layers + self.shape.encoder_layers))
+        each = [message for message in messages if message.move.when == "micro_batch"]
+        first = [message for message in each if message.move.what in WEIGHTS][:1]
+        last = [message for message in each if message.move.what == "grads"]
+        return sum(self._took(message, message.size * share) for message in (*first, *last))
+
+    def _slices(self) -> float:
+        """Activations that the slices of a layer exchange, for all to wait unless in pieces."""
+        if self.cut.tensor == 1:
+            return 0.0
+        size = self.work.tokens / self.cut.context * self.shape.hidden * self.work.widths.compute
+        group = group_of("tensor", self.mesh, self.cluster)
+        count = 6 if self.work.checkpointing == "full" else 4
+        took = count * seconds("all_reduce", size, group, self.cluster, self.on.chip)
+        return took * (self.on.chip.clash if self.work.async_tensor else 1.0)
+
+    def _border(self) -> float:
+        """Activations that one stage hands to the next, or gradients back."""
+        if self.cut.pipeline == 1:
+            return 0.0
+        # The slices of a stage send a share each, and gather what arrives.
+        tokens = self.work.tokens / self.cut.context / self.cut.tensor
+        size = tokens * self.shape.hidden * self.work.widths.compute
+        group = group_of("pipeline", self.mesh, self.cluster)
+        return seconds("send_recv", size, group, self.cluster, self.on.chip)
+
+    # Updating ----------------------------------------------------------------------------------
+
+    def _update(self) -> tuple[float, float]:
+        """The optimizer on the GPU, which may read its states from the host and write them back; or
+        the way to the host, the update there, and the way back."""
+        widths = self.work.widths
+        trained = self.work.trained(self.shape) * held_share(self.shape, self.cut)
+        own = trained / self.layout.divisor("optim", self.mesh)
+        passed = own * (2 * widths.gradients + 2 * widths.optimizer + 2 * widths.trained)
+        home = self.layout.home.get("optim", "gpu")
+        # Gradients of every micro-batch are added to those before.
+        kept = trained / self.layout.divisor("grads", self.mesh)
+        sums = self.work.microbatches * kept * (2 + 2 * widths.gradients)
+        if home == "gpu":
+            return (passed + sums) / self.on.bytes, self._from_host()
+        if self.work.paged:  # both ways at once, and nothing else takes as long
+            way = own * widths.optimizer / (self._host * self.on.time.paged)
+            return sums / self.on.bytes, way
+        neighbours = min(self.mesh.size, self.cluster.gpus_per_node)
+        way = own * (widths.gradients + widths.trained) / self._host
+        update = passed * neighbours / self.on.time.cpu_bytes
+        disk = own * widths.optimizer * neighbours * self._disk if home == "nvme" else 0.0
+        return 0.0, way + max(update, disk) + self._from_host()
+
+    @property
+    def _host(self) -> float:
+        """Bytes a second between a GPU and its host."""
+        found = self.cluster.measured.host_to_device_gbs
+        return found * 1e9 if found else self.cluster.gpu.host_gbs * 1e9 * self.on.time.host
+
+    @property
+    def _disk(self) -> float:
+        """Seconds to read a byte and to write it back."""
+        measured, time = self.cluster.measured, self.on.time
+        read = (measured.disk_read_gbs or time.disk_read_gbs) * 1e9
+        return 1 / read + 1 / ((measured.disk_write_gbs or time.disk_write_gbs) * 1e9)
+
+    def _from_host(self) -> float:
+        """Weights that live in main memory come to the GPU twice for each micro-batch."""
+        if self.layout.home.get("params", "gpu") == "gpu":
+            return 0.0
+        whole = sent_bytes(self.shape, self.work).params * held_share(self.shape, self.cut)
+        took = 2 * whole / self.layout.divisor("params", self.mesh) / self._host
+        return took * self.work.microbatches * (self.on.chip.clash if self.work.overlap else 1.0)
+
+    def _waiting(self, layer: Busy) -> float:
+        """Activations go to main memory in the forward pass and come back in the backward pass."""
+        way = waiting_bytes(self.shape, self.work, self.cut) / self._host / self._layers
+        unhidden = max(0.0, way - layer.forward) + max(0.0, way - layer.backward)
+        return self._layers * unhidden
+
+    def _flops(self) -> float:
+        tokens = self.work.tokens * self.work.microbatches * self._replicas
+        once = tokens * self.shape.matmul_flops_per_token()
+        pairs = tokens / self.work.sequence * self.shape.attention_flops(self.work.sequence)
+        passes = 3 if self.work.adapter is None else 2
+        return passes * once + 3 * pairs

@@ -1,0 +1,110 @@
+"""Weights and gradients that are whole for a moment: gathered, unpacked, cast, or being sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardtune.core.layout import Layout, State
+from shardtune.core.mesh import Mesh
+from shardtune.core.model.shape import ModelShape
+from shardtune.plan.estimate.rank_share import WEIGHTS, Cut, end_parameters, held_share
+from shardtune.plan.estimate.workload import Workload
+
+
+@dataclass(frozen=True)
+class Casts:
+    """16-bit copies of fp32 weights: at the loss, as the backward pass begins, and of a layer."""
+
+    forward: float
+    backward: float
+    layer: float
+
+
+def casts_of(shape: ModelShape, work: Workload, cut: Cut) -> Casts:
+    if not work.autocast:
+        return Casts(0.0, 0.0, 0.0)
+    width = work.widths.compute / cut.tensor
+    layers = shape.layers + shape.encoder_layers
+    if work.adapter is not None:
+        every, head = work.trained(shape) * width / cut.pipeline, 0.0
+    else:
+        every = (shape.parameters - shape.embedding_parameters) * width / cut.pipeline
+        head = 0.0 if work.loss == "pieces" else shape.vocab * shape.hidden * width
+    one = every / layers * cut.pipeline
+    if work.checkpointing == "none" and not work.keeps_products:
+        return Casts(every + head, every, one)
+    # Autocast remembers its casts until the forward pass is over, which our loss in pieces belongs
+    # to; a plain loss is largest after it. What is compiled has casts of its own.
+    remembered = every if work.loss == "pieces" and work.kernels == "eager" else 0.0
+    return Casts(remembered + head, one, one)
+
+
+def in_shares(layout: Layout, work: Workload) -> bool:
+    """Our own engine for weights in shares (FSDP2), be it on one rank."""
+    divided = any(rule.by == "share" and "params" in rule.divides for rule in layout.rules)
+    return work.counted and work.buckets is None and divided
+
+
+def gathered_bytes(
+    layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: Cut
+) -> tuple[float, float]:
+    """Weights that are whole for the moment, at the loss and while a layer is at work: gathered
+    from others, or unpacked."""
+    unpacked = 0.0
+    if work.packed_bits is not None:
+        unpacked = shape.largest_linear * work.widths.compute / cut.tensor
+    here = layout.divisor("params", mesh) == 1 and layout.home.get("params", "gpu") == "gpu"
+    if here and not in_shares(layout, work):
+        return unpacked, unpacked
+    width = work.widths.gathered
+    layer = shape.largest_layer * width / cut.tensor
+    if work.packed_bits is not None:
+        layer *= work.packed_bits / 8 / width
+    ends = end_parameters(shape, cut) * width / cut.tensor
+    gathers = [move for rule in layout.rules for move in rule.moves if move.what in WEIGHTS]
+    if len(gathers) == 1 and "params" not in _copied(layout):
+        whole = shape.parameters * held_share(shape, cut) * width + unpacked
+        return whole, whole
+    if work.buckets is not None:
+        live = min(work.buckets.live, shape.parameters / cut.tensor) * width
+        whole = max(live, layer + ends) + unpacked
+        return whole, whole
+    several = layer * (2 if work.prefetch else 1) + unpacked
+    if work.counted:
+        # A plain loss is largest when all has been let go; one in pieces works in the last module.
+        return (ends + layer if work.loss == "pieces" else 0.0), ends + several
+    if work.ends_apart and not shape.tied:
+        return ends / 2 + layer, several
+    return ends + several, ends + several
+
+
+def sending_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: Cut) -> float:
+    """Gradients that are whole for the moment, and the buffers that they are sent in."""
+    if mesh.size == 1 and work.buckets is None:
+        return 0.0
+    if work.buckets is not None:
+        # One is filled while the other is sent.
+        return (2 if work.overlap else 1) * work.buckets.reduce * work.widths.compute
+    if layout.divisor("grads", mesh) == 1:
+        return 0.0
+    # A layer's, or at last those of the embedding and the head.
+    ends = end_parameters(shape, cut) // (2 if work.ends_apart and not shape.tied else 1)
+    largest = max(shape.largest_layer, ends)
+    if work.adapter is not None:
+        largest = work.trained(shape) // (shape.layers + shape.encoder_layers)
+    return largest * (work.widths.compute + work.widths.reduced) / cut.tensor
+
+
+def updating_bytes(
+    layout: Layout, shape: ModelShape, mesh: Mesh, optim: float, work: Workload
+) -> float:
+    """What the update needs beside the states: a temporary, a bucket to collect weights in."""
+    temporary = optim / 2 if work.foreach else 0.0  # one of two moments
+    whole = layout.divisor("params", mesh) == 1 and layout.divisor("optim", mesh) > 1
+    if work.buckets is None or not whole:
+        return temporary
+    return temporary + min(work.buckets.gather, work.trained(shape)) * work.widths.gathered
+
+
+def _copied(layout: Layout) -> frozenset[State]:
+    return frozenset(state for rule in layout.rules for state in rule.copies)

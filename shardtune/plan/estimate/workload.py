@@ -1,0 +1,229 @@
+"""What one training step is asked to do, apart from the model, the mesh and the machines.
+
+Our jobs become a `Workload`, and so do the published runs of other tools: the estimator is judged
+on theirs and used on ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from shardtune.core.footprint import ModelBytes
+from shardtune.core.model.shape import NF4_BITS, ModelShape
+from shardtune.core.pipeline_schedule import Pipelining
+
+Checkpointing = Literal["none", "mlp", "most", "selective", "full"]
+"""`selective` keeps the attention's result and every second matrix product, `full` only what flows
+between the layers. `mlp` and `most` are our own engines': `mlp` keeps attention's result and the
+products that aren't wide, `most` attention's result alone."""
+Attention = Literal["sdpa", "flash", "eager"]
+"""`sdpa` is what torch picks (cuDNN on Hopper), `flash` FlashAttention 2; neither ever writes the
+scores down. `eager` does."""
+Loss = Literal["plain", "shifted", "compiled", "chunked", "fused", "pieces"]
+"""`plain` turns the logits into fp32 at once; `shifted` copies them once more to drop the last
+token, as transformers did until 4.45; `compiled` leaves no copy between logits and loss; `chunked`
+walks over pieces of the logits; `fused` never has the logits (Liger); `pieces` is our own, which
+has a piece of them at a time."""
+Kernels = Literal["eager", "fused", "compiled"]
+"""How the small operations run: each on its own as transformers writes them, by hand-fused kernels
+(Liger, Megatron, Transformer Engine), or by torch.compile."""
+
+ALTERNATING = Pipelining("1f1b")
+"""What most pipelines do."""
+NF4_SINGLE_BITS = 4 + 32 / 64
+"""NF4 without double quantisation: an fp32 scale for 64 weights."""
+NF4_DOUBLE_BITS = NF4_BITS
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes a number, by what it is."""
+
+    frozen: float = 2
+    """Weights that are not trained."""
+    trained: float = 2
+    """Weights that are trained, as they are held between steps."""
+    gradients: float = 2
+    optimizer: float = 12
+    """All that the optimizer keeps for a trained weight: moments, and masters where it has them."""
+    gathered: float = 2
+    """Weights on their way to where they are computed with."""
+    reduced: float = 2
+    """Gradients on their way to where they are summed."""
+    compute: float = 2
+    """Activations."""
+    loaded: float | None = None
+    """Weights that are trained, while they are read; as they are held later, if None."""
+
+
+MIXED = Widths()
+"""16-bit weights and gradients, fp32 masters and moments: DeepSpeed, Megatron."""
+SHARDED_FP32 = Widths(trained=4, gradients=4, optimizer=8, reduced=4)
+"""FSDP2 with mixed precision: fp32 shares, 16-bit computation."""
+PURE_BF16 = Widths(optimizer=4)
+"""Everything in bf16, the moments too."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank matrices beside frozen weights, or factors on them."""
+
+    rank: int
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    dropout: float = 0.0
+    trained: int | None = None
+    """Numbers trained, where they are not those of plain LoRA (IA3, DoRA, VeRA)."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Elements that DeepSpeed holds ready for sending."""
+
+    reduce: float = 5e8
+    gather: float = 5e8
+    live: float = 1e9
+    """Gathered weights that stage 3 may keep at a time."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step of a run."""
+
+    micro_batch: int
+    """Rows of one forward pass on one rank."""
+    sequence: int
+    """Tokens of a row."""
+    microbatches: int = 1
+    """Forward passes of a step on each rank."""
+    widths: Widths = MIXED
+    adapter: Adapter | None = None
+    packed_bits: float | None = None
+    """Bits of a quantised weight; None where none are quantised."""
+    fp8: bool = False
+    """Matrix products of the layers in 8 bits; of our own engines, those with frozen weights."""
+    checkpointing: Checkpointing = "none"
+    kept_layers: int = 0
+    """Layers, the last ones, that keep what `mlp` or `most` would compute again."""
+    offloaded_checkpoints: bool = False
+    """What flows between the layers waits in main memory for the backward pass."""
+    offloaded: bool = False
+    """What our own engine's layers save waits in main memory, copied beside the computation."""
+    paged: bool = False
+    """The GPU updates what the optimizer keeps in main memory."""
+    attention: Attention = "sdpa"
+    loss: Loss = "plain"
+    scored: float = 1.0
+    """Share of the tokens that the head is computed for: only labels, where the engine can."""
+    returns_logits: bool = False
+    """The logits live on beside the loss until the step is over, as in Hugging Face's Trainer."""
+    kernels: Kernels = "eager"
+    counted: bool = False
+    """One of our own engines: each tensor that it makes is counted, where for other tools a fitted
+    constant stands in for what isn't known of them."""
+    autocast: bool = False
+    """Weights that are trained are held in fp32 and cast to 16 bits for each product, by
+    torch.autocast. The casts are kept for the backward pass, and so are the inputs' where there are
+    any: of fp32 norms and embeddings, and of what peft hands to an adapter in fp32."""
+    packed_inputs: bool = True
+    """Quantised linears keep their input for the backward pass, as those of bitsandbytes do."""
+    dropout: bool = False
+    """Whether the model drops activations in training."""
+    overlap: bool = True
+    """Gathers and reductions run while the GPU computes."""
+    prefetch: bool = True
+    """The next layer's weights are asked for before this layer is done."""
+    foreach: bool = False
+    """The optimizer updates all weights in one go and holds a temporary of their size."""
+    in_backward: bool = False
+    """The optimizer updates each weight as its gradient comes; gradients are never held at once."""
+    ends_apart: bool = False
+    """Embedding and output head are gathered when they are needed, not with the whole model."""
+    buckets: Buckets | None = None
+    sequence_parallel: bool = False
+    """Tensor parallelism divides the norms' share of the activations too."""
+    async_tensor: bool = False
+    """Tensor parallelism sends piece by piece while it multiplies."""
+    pipelining: Pipelining = ALTERNATING
+    """The order in which stages work, where there are any."""
+    variable_lengths: bool = False
+    """Rows are of different lengths, `sequence` is the longest: the allocator keeps more."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def wide_stream(self) -> bool:
+        """Whether what flows between the layers is in fp32: it begins in the embedding."""
+        return self.autocast and self.adapter is None
+
+    @property
+    def stream(self) -> float:
+        """Bytes of a number that flows between the layers."""
+        return 4 if self.wide_stream else self.widths.compute
+
+    @property
+    def by_row(self) -> bool:
+        """Whether frozen weights are in 8 bits as our own engine has them."""
+        return self.fp8 and self.counted
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether a layer of our own keeps results of products and of attention, and nothing that
+        lies between them: compiled, or where some of the products are to be repeated."""
+        return self.counted and (
+            self.kernels == "compiled" or self.checkpointing in ("mlp", "most")
+        )
+
+    def trained(self, shape: ModelShape) -> int:
+        """Numbers that the optimizer changes."""
+        if self.adapter is None:
+            return shape.parameters
+        if self.adapter.trained is not None:
+            return self.adapter.trained
+        return shape.lora_parameters(self.adapter.rank, self.adapter.targets)
+
+    def adapts(self, shape: ModelShape) -> Collection[str]:
+        """The modules that have an adapter, by the last part of their names."""
+        if self.adapter is None:
+            return ()
+        return {weight.module.rpartition(".")[2] for weight in shape.targeted(self.adapter.targets)}
+
+
+def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
+    """What the model and its training take, undivided; masters counted with the optimizer."""
+    trained, widths = work.trained(shape), work.widths
+    if work.adapter is None:
+        params = shape.parameters * widths.trained
+    else:
+        packed = 0 if work.packed_bits is None else shape.quantisable()
+        bits = work.packed_bits or 0.0
+        frozen = (shape.parameters - packed) * widths.frozen + packed * bits / 8
+        if work.by_row:
+            frozen += shape.eight_bit() - shape.quantisable() * widths.frozen
+        params = frozen + trained * widths.trained
+    return ModelBytes(
+        params=round(params),
+        trained=round(trained * widths.trained),
+        grads=round(trained * widths.gradients),
+        optim=round(trained * widths.optimizer),
+    )
+
+
+def sent_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
+    """The same in the widths in which weights and gradients travel."""
+    trained, widths = work.trained(shape), work.widths
+    whole = whole_bytes(shape, work)
+    if work.adapter is None:
+        params = shape.parameters * widths.gathered
+    else:
+        params = whole.params - trained * (widths.trained - min(widths.trained, widths.gathered))
+    return ModelBytes(
+        params=round(params),
+        trained=round(trained * widths.gathered),
+        grads=round(trained * widths.reduced),
+        optim=whole.optim,
+    )

@@ -1,0 +1,291 @@
+"""One job on one cluster: what it will hold, send and take. No weights, no data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardtune.config.job import IA3, AdamW, Job, LoRA, NoAdapter
+from shardtune.core.footprint import Held, predict_held
+from shardtune.core.layout import Layout, State
+from shardtune.core.mesh import Mesh
+from shardtune.core.model.parallel_plan import require_cuttable
+from shardtune.core.model.shape import ModelShape
+from shardtune.parallel import DeepSpeed
+from shardtune.plan.cluster import Cluster
+from shardtune.plan.estimate.comms import Sent, group_of
+from shardtune.plan.estimate.memory import Memory, estimate_memory
+from shardtune.plan.estimate.rank_share import Cut, held_share, scaled
+from shardtune.plan.estimate.step_time import Speed, estimate_speed
+from shardtune.plan.estimate.workload import (
+    ALTERNATING,
+    NF4_DOUBLE_BITS,
+    Adapter,
+    Buckets,
+    Widths,
+    Workload,
+    whole_bytes,
+)
+
+GIB = float(1 << 30)
+INT8_BITS = 8.0
+EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
+"""Two moments of a byte each, and an fp32 scale for 256 of them."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a job will hold, send and take."""
+
+    job: Job
+    shape: ModelShape
+    cluster: Cluster
+    mesh: Mesh
+    layout: Layout
+    work: Workload
+    memory: Memory
+    speed: Speed
+    reasons: tuple[str, ...]
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of one GPU, or as many of them as the job may take."""
+        whole, told = self.cluster.gpu.memory_gib, self.job.train.memory_gib
+        return (whole if told is None else min(whole, told)) * GIB
+
+    @property
+    def over(self) -> float:
+        """Bytes that are missing on a GPU; negative where some are left."""
+        return self.memory.required - self.capacity
+
+    @property
+    def host(self) -> float:
+        """Bytes of main memory that the ranks of a node need together."""
+        per_rank = max(self.memory.host, self.memory.host_building)
+        return per_rank * min(self.mesh.size, self.cluster.gpus_per_node)
+
+    @property
+    def host_over(self) -> float:
+        """Bytes of main memory that are missing on a node; negative where some are left."""
+        room = self.cluster.host_gib
+        return -1.0 if room is None else self.host - room * GIB
+
+    @property
+    def fits(self) -> bool:
+        return self.over <= 0 and self.host_over <= 0
+
+    @property
+    def recomputes(self) -> str:
+        """The level of recomputation, and how many layers are excepted."""
+        kept = self.work.kept_layers
+        return self.work.checkpointing + (f", not {kept} layers" if kept else "")
+
+    @property
+    def held(self) -> Held:
+        """What the first rank holds between two steps, by state: as an engine's own answer."""
+        cut = Cut.of(self.mesh, self.work.pipelining)
+        part = scaled(whole_bytes(self.shape, self.work), held_share(self.shape, cut))
+        return predict_held(self.layout.without_masters(), self.mesh, part)
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole run; None where only the data can tell how many steps it has."""
+        steps = self.job.train.steps
+        return None if steps is None else steps * self.speed.step.total / 3600
+
+    @property
+    def cost(self) -> float | None:
+        price = self.cluster.price_per_hour
+        return None if price is None or self.hours is None else price * self.hours
+
+    def summary(self) -> dict[str, Any]:
+        """The figures, for `--json`."""
+        memory, speed = self.memory, self.speed
+        gpu: dict[str, float] = {name: size / GIB for name, size in memory.gpu.items()}
+        gpu["overhead"] = memory.overhead / GIB
+        step = speed.step
+        return {
+            "fits": self.fits,
+            "strategy": self.job.strategy.type,
+            "mesh": dict(self.mesh.axes),
+            "gradient_checkpointing": self.work.checkpointing,
+            "keep_layers": self.work.kept_layers,
+            "gpu_gib": {
+                **gpu,
+                "peak": memory.peak / GIB,
+                "required": memory.required / GIB,
+                "capacity": self.capacity / GIB,
+                "moment": memory.moment,
+                "moments": {name: size / GIB for name, size in memory.moments.items()},
+            },
+            "host_gib": {
+                "states": memory.host / GIB,
+                "building": memory.host_building / GIB,
+                "building_whole": memory.host_building_whole / GIB,
+                "node": self.host / GIB,
+                "node_capacity": self.cluster.host_gib,
+            },
+            "nvme_gib": memory.nvme / GIB,
+            "traffic_gib": self._traffic(),
+            "step_seconds": {
+                "compute": step.compute,
+                "communication": step.communication,
+                "optimizer": step.optimizer,
+                "offload": step.offload,
+                "bubble": step.bubble,
+                "data": step.data,
+                "total": step.total,
+            },
+            "tokens_per_second": speed.tokens_per_second,
+            "tokens_per_second_per_gpu": speed.tokens_per_second_per_gpu,
+            "mfu": speed.mfu,
+            "hours": self.hours,
+            "cost": self.cost,
+            "reasons": list(self.reasons),
+        }
+
+    def beside(
+        self, held: Held, *, peak: float | None, tokens_per_second: float | None
+    ) -> dict[str, Any]:
+        """Predicted beside measured, for a run's report. `peak` is in bytes; None where the device
+        doesn't count what is allocated on it."""
+        states: tuple[State, ...] = ("params", "grads", "optim")
+        found = {
+            "held_bytes": {s: _pair(self.held.of(s), held.of(s)) for s in states},
+            "peak_gib": None if peak is None else _pair(self.memory.allocated / GIB, peak / GIB),
+            "tokens_per_second": None,
+        }
+        if tokens_per_second:
+            found["tokens_per_second"] = _pair(self.speed.tokens_per_second, tokens_per_second)
+        return found
+
+    def _traffic(self) -> dict[str, Any]:
+        """Bytes that one GPU sends in a step, by link and by move."""
+        moves = [
+            {
+                "op": each.move.op,
+                "what": each.move.what,
+                "axis": each.axis,
+                "when": each.move.when,
+                "link": each.where,
+                "gib": self._wire(each) / GIB,
+            }
+            for each in self.speed.sent
+        ]
+        total = {
+            link: sum(float(str(m["gib"])) for m in moves if m["link"] == link)
+            for link in ("intra_node", "inter_node")
+        }
+        return {**total, "moves": moves}
+
+    def _wire(self, each: Sent) -> float:
+        ranks = group_of(each.axis, self.mesh, self.cluster).ranks
+        rounds = 2 if each.move.op == "all_reduce" else 1
+        return rounds * each.total * (ranks - 1) / ranks
+
+
+def _pair(predicted: float, measured: float) -> dict[str, float | None]:
+    error = predicted / measured - 1 if measured else None
+    return {"predicted": predicted, "measured": measured, "error": error}
+
+
+def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
+    """What `job` will hold, send and take on all GPUs of `cluster`."""
+    mesh, layout = job.strategy.mesh(cluster.gpus), job.layout(cluster.gpus)
+    mesh.require(cluster.gpus)
+    require_cuttable(shape, mesh, layout.pipelining)
+    work = workload(job, shape, mesh)
+    memory = estimate_memory(layout, shape, mesh, work)
+    speed = estimate_speed(layout, shape, mesh, cluster, work)
+    reasons = [*cluster.assumptions]
+    if job.train.steps is None:
+        reasons.append(
+            "hours: only the data tells how many steps the epochs have; give train.steps"
+        )
+    return Forecast(job, shape, cluster, mesh, layout, work, memory, speed, tuple(reasons))
+
+
+def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
+    """The job as the estimator sees it."""
+    train, level = job.train, job.train.gradient_checkpointing
+    shares = mesh.data_ranks
+    micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
+    microbatches = max(1, -(-train.global_batch // (shares * micro)))
+    micro = -(
+        -train.global_batch // (shares * microbatches)
+    )  # rows are cut evenly: data/micro_batches.py
+    native = not isinstance(job.strategy, DeepSpeed)
+    # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
+    shared = "shard" in dict(mesh.axes)
+    halves = job.halves_weights(mesh.size)  # nor here, where weights are halves of fp32
+    autocast = native and not shared and not halves and train.precision != "fp32"
+    whole = mesh.data_ranks == mesh.size  # layers that are cut leave the logits to the model
+    order = job.strategy.layout().pipelining
+    quantised = {"none": None, "nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}[job.model.quantization]
+    return Workload(
+        micro_batch=micro,
+        sequence=job.data.sequence_length,
+        microbatches=microbatches,
+        widths=widths(job, microbatches, halves=halves),
+        adapter=adapter(job, shape),
+        packed_bits=quantised,
+        fp8=train.precision == "fp8-base",
+        checkpointing="none" if level == "auto" else level,
+        kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
+        offloaded=train.offload_activations,
+        paged=job.pages_states(mesh.size),
+        attention="eager" if job.model.attention == "eager" else "sdpa",
+        loss="pieces" if train.loss == "fused" and whole else "plain",
+        kernels="compiled" if train.kernels == "compiled" else "eager",
+        counted=True,
+        autocast=autocast,
+        packed_inputs=False,
+        buckets=None if native else Buckets(),
+        sequence_parallel=mesh.size_of("tensor") > 1,
+        pipelining=order or ALTERNATING,
+    )
+
+
+def widths(job: Job, microbatches: int, *, halves: bool) -> Widths:
+    """Bytes a number under each engine: docs/adr/0004-precision.md says what is held in what."""
+    compute = 4 if job.train.precision == "fp32" else 2
+    moments = _moments(job)
+    if isinstance(job.strategy, DeepSpeed):
+        # Weights and gradients in the precision of the computation, masters in fp32.
+        masters = 4.0 if job.strategy.layout().masters else 0.0
+        return Widths(
+            frozen=compute, trained=compute, gradients=compute, optimizer=masters + moments,
+            gathered=compute, reduced=compute, compute=compute,
+        )  # fmt: skip
+    if halves:
+        # One micro-batch leaves its gradients in 16 bits; several are added up in fp32.
+        gradients = 2 if microbatches == 1 else 4
+        return Widths(trained=2, gradients=gradients, optimizer=2 + moments, loaded=4)
+    return Widths(
+        frozen=compute, trained=4, gradients=4, optimizer=moments,
+        gathered=compute, reduced=4, compute=compute,
+    )  # fmt: skip
+
+
+def _moments(job: Job) -> float:
+    optimizer = job.train.optimizer
+    if isinstance(optimizer, AdamW):
+        return EIGHT_BIT_MOMENTS if getattr(optimizer, "bits", 32) == 8 else 8.0
+    return 4.0 if optimizer.momentum else 0.0
+
+
+def adapter(job: Job, shape: ModelShape) -> Adapter | None:
+    """What is trained beside the frozen model."""
+    chosen = job.adapter
+    if isinstance(chosen, NoAdapter):
+        return None
+    if isinstance(chosen, IA3):
+        return Adapter(rank=1, trained=shape.ia3_parameters(chosen.targets, chosen.feedforward))
+    assert isinstance(chosen, LoRA)
+    trained = shape.lora_parameters(
+        chosen.rank,
+        chosen.targets,
+        dora=chosen.variant == "dora",
+        modules_to_save=chosen.modules_to_save,
+    )
+    return Adapter(chosen.rank, chosen.targets, chosen.dropout, trained)

@@ -1,0 +1,65 @@
+"""The shape of the model that a job names, without its weights and without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardtune.config.job import ModelSection
+from shardtune.core.model.known_models import find_model, is_known
+from shardtune.core.model.shape import ModelShape
+from shardtune.errors import ModelError, Problem
+
+PLACE = "model.name"
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 260, "num_hidden_layers": 2, "hidden_size": 64,
+    "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Of the built-in model of this name (`models/tiny.py`), which isn't in the catalogue."""
+BUILT_IN = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
+"""Names of our own, and the published model of the same shape."""
+
+
+def shape_of(section: ModelSection) -> ModelShape:
+    """The model's shape; ModelError if it can't be told."""
+    return ModelShape.from_config(config_of(section), section.name)
+
+
+def config_of(section: ModelSection) -> dict[str, Any]:
+    """From a folder or config.json, the catalogue, or at last the hub; weights are never opened."""
+    path = Path(section.name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.name.endswith(".json") and file.is_file():
+        return _read(file)
+    if section.name == "tiny":
+        return TINY
+    name = BUILT_IN.get(section.name, section.name)
+    if "/" not in name or (section.revision is None and is_known(name)):
+        return find_model(name).config
+    return _read(_from_hub(section))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "give a folder that holds a model's config.json"
+        raise ModelError(Problem(PLACE, f"{file} can't be read: {error}", fix)) from None
+    if not isinstance(config, dict):
+        raise ModelError(Problem(PLACE, f"{file} holds no JSON object", "give a model's config"))
+    return config
+
+
+def _from_hub(section: ModelSection) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(section.name, "config.json", revision=section.revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        fact = f"{section.name!r} is neither in the catalogue nor to be had from the hub: {reason}"
+        fix = "download its config.json, and name that file or its folder"
+        raise ModelError(Problem(PLACE, fact, fix)) from None

@@ -1,0 +1,143 @@
+"""Looks before the run: will it fit here, and which strategy does it best?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardtune.config.auto import ResolvedJob
+from shardtune.config.job import Job
+from shardtune.core.cache import cache_dir
+from shardtune.core.machine import Machine
+from shardtune.core.model.shape import ModelShape
+from shardtune.core.yaml_document import KeyPath
+from shardtune.errors import JobError, ModelError, Problem
+from shardtune.parallel import AutoStrategy
+from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
+from shardtune.plan.explain import provided
+from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.machine_profile import LinkKind
+from shardtune.plan.memory_budget import leanest, within_memory
+from shardtune.plan.model_config import shape_of
+from shardtune.plan.remedies import smallest_change, smallest_cluster
+from shardtune.plan.search import rank
+
+CPU_TFLOPS, CPU_GBS = 0.1, 10.0  # of a core, and of the memory: enough to rank strategies by
+
+
+def profile_path() -> Path:
+    """Where `shardtune bench` leaves what it measured on this machine."""
+    return cache_dir() / "machine.yaml"
+
+
+def cluster_here(machine: Machine, ranks: int, nodes: int = 1) -> Cluster:
+    """This machine, and others like it, as a cluster of so many devices: as measured, or as its
+    driver names it."""
+    processes = max(1, ranks // nodes)
+    if profile_path().is_file():
+        measured = parse_cluster(str(profile_path()))
+        if measured.gpus_per_node == processes and (machine.gpus > 0) == (
+            measured.gpu.name != "CPU"
+        ):
+            return replace(measured, nodes=nodes)
+    host = machine.memory / GIB or None
+    if not machine.gpus:
+        share = machine.memory / GIB / processes
+        gpu = Gpu(
+            "CPU", share, CPU_TFLOPS * machine.cores, CPU_TFLOPS * machine.cores, CPU_GBS,
+            None, "none", CPU_GBS, "this machine",
+        )  # fmt: skip
+        return Cluster("this machine", gpu, nodes, processes)
+    name = machine.gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    gpu = find_gpu(name.replace(" ", ""), "this machine")
+    link: LinkKind = "nvlink" if gpu.nvlink == "switch" else "pcie"
+    name = f"{processes}x{gpu.name}" if nodes == 1 else f"{nodes}x{processes}x{gpu.name}"
+    return Cluster(name, gpu, nodes, processes, link, host_gib=host)
+
+
+def look(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None:
+    """The forecast of a job on this machine; None for what the estimator doesn't know."""
+    try:
+        cluster = cluster_here(machine, int(job.launch.processes), nodes)
+        return forecast(job, shape_of(job.model), cluster)
+    except (JobError, ModelError):
+        return None  # a GPU or a family that isn't in the catalogue is no reason to refuse a run
+
+
+def require_fit(found: Forecast) -> None:
+    """Refuses a job that will not fit, before any weight is loaded, and offers what will."""
+    if found.fits:
+        return
+    fix = f"{offer(found.job, found.shape, found.cluster)}; --ignore-forecast runs it as it is"
+    raise JobError(Problem("memory", shortage(found), fix))
+
+
+def shortage(found: Forecast) -> str:
+    """What is needed, what there is, and what takes most of it."""
+    if found.over <= 0:
+        room = found.cluster.host_gib or 0.0
+        return f"a node needs {found.host / GIB:.1f} GiB of main memory and has {room:.1f}"
+    largest = sorted(found.memory.gpu.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    gpu, room = found.cluster.gpu, found.capacity / GIB
+    needed = f"needs {found.memory.required / GIB:.1f} GiB on each {gpu.name}"
+    told = " (train.memory_gib)" if room < gpu.memory_gib else ""
+    return f"{needed} and there are {room:.1f}{told}: {parts}"
+
+
+def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
+    """The smallest change that fits, or the smallest cluster."""
+    change = smallest_change(job, shape, cluster)
+    if change is not None:
+        how = "the same result" if change.same_result else "another result"
+        left = -change.found.over / GIB
+        return f"{change}  ({how}; leaves {left:.1f} GiB{provided(change.found)})"
+    larger = smallest_cluster(job, shape, cluster)
+    if larger is not None and larger.found is not None:
+        rows = larger.found.job.train.global_batch
+        more = f" and train.global_batch={rows}" if rows > job.train.global_batch else ""
+        return f"{larger.found.cluster.name} with {larger.name}{more}: {larger.why}"
+    return "no cluster of such devices that we know of would do"
+
+
+def planned(resolved: ResolvedJob, machine: Machine, nodes: int = 1) -> ResolvedJob:
+    """The job with the best strategy in place of `auto`, or else with the micro-batch and the least
+    recomputation that fit, and why."""
+    if not isinstance(resolved.job.strategy, AutoStrategy):
+        return _fitted(resolved, machine, nodes)
+    return _with_strategy(resolved, machine, nodes)
+
+
+def _fitted(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
+    job = resolved.job
+    if job.train.gradient_checkpointing != "auto" and not resolved.rows_open:
+        return resolved
+    try:
+        shape = shape_of(job.model)
+        cluster = cluster_here(machine, int(job.launch.processes), nodes)
+        return within_memory(resolved, shape, cluster)
+    except (JobError, ModelError) as error:
+        return leanest(resolved, f"there is no forecast ({error.problems[0].fact})")
+
+
+def _with_strategy(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
+    job = resolved.job
+    shape = shape_of(job.model)
+    cluster = cluster_here(machine, int(job.launch.processes), nodes)
+    ranking = rank(job, shape, cluster, deepspeed=find_spec("deepspeed") is not None)
+    best = ranking.best
+    if best is None or best.found is None:
+        first = ranking.candidates[0]
+        fact = f"no strategy fits on {cluster.name}; nearest is {first.name}: {first.why}"
+        assert first.found is not None  # data parallelism is refused for the job's own faults only
+        raise JobError(Problem("strategy", fact, offer(first.found.job, shape, cluster)))
+    runner_up = next((each for each in ranking.candidates[1:] if each.why), None)
+    reason = f"planned: {best.name} {best.why}"
+    if runner_up is not None:
+        reason += f"; {runner_up.name}: {runner_up.why}"
+    reasons: dict[KeyPath, str] = {**resolved.reasons, ("strategy", "type"): reason}
+    for key in ("micro_batch", "gradient_checkpointing", "keep_layers"):
+        if getattr(best.found.job.train, key) != getattr(job.train, key):
+            reasons["train", key] = f"planned with {best.name}"
+    return ResolvedJob(best.found.job, reasons, rows_chosen=True)

@@ -1,0 +1,48 @@
+"""From a job and the ranks at hand to everything that an engine needs to be built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardtune.config.job import Job
+from shardtune.core.layout import Layout
+from shardtune.core.lr_schedule import Schedule
+from shardtune.core.mesh import Mesh
+from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.errors import JobError, Problem
+from shardtune.parallel import Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The strategy, what it declares, and the settings that follow."""
+
+    strategy: Strategy
+    mesh: Mesh
+    layout: Layout
+    setup: EngineSetup
+
+
+def make_plan(job: Job, ranks: int, steps: int) -> Plan:
+    """The plan for `job` on `ranks` ranks over `steps` optimizer steps."""
+    if job.train.warmup_steps >= steps:
+        fact = f"{job.train.warmup_steps} steps of warmup in a run of {steps}"
+        fix = "warm up for fewer steps, or train for more"
+        raise JobError(Problem("train.warmup_steps", fact, fix))
+    mesh = job.strategy.mesh(ranks)
+    mesh.require(ranks)
+    train = job.train
+    micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
+    setup = EngineSetup(
+        precision=train.precision,
+        optimizer=OptimizerSetup(**train.optimizer.model_dump()),
+        schedule=Schedule(train.schedule, train.learning_rate, train.warmup_steps, steps),
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        micro_batch=micro_batch,
+        accumulation=max(1, -(-train.global_batch // (mesh.data_ranks * micro_batch))),
+        loss="fused" if train.loss == "fused" else "plain",
+        offload_activations=train.offload_activations,
+        halves=job.halves_weights(mesh.size),
+    )
+    return Plan(job.strategy, mesh, job.layout(mesh.size), setup)

@@ -1,0 +1,75 @@
+"""Looks at the held-out sets: losses of all of them, answers to a few of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardtune.config.job import EvaluateSection
+from shardtune.core.step import EvalResult, MicroBatch
+from shardtune.models.generate import Prompt, answer, held_out_prompt, question_text
+
+if TYPE_CHECKING:
+    from shardtune.core.engine import Engine
+
+
+class HeldOut(Protocol):
+    """A tokenised set: its name, and its documents by number."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges the model that an engine holds. Every rank has to ask: the model may be spread."""
+
+    engine: Engine
+    sets: Sequence[HeldOut]
+    batches: Callable[[str], Iterable[MicroBatch]]
+    tokenizer: Any
+    stops: frozenset[int]
+    section: EvaluateSection
+    device: str = "cpu"
+
+    def losses(self) -> list[EvalResult]:
+        """One result a held-out set, over all ranks."""
+        return [self.engine.evaluate(each.name, self.batches(each.name)) for each in self.sets]
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """A few held-out prompts, spread over the first set from its beginning to its end."""
+        if not self.sets or not self.section.samples:
+            return []
+        rows = self.sets[0].rows
+        count = min(self.section.samples, len(rows))
+        chosen = [rows[index * len(rows) // count] for index in range(count)]
+        return [held_out_prompt(row["input_ids"], row["trained"]) for row in chosen]
+
+    def questions(self) -> list[dict[str, str]]:
+        """Each prompt and the answer that the data gives, as text."""
+        return [
+            {
+                "prompt": question_text(self.tokenizer, prompt.ids),
+                "reference": self.tokenizer.decode(prompt.reference, skip_special_tokens=True),
+            }
+            for prompt in self.prompts
+        ]
+
+    def answers(self) -> list[str]:
+        """What the model says now to each prompt, greedily."""
+        if not self.prompts:
+            return []
+        return answer(
+            self.engine.module(),
+            self.tokenizer,
+            [prompt.ids for prompt in self.prompts],
+            stops=self.stops,
+            max_new_tokens=self.section.max_new_tokens,
+            device=self.device,
+        )

@@ -1,0 +1,95 @@
+"""Steps that were taken and that nobody has looked at yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from types import TracebackType
+
+from shardtune.core.progress import Progress
+from shardtune.core.step import LateResult, MicroBatch, Reading, StepResult
+from shardtune.core.stop_request import Wish
+from shardtune.data.loader import Loader
+from shardtune.training.health import Health
+from shardtune.training.meter import Meter
+from shardtune.training.run import Run
+
+
+@dataclass
+class Unread:
+    """Their results, which a device may still be computing. Every rank looks at the same time. What
+    is left when something fails is logged on the way out."""
+
+    run: Run
+    data: Loader
+    meter: Meter
+    progress: Progress
+    results: list[StepResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._health = Health(self.run)
+
+    def add(self, result: StepResult) -> None:
+        self.results.append(result)
+
+    def __enter__(self) -> Unread:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Logs what is done by now, in order, up to the first step that isn't: it may never be. No
+        rank can be asked any more, so nothing is checked, and nothing traced."""
+        if not isinstance(error, Exception) or self.run.job.save.trace:
+            return
+        with suppress(Exception):  # the device may be what failed
+            done = [each.read() for each in takewhile(lambda each: each.is_done(), self.results)]
+            for result, reading in zip(done, self.meter.tick(done), strict=True):
+                self._log(result, reading, Wish.NONE)
+
+    def look(self, wish: Wish, *, whole: bool) -> Progress:
+        """Waits for these steps, logs and checks one after another. `wish` came with the last.
+
+        A step that a device has only just been given is left to the next look, unless this is a
+        `whole` one: the device computes it while the one before is read.
+        """
+        behind = not whole and isinstance(self.results[-1], LateResult)
+        ready = len(self.results) - behind
+        self.results[:ready] = self._read(self.results[:ready])
+        for reading in self.meter.tick(self.results[:ready]):
+            step, result = self.progress.step, self.results[0]
+            ready -= 1
+            samples = self._log(result, reading, Wish.NONE if ready else wish)
+            self._health.check(self.progress, result, self._microbatches(step, result), samples)
+        return self.progress
+
+    def _log(self, result: StepResult, reading: Reading, wish: Wish) -> Sequence[str]:
+        """The first of them, and the samples of it."""
+        step = self.progress.step
+        samples, epoch = self.data.samples(step), self.data.epoch(step + 1)
+        self.progress = self.progress.after(result, reading, wish)
+        del self.results[0]
+        self.run.log(self.progress, result, reading, epoch=epoch, samples=samples)
+        return samples
+
+    def _read(self, results: list[StepResult]) -> list[StepResult]:
+        """The figures of all; a step that has come to its end is a sign of life."""
+        world, found = self.run.world, []
+        for result in results:
+            world.pulse.enter("update")
+            found.append(result.read())
+        busy = [result.busy for result in found if result.busy is not None]
+        if not busy:
+            return found
+        world.pulse.enter("collective")
+        means = world.mean(busy)
+        return [replace(result, busy=mean) for result, mean in zip(found, means, strict=True)]
+
+    def _microbatches(self, step: int, result: StepResult) -> list[MicroBatch]:
+        """Those of a step that went wrong: the loader makes any step again."""
+        return [] if result.applied else list(next(self.data.steps(step, step + 1)))

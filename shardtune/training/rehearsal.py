@@ -1,0 +1,63 @@
+"""The first minute of a run: what it will come to in its hours is tried before its first step.
+
+The largest micro-batch, an evaluation and a save. None of it leaves a trace in what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+
+from shardtune.data.loader import Loader
+from shardtune.errors import Problem, RunError
+from shardtune.training.health import naming_memory
+from shardtune.training.run import Run
+
+WRITTEN = 1 << 20  # bytes that show whether a folder can be written to
+
+
+def rehearse(run: Run, data: Loader) -> None:
+    """Raises what the run would raise later: want of memory, a disk that can't be written to.
+
+    Whether the disk has room for all checkpoints is looked at when the run begins.
+    """
+    job, world = run.job, run.world
+    if not job.train.rehearse:
+        return
+    if world.is_main:
+        require_writable(run.files.path)
+    largest = data.largest()
+    with (
+        randomness_kept(world.device),
+        naming_memory(world, "in the rehearsal, before the first step", largest, job.train),
+    ):
+        run.engine.rehearse(largest)
+        for each in run.judge.sets:
+            run.engine.evaluate(each.name, islice(data.evaluation(each.name), 1))
+    rows, width = largest[0].input_ids.shape
+    run.view.say(f"rehearsed: {rows} rows of {width} tokens, an evaluation, the disk")
+
+
+def require_writable(folder: Path) -> None:
+    """RunError if a file can't be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(WRITTEN))
+            file.flush()
+    except OSError as error:
+        fact = f"{folder} can't be written to: {error.strerror}"
+        raise RunError(Problem("save.directory", fact, "set it to a folder of yours")) from None
+
+
+@contextmanager
+def randomness_kept(device: str) -> Iterator[None]:
+    """Whatever draws random numbers inside, those after it are as if it had not."""
+    devices = [torch.device(device)] if device != "cpu" else []
+    with torch.random.fork_rng(devices):
+        yield

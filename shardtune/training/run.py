@@ -1,0 +1,279 @@
+"""What a run does besides training: begin, resume, evaluate, save, finish.
+
+Every rank calls the same methods in the same order. All of them compute; rank 0 also writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardtune.checkpoint.async_saver import Identity, Saver
+from shardtune.checkpoint.digest import digest_of, digest_of_random_state, trace_line
+from shardtune.checkpoint.directory import set_aside, sweep
+from shardtune.checkpoint.disk_space import estimate, require_room
+from shardtune.checkpoint.export import check_result, probe_logits, save_result
+from shardtune.checkpoint.latest import Found, newest
+from shardtune.checkpoint.reader import Reader
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config.job import AdamW, Job, NoAdapter
+from shardtune.core.engine import Engine
+from shardtune.core.progress import Progress
+from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
+from shardtune.errors import RunError
+from shardtune.launch.process_group import JoinedWorld
+from shardtune.models.load import DTYPES, held_precision, own_dtype
+from shardtune.models.load_result import load_result
+from shardtune.models.quantization.gptq import E4M3
+from shardtune.plan.forecast import Forecast
+from shardtune.report.live import RunView
+from shardtune.training.environment import describe_environment
+from shardtune.training.evaluation import Judge
+from shardtune.training.meter import GIB, peak_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank's run."""
+
+    job: Job
+    world: JoinedWorld
+    engine: Engine
+    judge: Judge
+    files: RunDir
+    view: RunView
+    data: Mapping[str, str]
+    """The digest of each data set."""
+    saver: Saver
+    foretold: Forecast | None = None
+    """What was predicted for it; None for a model or a device that the planner doesn't know."""
+
+    def begin(self) -> Progress:
+        """Writes down what is about to run, and looks at the model as it is."""
+        self._require_room()
+        facts = {"run": secrets.token_hex(8), "data": dict(self.data)}
+        self.files.begin(self.job, describe_environment(self.world) | facts)
+        self.evaluate(Progress())
+        answers = self.judge.answers()
+        if self.world.is_main:
+            self.files.write_answers(answers)
+        return Progress()
+
+    def resume(self) -> Progress:
+        """Goes on after the newest good checkpoint; from the start if there is none yet."""
+        found = self._newest()
+        if found is None or found.checkpoint is None:
+            self.view.say("no checkpoint yet: starting from the first step")
+            return self.begin()
+        self._require_room()
+        self.files.refuse_other_data(self.data)
+        path, manifest = found.checkpoint
+        state = Reader(path, manifest)
+        pieces, _ = self.engine.pieces()
+        state.refuse_other_weights({p.key: p for p in pieces if p.key.startswith("weight.")})
+        self.engine.load_state(state, manifest.numbers)
+        self.files.forget_after(manifest.step)
+        by = f"written by {manifest.strategy} on {manifest.ranks} ranks"
+        self.view.say(f"resuming after step {manifest.step}, from {path} ({by})")
+        return Progress.resumed(manifest.step, manifest.progress)
+
+    def _newest(self) -> Found | None:
+        """What to go on from. Damaged checkpoints are named, and put where none is looked for."""
+        folder = self.files.checkpoints
+        if self.world.is_main:
+            sweep(folder)
+        self.world.wait()
+        if not self.world.any(folder.is_dir() and any(folder.iterdir())):
+            return None
+        found = newest(folder, self.files.require_run_id(), self.world)
+        for path, why in found.damaged:
+            if self.world.is_main:
+                set_aside(path)
+            self.view.say(f"{path} is damaged: {why}; set aside as {path.name}.damaged", "yellow")
+        self.world.wait()
+        return found
+
+    def _require_room(self) -> None:
+        """Refuses a disk on which the run's checkpoints and result will not fit."""
+        pieces, _ = self.engine.pieces()
+        mine = sum(piece.cut.size for piece in pieces if piece.key.startswith("weight."))
+        trained = sum(map(int, self.world.gather(str(mine))))
+        rule, save = self.job.train.optimizer, self.job.save
+        whole = isinstance(self.job.adapter, NoAdapter)
+        need = estimate(
+            trained,
+            2 if isinstance(rule, AdamW) else int(rule.momentum > 0),
+            keep=save.keep,
+            saves=-(-self.view.steps // save.every) if save.every else 1,
+            result=trained * (own_dtype(self.job.model).itemsize if whole else 4),
+        )
+        require_room(self.files.path, need)
+
+    def log(
+        self,
+        progress: Progress,
+        result: StepResult,
+        reading: Reading,
+        *,
+        epoch: float,
+        samples: Sequence[str],
+    ) -> None:
+        """Shows the step and adds it to the metrics, with a digest of the samples it saw."""
+        self.view.step(progress.step, result, reading)
+        digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
+        facts = asdict(result) | asdict(reading) | {"epoch": epoch, "samples_sha256": digest}
+        del facts["losses"], facts["since_last"]  # of this rank only
+        self.files.log({"kind": "step", "step": progress.step, **facts})
+        if self.job.save.trace:
+            self._trace(progress.step, result, digest)
+
+    def note(self, kind: str, step: int, fact: str, **facts: Any) -> None:
+        """Something that a person should know about a step, on the screen and in the metrics."""
+        self.view.say(f"step {step}: {fact}", "yellow")
+        self.files.log({"kind": kind, "step": step, "fact": fact, **facts})
+
+    def _trace(self, step: int, result: StepResult, samples: str) -> None:
+        """The step to the bit, on all ranks together."""
+        drawn = "".join(self.world.gather(digest_of_random_state(self.world.device)))
+        random = hashlib.sha256(drawn.encode()).hexdigest()
+        tensors, _ = self.engine.state()
+        if self.world.is_main:
+            state = digest_of(tensors)
+            line = trace_line(step, result, samples=samples, random=random, state=state)
+            self.files.log_trace(line)
+
+    def evaluate(self, progress: Progress) -> list[EvalResult]:
+        """Loss, perplexity and accuracy of each held-out set, now."""
+        results = self.judge.losses()
+        self.view.evaluation(progress.step, results)
+        for result in results:
+            facts = {"set": result.name, **result.summary()}
+            self.files.log({"kind": "evaluation", "step": progress.step, **facts})
+        return results
+
+    def prepare_saving(self) -> None:
+        """Gets memory for the first checkpoint while training goes on, if one comes before the end.
+        Call it after a step, when there is all that it will have."""
+        if self.job.save.every and self.job.save.background:
+            self.saver.prepare(self.engine.pieces()[0])
+
+    def save(self, progress: Progress) -> None:
+        """Begins a checkpoint that `resume` goes on from, when an earlier one is through."""
+        with self._failing_softly():
+            self.saver.wait()
+        job = hashlib.sha256(self.job.model_dump_json().encode()).hexdigest()
+        run = self.files.require_run_id()
+        identity = Identity(run, progress.step, self.job.strategy.type, job)
+        with self._failing_softly():
+            pieces, numbers = self.engine.pieces()
+            self.saver.save(identity, pieces, numbers, progress.facts(), self.files.sync_logs)
+
+    def keep_saving(self) -> None:
+        """Completes a checkpoint that all ranks have written meanwhile. Call it after each step."""
+        with self._failing_softly():
+            self.saver.poll()
+
+    def saved(self) -> None:
+        """Returns when the last checkpoint is complete; RunError if it can't be."""
+        with self._failing_softly():
+            self.saver.wait()
+        if self.saver.failure is not None:
+            raise self.saver.failure
+
+    @contextmanager
+    def _failing_softly(self) -> Iterator[None]:
+        """A checkpoint that failed costs no training, unless the job says so. Every rank knows."""
+        try:
+            yield
+        except RunError as error:
+            if self.job.save.on_failure == "stop":
+                raise
+            self.view.say(f"{error}\n    training goes on; the next is tried when due", "red")
+
+    def finish(self, progress: Progress, probe: MicroBatch) -> dict[str, Any]:
+        """Evaluates, saves, reads back and compares; only then is a run done."""
+        results = self.evaluate(progress)
+        peak = self.world.most(peak_memory(self.world.device)) / GIB
+        # What needs every rank comes first: a model that is spread answers only together.
+        answers = self.judge.answers()
+        trained = self._trained_weights()
+        logits = probe_logits(self.engine.module(), probe, self.world.device)
+        report: dict[str, Any] = {}
+        if self.world.is_main:
+            self.view.say("saving the result, and reading it back")
+            difference = self._save_result(trained, logits, probe)
+            report = {
+                "finished": not progress.stopped,
+                "directory": str(self.files.path),
+                "ranks": self.world.size,
+                "training": {**asdict(progress), "peak_memory_gib": peak},
+                "evaluation": self._before_and_after(results),
+                "samples": self._samples(answers),
+                "result": {
+                    "path": str(self.files.result),
+                    "kind": self.job.adapter.type,
+                    "largest_difference": difference,
+                },
+                "forecast": self._beside_forecast(progress, peak),
+            }
+            self.files.write_report(report)
+        self.world.wait()
+        return report
+
+    def _beside_forecast(self, progress: Progress, peak_gib: float) -> dict[str, Any] | None:
+        """Predicted beside measured; of a processor we can measure only what the engine holds."""
+        if self.foretold is None:
+            return None
+        on_gpu = self.world.device != "cpu"
+        return self.foretold.beside(
+            self.engine.held(),
+            peak=peak_gib * GIB if on_gpu else None,
+            tokens_per_second=progress.tokens_per_second if on_gpu else None,
+        )
+
+    def _before_and_after(self, results: list[EvalResult]) -> dict[str, Any]:
+        before = self.files.evaluations(step=0)
+        return {
+            result.name: {"before": before.get(result.name), "after": result.summary()}
+            for result in results
+        }
+
+    def _samples(self, after: Sequence[str]) -> list[dict[str, str]]:
+        # A resumed run may show more or fewer samples than the one that began.
+        before = (self.files.read_answers() + [""] * len(after))[: len(after)]
+        return [
+            {**question, "before": old, "after": new}
+            for question, old, new in zip(self.judge.questions(), before, after, strict=True)
+        ]
+
+    def _trained_weights(self) -> dict[str, Tensor]:
+        """All of them in the main rank's memory, beside its device; others only take part."""
+        found: dict[str, Tensor] = {}
+        for name, weight in self.engine.trained_weights():
+            if self.world.is_main:
+                found[name] = weight.cpu()
+        return found
+
+    def _save_result(
+        self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch
+    ) -> float:
+        job, target, judge = self.job, self.files.result, self.judge
+        written = save_result(
+            self.engine.module(),
+            trained,
+            judge.tokenizer,
+            judge.stops,
+            target,
+            dtype=own_dtype(job.model),
+        )
+        reloaded = load_result(str(target), job.model, held_precision(job.adapter, job.train))
+        in_8_bits = job.train.precision == "fp8-base"
+        computed = E4M3 if in_8_bits else DTYPES[job.train.precision]
+        return check_result(reloaded, trained, logits, probe, written=written, computed=computed)

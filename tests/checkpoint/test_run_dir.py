@@ -1,0 +1,235 @@
+"""The run directory: what lies in it, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtune.checkpoint.run_dir import RunDir
+from shardtune.config.job_file import load_job
+from shardtune.errors import RunError
+from tests.synthetic import make_job
+
+PLACE = "job.yaml:9: save.directory"
+
+
+def begun(folder: Path, **sections: dict[str, Any]) -> RunDir:
+    run = RunDir(folder)
+    run.begin(make_job(str(folder), **sections), {"python": "3"})
+    return run
+
+
+def lines(run: RunDir) -> list[Any]:
+    return [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def step(number: int) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "loss": 1.0}
+
+
+def evaluation(number: int, name: str, loss: float) -> dict[str, Any]:
+    figures = {"loss": loss, "perplexity": 2.0, "accuracy": 0.5, "labels": 7}
+    return {"kind": "evaluation", "step": number, "set": name, **figures}
+
+
+def test_the_job_that_is_written_can_be_read_and_is_the_same(tmp_path: Path) -> None:
+    optimizer = {"type": "adamw", "eps": 1e-8, "betas": [0.9, 0.95]}
+    adapter = {"type": "lora", "targets": ["q_proj", "v_proj"]}
+    data = {"train": [{"path": "größe/x y.jsonl", "format": "chat", "name": "no"}]}
+    train = {"learning_rate": 1e-5, "optimizer": optimizer}
+    run = begun(tmp_path / "a" / "run", train=train, adapter=adapter, data=data)
+    expected = make_job(str(tmp_path / "a" / "run"), train=train, adapter=adapter, data=data)
+    assert load_job(run.job).job == expected
+
+
+def test_a_rank_that_does_not_write_writes_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run", writes=False)
+    run.begin(make_job("run"), {})
+    run.log(step(1))
+    run.forget_after(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_free_place_is_not_refused(tmp_path: Path) -> None:
+    RunDir(tmp_path / "new").refuse_if_occupied(PLACE)
+    (tmp_path / "notes.txt").touch()  # somebody's folder, but no run is in it
+    RunDir(tmp_path).refuse_if_occupied(PLACE)
+
+
+def test_a_run_is_never_overwritten_by_accident(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    with pytest.raises(RunError) as caught:
+        run.refuse_if_occupied(PLACE)
+    (problem,) = caught.value.problems
+    assert problem.place == PLACE
+    assert problem.fact == f"{tmp_path / 'run'} holds a run already"
+    assert "--resume" in problem.fix
+    assert "--overwrite" in problem.fix
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(RunError, match="is a file"):
+        RunDir(tmp_path / "run").refuse_if_occupied(PLACE)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no run directory: no job.yaml in it"):
+        RunDir(tmp_path).require_run()
+
+
+def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None:
+    run = begun(tmp_path, train={"learning_rate": 1e-3}, adapter={"type": "lora", "rank": 4})
+    run.refuse_other_job(
+        make_job(str(tmp_path), train={"learning_rate": 1e-3}, adapter={"type": "lora", "rank": 4})
+    )
+    other = make_job(
+        str(tmp_path),
+        train={"learning_rate": 2e-3, "steps": 9},
+        adapter={"type": "lora", "rank": 8},
+    )
+    with pytest.raises(RunError) as caught:
+        run.refuse_other_job(other)
+    assert [(problem.place, problem.fact) for problem in caught.value.problems] == [
+        ("adapter.rank", "is 8, but the run was begun with 4"),
+        ("train.learning_rate", "is 0.002, but the run was begun with 0.001"),
+        ("train.steps", "is 9, but the run was begun with None"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"micro_batch": 1}},
+        {"train": {"gradient_checkpointing": "full"}},
+        {"train": {"optimizer": {"type": "adamw", "paged": True}}},
+        {"data": {"workers": 2}},
+        {"launch": {"processes": 2}},
+        {"save": {"every": 7}},
+        {"evaluate": {"every": 1}},
+    ],
+    ids=lambda changes: "-".join(f"{key}.{name}" for key in changes for name in changes[key]),
+)
+def test_what_changes_no_result_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
+    begun(tmp_path).refuse_other_job(make_job(str(tmp_path), **changes))
+
+
+def test_resuming_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no run directory"):
+        RunDir(tmp_path).refuse_other_job(make_job(str(tmp_path)))
+
+
+def test_clearing_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.log(step(1))
+    run.write_answers(["a"])
+    run.write_report({})
+    for folder in (run.checkpoints / "step-000001", run.result, run.logs / "ranks"):
+        folder.mkdir(parents=True)
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "merged").mkdir()
+    run.prepare(overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "notes.txt"]
+    run.prepare(overwrite=True)  # nothing left to remove, and nothing to complain about
+
+
+def test_folders_that_no_run_wrote_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "result").mkdir()
+    RunDir(tmp_path).prepare(overwrite=True)
+    assert (tmp_path / "result").is_dir()
+    with pytest.raises(RunError, match="has result, which no run of ours wrote"):
+        RunDir(tmp_path).refuse_if_occupied("save.directory")
+
+
+def test_what_a_killed_run_was_writing_is_swept_away(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    left = run.checkpoints / ".step-000004.0a1b2c3d.partial"
+    left.mkdir(parents=True)
+    run.prepare(overwrite=False)
+    assert not left.exists()
+    assert run.job.exists()
+
+
+def test_metrics_after_a_step_are_forgotten(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    for record in (evaluation(0, "held", 3.0), step(1), step(2), evaluation(2, "held", 2.0)):
+        run.log(record)
+    run.forget_after(1)
+    assert [(line["kind"], line["step"]) for line in lines(run)] == [("evaluation", 0), ("step", 1)]
+    run.log(step(2))
+    assert [line["step"] for line in lines(run)] == [0, 1, 2]
+
+
+def test_a_line_that_a_crash_cut_off_is_forgotten(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.log(evaluation(0, "held", 3.0))
+    run.log(step(1))
+    text = run.metrics.read_text(encoding="utf-8")
+    run.metrics.write_text(text + '{"kind": "step", "st', encoding="utf-8")
+    assert run.evaluations(step=0)["held"]["loss"] == 3.0
+    run.forget_after(1)
+    assert run.metrics.read_text(encoding="utf-8") == text
+
+
+def test_a_run_that_begins_again_begins_its_metrics_again(tmp_path: Path) -> None:
+    begun(tmp_path).log(step(1))
+    run = begun(tmp_path)
+    run.log(step(1))
+    assert len(lines(run)) == 1
+
+
+def test_evaluations_are_found_by_their_step(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    for record in (evaluation(0, "a", 3.0), evaluation(0, "b", 4.0), evaluation(5, "a", 1.0)):
+        run.log(record)
+    figures = {"perplexity": 2.0, "accuracy": 0.5}
+    assert run.evaluations(0) == {"a": {"loss": 3.0, **figures}, "b": {"loss": 4.0, **figures}}
+    assert run.evaluations(5) == {"a": {"loss": 1.0, **figures}}
+    assert run.evaluations(1) == {}
+
+
+def test_answers_and_reports_come_back_as_they_were(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    assert run.read_answers() == []
+    assert run.read_report() is None
+    run.write_answers(["ja\n", "größer", ""])
+    run.write_report({"finished": True, "loss": 0.25})
+    assert run.read_answers() == ["ja\n", "größer", ""]
+    assert run.read_report() == {"finished": True, "loss": 0.25}
+
+
+@pytest.mark.parametrize("room", [0, 7])
+def test_a_line_that_finds_no_room_waits_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Also one of which a few bytes were written before the disk was full."""
+    run = RunDir(tmp_path)
+    run.log({"step": 1})
+    with limited_files(run.metrics.stat().st_size + room, monkeypatch):
+        run.log({"step": 2})
+        assert run.metrics.read_text("utf-8") == '{"step": 1}\n'
+        with pytest.raises(OSError, match=r"No space left|too large"):
+            run.sync_logs()  # a checkpoint must not be there without them
+    run.log({"step": 3})
+    run.sync_logs()
+    assert run.metrics.read_text("utf-8") == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+@contextmanager
+def limited_files(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No file can grow beyond `size`; the system's word for that is another, which we translate."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    monkeypatch.setattr(errno, "EDQUOT", errno.EFBIG)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        monkeypatch.undo()

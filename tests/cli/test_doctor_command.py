@@ -1,0 +1,163 @@
+"""The doctor, alone and on two hosts with a throttled link."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtune.cli.doctor_command import RULE_BITS, about_links, gathers_everywhere
+from shardtune.cli.main import main
+from shardtune.measure import node_checks as checkup
+from shardtune.measure.bandwidth import Link, receive, send
+from shardtune.measure.node_checks import GIB, Finding, findings, local_facts
+from tests.hosts import two_hosts
+from tests.jobs import make_job, write_job
+
+MEGABITS = 100
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    """A good node."""
+    return {
+        "host": "a", "versions": {"torch": "2.13.0"}, "driver": "", "gpus": 0, "gpu": "",
+        "cores": 8, "memory": 64 * GIB, "open_files": 65536, "shared_memory": 8 * GIB,
+        "disk": {"cache": 100 * GIB}, "data": {"a": "1" * 64}, "model": "",
+    } | changes  # fmt: skip
+
+
+def worse(found: list[Finding]) -> list[Finding]:
+    return [each for each in found if each.level != "good"]
+
+
+def test_good_nodes_have_nothing_wrong() -> None:
+    assert worse(findings([facts(), facts()], make_job(data={"train": [A]}))) == []
+
+
+A = {"path": "a.jsonl", "format": "completion"}
+
+
+@pytest.mark.parametrize(
+    ("other", "place", "fact"),
+    [
+        ({"versions": {"torch": "2.11.0"}}, "torch", "2.13.0 on node 0, 2.11.0 on node 1"),
+        ({"data": {"a": "2" * 64}}, "a", "111111111111 on node 0, 222222222222 on node 1"),
+        ({"data": {}}, "node 1", "a.jsonl is not there"),
+        ({"driver": "580.1"}, "driver", "none on node 0, 580.1 on node 1"),
+        ({"open_files": 1024}, "node 1", "a process may open 1024 files"),
+        ({"shared_memory": 64 << 20}, "node 1", "/dev/shm has 0.062 GiB"),
+        ({"disk": {"cache": 2 * GIB}}, "node 1", "2.0 GiB are free where cache is"),
+    ],
+)
+def test_a_node_that_differs_or_lacks_something(
+    other: dict[str, Any], place: str, fact: str
+) -> None:
+    found = worse(findings([facts(), facts(**other)], make_job(data={"train": [A]})))
+    assert any(each.place == place and fact in each.fact and each.fix for each in found), found
+
+
+def test_a_large_file_that_differs_in_its_middle_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "_WHOLE", 1 << 16)
+    path = tmp_path / "a.jsonl"
+    content = bytearray(b"x" * (1 << 18))
+    path.write_bytes(content)
+    before = checkup._fingerprint(path)
+    content[: 1 << 17] = b"y" * (1 << 17)
+    path.write_bytes(content)
+    assert checkup._fingerprint(path) != before
+    assert checkup._fingerprint(tmp_path / "none") == ""
+
+
+def test_the_facts_travel_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("{}")
+    found = local_facts(make_job(data={"train": [A]}))
+    assert json.loads(json.dumps(found)) == found
+    assert len(found["data"]["a"]) == 64
+
+
+LINK = Link(0, 1, gbps=0.2, milliseconds=0.1, clock_seconds=0.0)
+
+
+def test_the_rule_for_weights_that_are_gathered_from_all_nodes() -> None:
+    """48 bits x parameters / nodes, as the rule says; the tiny model has 109,120 parameters."""
+    job = make_job(strategy={"type": "fsdp"}, launch={"processes": 4}, train={"micro_batch": 1})
+    assert gathers_everywhere(job)
+    found = about_links([LINK], job, 2, None)[-1]
+    from shardtune.plan.model_config import shape_of
+
+    bits = RULE_BITS * shape_of(job.model).parameters / 2
+    assert f"about {bits / 1e9:.3g} Gbit leave each node" in found.fact
+    assert f"{bits / 0.2e9:.3g} s at 0.2 Gbit/s" in found.fact
+
+
+def test_hybrid_sharding_does_not_gather_between_nodes() -> None:
+    hybrid = {"type": "fsdp", "sharding": "hybrid", "replicas": 2}
+    assert not gathers_everywhere(make_job(strategy=hybrid))
+    assert not gathers_everywhere(make_job(strategy={"type": "ddp"}))
+
+
+def test_a_link_slower_than_expected_and_a_wrong_clock_are_said() -> None:
+    found = worse(about_links([Link(0, 1, 60.0, 0.1, 7.5)], None, 2, 100.0))
+    assert [each.place for each in found] == ["node 0 -> node 1"] * 2
+    assert "60 Gbit/s over TCP" in found[0].fact
+    assert "100 Gbit/s were expected" in found[0].fact
+    assert "7.5 s apart" in found[1].fact
+    assert worse(about_links([Link(0, 1, 90.0, 0.1, 0.5)], None, 2, 100.0)) == []
+
+
+def test_a_link_is_measured_in_one_direction() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = threading.Thread(target=receive, args=(listener,))
+        far.start()
+        link = send(0, 1, *listener.getsockname())
+        far.join()
+    assert link.gbps > 0.05
+    assert abs(link.clock_seconds) < 0.1
+
+
+def test_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_job(tmp_path)
+    assert main(["doctor", str(path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert "good.jsonl is not there" in [each["fact"] for each in told["findings"]]
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    assert main(["doctor", str(path)]) == 0
+    assert "0 bad" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+
+
+@pytest.mark.slow
+def test_two_hosts_with_a_throttled_link(tmp_path: Path) -> None:
+    """What the link carries is what `tc` lets through, less the headers of its packets."""
+    lines = [json.dumps({"text": "so it is"}) + "\n"] * 8
+    (tmp_path / "good.jsonl").write_text("".join(lines))
+    job = write_job(tmp_path, strategy="{type: fsdp}", train="{steps: 2, global_batch: 4}")
+    with two_hosts() as hosts:
+        for host in hosts:
+            host.throttle(MEGABITS)
+        words = ["doctor", str(job), "launch.processes=2", "--json", "--expected", "1"]
+        words += ["--nodes", "2", "--head", f"{hosts[0].address}:29400", "--node-rank"]
+        processes = [
+            host.start("-m", "shardtune", *words, str(number), cwd=tmp_path)
+            for number, host in enumerate(hosts)
+        ]
+        texts = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    told = json.loads(texts[0][texts[0].index("{\n") :])
+    assert len(told["links"]) == 2
+    for link in told["links"]:
+        assert link["gbps"] * 1000 == pytest.approx(MEGABITS, rel=0.15)
+    sentences = [each["fact"] for each in told["findings"]]
+    assert any("1 Gbit/s were expected" in each for each in sentences)
+    assert any("leave each node in a step (48 bits x" in each for each in sentences)
+    assert any("all 2 nodes reach node 0" in each for each in sentences)

@@ -1,0 +1,230 @@
+"""`shardtune plan`, `estimate` and `bench`, from the outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtune.cli.main import main
+from shardtune.config.job import LocalLaunch
+from shardtune.config.job_file import load_job
+
+JOB = """\
+model:
+  name: {model}
+data:
+  train:
+    - path: nowhere.jsonl
+      format: chat
+train:
+  steps: 100
+  global_batch: 32
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """The data file that it names doesn't exist: planning opens none."""
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.format(model="meta-llama/Llama-3.1-8B"), encoding="utf-8")
+    return path
+
+
+def test_estimate_has_the_promised_keys(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(job), "--cluster", "8xH100-80GB", "--json", "--price", "2"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    keys = "fits gpu_gib host_gib nvme_gib traffic_gib step_seconds tokens_per_second"
+    keys += " tokens_per_second_per_gpu mfu hours reasons"
+    assert set(keys.split()) <= found.keys()
+    assert {"peak", "capacity", "params", "gradients", "optimizer"} <= found["gpu_gib"].keys()
+    assert {"intra_node", "inter_node", "moves"} <= found["traffic_gib"].keys()
+    assert found["step_seconds"]["total"] == pytest.approx(
+        sum(seconds for part, seconds in found["step_seconds"].items() if part != "total")
+    )
+    assert not found["fits"]  # 8 B in fp32 with two moments on each of eight cards
+    assert found["cost"] == pytest.approx(found["hours"] * 8 * 2)
+
+
+def test_estimate_says_what_would_fit(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["estimate", str(job), "--cluster", "8xH100-80GB", "strategy.type=fsdp"])
+    assert code == 0
+    assert "fits" in capsys.readouterr().out
+    assert main(["estimate", str(job), "--cluster", "1xH100-80GB"]) == 1
+    assert "fix:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train.precision=fp8-base"], "train.precision"),
+        (["model.quantization=nf4"], "model.quantization"),
+        (["train.optimizer.paged=true", "train.optimizer.bits=8"], "train.optimizer.paged"),
+        (["train.steps=5", "train.warmup_steps=9"], "train.warmup_steps"),
+    ],
+)
+def test_what_can_not_run_is_refused_as_by_train(
+    command: str, words: list[str], key: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(job), "--cluster", "1xH200", *words]) == 2
+    told = capsys.readouterr().err
+    assert main(["show", str(job), *words, "launch.processes=1"]) == 2
+    assert told == capsys.readouterr().err
+    assert f"command line: {key}: " in told
+
+
+def test_estimate_refuses_what_plan_would_leave_out(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["adapter.type=lora", "train.precision=fp8-base"]
+    assert main(["plan", str(job), "--cluster", "1xH200", *words]) == 0
+    assert main(["estimate", str(job), "--cluster", "1xH200", *words, "strategy.type=fsdp"]) == 2
+    assert "fsdp divides them" in capsys.readouterr().err
+
+
+def test_plan_writes_the_best_job(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "best.yaml"
+    assert main(["plan", str(job), "--cluster", "8xH100-80GB", "--write", str(best)]) == 0
+    capsys.readouterr()
+    assert main(["estimate", str(best), "--cluster", "8xH100-80GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_plan_as_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(job), "--cluster", "4xA40", "--json", "adapter.type=lora"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["fits"]
+    assert all(each["why"] for each in found["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("4xB17", "no GPU"), ("fourxA40", "neither a cluster nor a file"), ("2x8xA100@400", "what?")],
+)
+def test_a_bad_cluster_is_explained(
+    job: Path, spec: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(job), "--cluster", spec]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_planning_imports_no_torch(job: Path) -> None:
+    code = (
+        "import sys; from shardtune.cli.main import main; "
+        f"main(['plan', {str(job)!r}, '--cluster', '8xH100-80GB', '--json']); "
+        "sys.exit(3 if {'torch', 'transformers', 'datasets'} & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(job), "--cluster", "4xA40", "model.name=llama-3.1-8c"]
+    assert main(arguments) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_estimate_replays_a_step_without_memory(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(job), "--cluster", "2xA40", "--dry-run", "model.name=tiny"]
+    assert main([*words, "strategy.type=fsdp", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["dry_run"]
+    assert found["kernels"] == "eager"
+    assert found["allocated_gib"] == pytest.approx(sum(found["gpu_gib"].values()))
+    assert found["difference"] == pytest.approx(
+        found["closed_form_gib"] / found["allocated_gib"] - 1
+    )
+    assert main(words) == 0
+    assert "dry run: " in capsys.readouterr().out
+
+
+def test_what_deepspeed_holds_cannot_be_replayed(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(job), "--cluster", "8xH100-80GB", "--dry-run"]
+    assert main([*words, "strategy.type=deepspeed"]) == 2
+    assert "estimate without --dry-run" in capsys.readouterr().err
+
+
+def test_stages_cannot_be_replayed_by_one_rank(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", str(job), "--cluster", "4xA40", "--dry-run", "model.name=tiny"]
+    assert main([*words, "strategy.type=pipeline", "strategy.stages=2"]) == 2
+    said = capsys.readouterr().err
+    assert "strategy: pipeline(2) x data(2): a stage waits" in said
+    assert "estimate without --dry-run" in said
+
+
+def test_a_written_job_counts_the_processes_of_a_node(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--nodes 2` starts so many on each."""
+    best = tmp_path / "best.yaml"
+    assert main(["plan", str(job), "--cluster", "2x8xH100-80GB", "--write", str(best)]) == 0
+    launch = load_job(best, []).job.launch
+    assert isinstance(launch, LocalLaunch)
+    assert (launch.processes, launch.threads) == (8, 16)
+
+
+def test_a_job_that_cannot_be_written_is_told(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "missing" / "best.yaml"
+    assert main(["plan", str(job), "--cluster", "8xH100-80GB", "--write", str(target)]) == 2
+    assert "can't be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_an_estimate_of_auto_is_one_of_the_best(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All weights of 8 B don't fit beside their moments under plain data parallelism."""
+    assert main(["estimate", str(job), "--cluster", "8xH100-80GB", "strategy=auto", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(job), "--cluster", "8xH100-80GB", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert {key: best[key] for key in found} == found
+
+
+def test_a_ranking_shows_what_it_costs(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(job), "--cluster", "8xH100-80GB"]
+    assert main([*words, "--price", "2", "--json"]) == 0
+    best, *_ = json.loads(capsys.readouterr().out)["candidates"]
+    assert best["cost"] == pytest.approx(best["step_seconds"] * 100 / 3600 * 8 * 2)
+    assert main([*words, "--price", "2"]) == 0
+    assert f"{best['cost']:,.2f}" in capsys.readouterr().out
+    assert main([*words, "--price", "-2"]) == 2
+    assert "--price: is -2" in capsys.readouterr().err
+
+
+def test_what_fits_is_shown_below_the_room(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory that torch keeps and would give back isn't what a job is judged by."""
+    words = ["model.name=llama-3.1-405b", "train.global_batch=1024", "data.sequence_length=8192"]
+    assert main(["plan", str(job), "--cluster", "128x8xH100", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    room = found["best"]["gpu_gib"]["capacity"]
+    sizes = [(each["fits"], each["gpu_gib"]) for each in found["candidates"] if each["gpu_gib"]]
+    assert any(fits for fits, _ in sizes)
+    assert all((size <= room) == fits for fits, size in sizes)
+
+
+def test_words_that_slurm_would_misread_are_refused(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["slurm", str(job), "--nodes", "1", "--gpus", "8"]
+    assert main([*words, "--time", "bogus", "--partition", "a b", "--account", "a\nrm"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(":")[1].strip() for line in said.err.splitlines() if "error" in line] == [
+        "--partition",
+        "--account",
+        "--time",
+    ]
+    assert main([*words, "--time", "2-00:00:00", "--partition", "large"]) == 0

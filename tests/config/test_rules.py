@@ -1,0 +1,500 @@
+"""Each rule is broken once, by a job that breaks no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardtune.config.auto import resolve
+from shardtune.config.job import Job
+from shardtune.config.rules import RULES, check
+from shardtune.core.machine import Machine
+from shardtune.core.yaml_document import dotted
+from shardtune.errors import JobError, Problem
+from tests.jobs import make_job
+
+
+def source(path: str, **more: Any) -> dict[str, Any]:
+    return {"path": path, "format": "completion", **more}
+
+
+def zero(**settings: Any) -> dict[str, Any]:
+    return {"type": "deepspeed", "zero_optimization": settings}
+
+
+# Of each rule: the sections that break it, and the problem that is told.
+BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
+    "steps-or-epochs": (
+        {"train": {"steps": 3, "epochs": 2.5}},
+        Problem("train.steps", "both steps (3) and epochs (2.5) are given", "keep one of the two"),
+    ),
+    "warmup-within-steps": (
+        {"train": {"steps": 10, "warmup_steps": 10}},
+        Problem(
+            "train.warmup_steps",
+            "10 steps of warmup in a run of 10: the rate would never reach its peak",
+            "warm up for fewer steps, or train for more",
+        ),
+    ),
+    "micro-batch-within-global": (
+        {"train": {"global_batch": 6, "micro_batch": 4}, "launch": {"processes": 2}},
+        Problem(
+            "train.micro_batch",
+            "micro_batch(4) x processes(2) = 8 > global_batch(6)",
+            "lower micro_batch or raise global_batch; `micro_batch: auto` always fits",
+        ),
+    ),
+    "flash-attention-packs-one-row": (
+        {"model": {"name": "m", "attention": "flash_attention_2"}, "train": {"micro_batch": 2}},
+        Problem(
+            "train.micro_batch",
+            "flash_attention_2 keeps packed documents apart in one row at a time, not in 2",
+            "set train.micro_batch: 1, data.packing: false, or model.attention: sdpa",
+        ),
+    ),
+    "every-rank-has-rows": (
+        {"train": {"global_batch": 2}, "launch": {"processes": 5}},
+        Problem(
+            "launch.processes",
+            "5 processes share 2 rows a step: 3 would always be idle",
+            "raise train.global_batch or start fewer processes",
+        ),
+    ),
+    "unique-names": (
+        {"data": {"train": [source("a/x.jsonl"), source("b/x.jsonl"), source("c.jsonl")]}},
+        Problem("data", "two data sets are called x", "give one of them a `name:` of its own"),
+    ),
+    "train-is-not-eval": (
+        {"data": {"train": [source("a.jsonl")], "eval": [source("a.jsonl")]}},
+        Problem(
+            "data.eval",
+            "a.jsonl is both trained on and held out",
+            "hold out rows that are not trained on, in a file of their own",
+        ),
+    ),
+    "quantised-needs-adapter": (
+        {"model": {"name": "m", "quantization": "nf4"}, "adapter": {"type": "none"}},
+        Problem(
+            "model.quantization",
+            "the weights are stored in nf4, and all of them are to be trained: a step is far "
+            "smaller than the distance between two such numbers",
+            "train an adapter (`adapter: {type: lora}`), or set model.quantization: none",
+        ),
+    ),
+    "pissa-needs-all-digits": (
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora", "variant": "pissa"},
+        },
+        Problem(
+            "adapter.variant",
+            "pissa moves the strongest part of each weight into the adapter; what remains would be "
+            "quantised (nf4) otherwise than by whoever loads the adapter",
+            "use variant: plain, dora or rslora, or set model.quantization: none (and no fp8-base)",
+        ),
+    ),
+    "fp8-base-needs-adapter": (
+        {"train": {"precision": "fp8-base"}, "adapter": {"type": "none"}},
+        Problem(
+            "train.precision",
+            "fp8-base holds frozen weights in 8 bits, and all of them are to be trained: none is "
+            "frozen",
+            "train an adapter (`adapter: {type: lora}`), or set train.precision: bf16",
+        ),
+    ),
+    "fp8-base-is-the-only-quantisation": (
+        {
+            "model": {"name": "m", "quantization": "int8"},
+            "adapter": {"type": "lora"},
+            "train": {"precision": "fp8-base"},
+        },
+        Problem(
+            "model.quantization",
+            "the frozen weights are to be held in int8, and by train.precision: fp8-base in 8 bits",
+            "set model.quantization: none, or train.precision: bf16",
+        ),
+    ),
+    "fp8-base-under-ddp": (
+        {
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp"},
+            "train": {"precision": "fp8-base"},
+        },
+        Problem(
+            "train.precision",
+            "fp8-base multiplies with whole weights, each with a scale for its rows; fsdp divides "
+            "them",
+            "use strategy: {type: ddp}, or set train.precision: bf16",
+        ),
+    ),
+    "new-tokens-are-trained": (
+        {"model": {"name": "m", "add_tokens": ["<|a|>", "<|b|>"]}, "adapter": {"type": "lora"}},
+        Problem(
+            "model.add_tokens",
+            "<|a|>, <|b|> would never come to mean anything: an adapter (lora) by itself doesn't "
+            "train the embedding",
+            "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
+        ),
+    ),
+    "hybrid-has-replicas": (
+        {"strategy": {"type": "fsdp", "sharding": "hybrid"}},
+        Problem(
+            "strategy.sharding",
+            "hybrid repeats groups of ranks, and nothing says how many there are",
+            "set replicas, best to the number of nodes, or sharding: full",
+        ),
+    ),
+    "replicas-are-hybrid": (
+        {"strategy": {"type": "fsdp", "replicas": 2}, "launch": {"processes": 4}},
+        Problem(
+            "strategy.replicas",
+            "sharding: full has one group of ranks, not 2",
+            "set sharding: hybrid, or leave replicas out",
+        ),
+    ),
+    "schedule-has-stages": (
+        {"strategy": {"type": "fsdp", "schedule": "gpipe"}},
+        Problem(
+            "strategy.schedule",
+            "gpipe is an order of stages, and pipeline: 1 has but one",
+            "set pipeline to the number of stages, or leave schedule out",
+        ),
+    ),
+    "chunks-are-interleaved": (
+        {"strategy": {"type": "pipeline", "stages": 2, "chunks": 4}, "launch": {"processes": 2}},
+        Problem(
+            "strategy.chunks",
+            "only interleaved gives each rank a number of stages, here 4",
+            "set schedule: interleaved, or leave chunks out",
+        ),
+    ),
+    "fsdp-has-no-loss-scale": (
+        {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all shards agree; fsdp here has none",
+            "set train.precision: bf16, or use strategy: {type: deepspeed}",
+        ),
+    ),
+    "quantised-weights-stay-in-memory": (
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora"},
+            "strategy": zero(stage=3, offload_param={"device": "nvme", "nvme_path": "swap"}),
+        },
+        Problem(
+            "model.quantization",
+            "weights in nf4, and zero_optimization.offload_param into files: DeepSpeed reads them "
+            "back as numbers of the model's precision, which they are not",
+            "set offload_param.device: cpu, or model.quantization: none",
+        ),
+    ),
+    "8-bit-moments-stay-on-the-device": (
+        {
+            "strategy": zero(stage=2, offload_optimizer={"device": "cpu"}),
+            "train": {"optimizer": {"type": "adamw", "bits": 8}},
+        },
+        Problem(
+            "train.optimizer.bits",
+            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
+            "share would be unpacked to 32 bits in every update",
+            "set train.optimizer.bits: 32, or offload_optimizer.device: none",
+        ),
+    ),
+    "paged-where-one-gpu-trains-all": (
+        {
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp"},
+            "launch": {"processes": 2},
+            "train": {"optimizer": {"type": "adamw", "bits": 8, "paged": True}},
+        },
+        Problem(
+            "train.optimizer.paged",
+            "a GPU reads the update's memory over the bus where it alone trains all weights in "
+            "bf16; here an adapter (lora) is trained and moments have 8 bits and strategy is fsdp "
+            "and there are 2 ranks",
+            "leave paged out; with several GPUs use strategy: {type: fsdp, offload: cpu}",
+        ),
+    ),
+    "tensor-has-no-loss-scale": (
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all slices agree; tensor here has none",
+            "set train.precision: bf16",
+        ),
+    ),
+    "tensor-slices-plain-weights": (
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "model.quantization",
+            "nf4 packs weights in blocks that run across the borders of tensor(2)'s slices",
+            "set model.quantization: none, or use strategy: {type: fsdp}",
+        ),
+    ),
+    "tensor-has-no-dora": (
+        {
+            "adapter": {"type": "lora", "variant": "dora"},
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+        },
+        Problem(
+            "adapter.variant",
+            "dora measures whole columns of each weight in every forward pass; under tensor(2) a "
+            "rank has slices of them",
+            "use variant: plain, rslora or pissa",
+        ),
+    ),
+    "pipeline-has-no-loss-scale": (
+        {
+            "strategy": {"type": "pipeline", "stages": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all stages agree; there is none here",
+            "set train.precision: bf16",
+        ),
+    ),
+    "compiled-layers-are-whole": (
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"kernels": "compiled"},
+        },
+        Problem(
+            "train.kernels",
+            "tensor reaches into layers while they run, where compiled ones are closed",
+            "set train.kernels: eager",
+        ),
+    ),
+    "kept-layers-are-of-those-recomputed": (
+        {"train": {"keep_layers": 4}},
+        Problem(
+            "train.keep_layers",
+            "is 4, but gradient_checkpointing: none treats all layers alike",
+            "set train.gradient_checkpointing: mlp or most, or leave keep_layers out",
+        ),
+    ),
+    "recomputed-layers-are-whole": (
+        {
+            "strategy": {"type": "fsdp", "tensor": 2},
+            "launch": {"processes": 4},
+            "train": {"gradient_checkpointing": "mlp"},
+        },
+        Problem(
+            "train.gradient_checkpointing",
+            "mlp chooses among the products of a whole layer; fsdp sends messages between them",
+            "set gradient_checkpointing: full or none, or use strategy: {type: ddp} or "
+            "{type: fsdp}",
+        ),
+    ),
+    "activations-wait-under-ddp": (
+        {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},
+        Problem(
+            "train.offload_activations",
+            "activations wait in main memory where each rank has the whole model; fsdp saves "
+            "weights and messages among them",
+            "leave it out, or use strategy: {type: ddp}; gradient_checkpointing: full saves most",
+        ),
+    ),
+    "zero-bubble-needs-whole-weights": (
+        {
+            "strategy": {"type": "pipeline", "stages": 2, "schedule": "zero_bubble", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "strategy.tensor",
+            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
+            "can't do for the slices of tensor(2)",
+            "use schedule: interleaved, which waits little too, or tensor: 1",
+        ),
+    ),
+    "checkpoint-interval": (
+        {"train": {"steps": 10}, "save": {"every": 11}},
+        Problem(
+            "save.every",
+            "a checkpoint every 11 steps of a run of 10",
+            "save more often, or 0 to save at the end only",
+        ),
+    ),
+}
+
+
+def resolved(**sections: dict[str, Any]) -> Job:
+    return resolve(make_job(**sections), Machine(cores=4, gpus=0)).job
+
+
+def problems(job: Job) -> tuple[Problem, ...]:
+    with pytest.raises(JobError) as caught:
+        check(job, dotted)
+    return caught.value.problems
+
+
+def test_every_rule_is_in_the_table() -> None:
+    assert [rule.name for rule in RULES] == list(BROKEN)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_rule_that_is_broken_says_so(name: str) -> None:
+    sections, told = BROKEN[name]
+    job = resolved(**sections)
+    assert {rule.name for rule in RULES if rule.broken(job)} == {name}
+    assert told in problems(job)
+
+
+def test_all_that_is_broken_is_told_at_once() -> None:
+    job = resolved(train={"steps": 3, "epochs": 1.0, "warmup_steps": 9}, save={"every": 4})
+    assert [problem.place for problem in problems(job)] == [
+        "train.steps",
+        "train.warmup_steps",
+        "save.every",
+    ]
+
+
+def test_a_mesh_that_does_not_multiply_out_is_told_with_the_rest() -> None:
+    job = resolved(
+        strategy={"type": "fsdp", "tensor": 2},
+        launch={"processes": 5},
+        train={"steps": 3, "epochs": 1.0},
+    )
+    first, second = problems(job)
+    assert first.place == "train.steps"
+    assert second.place == "strategy"
+    assert second.fact == "shard(3) x tensor(2) = 6 != 5 ranks"
+    assert "4 or 6 processes" in second.fix
+
+
+GOOD: dict[str, dict[str, dict[str, Any]]] = {
+    "the smallest": {},
+    "a rate that peaks in the last step": {"train": {"steps": 10, "warmup_steps": 9}},
+    "exactly one micro-batch a step": {
+        "train": {"global_batch": 8, "micro_batch": 4},
+        "launch": {"processes": 2},
+    },
+    "a row for each rank": {"train": {"global_batch": 5}, "launch": {"processes": 5}},
+    "a checkpoint at the end": {"train": {"steps": 10}, "save": {"every": 10}},
+    "checkpoints in a run of unknown length": {"train": {"epochs": 1.0}, "save": {"every": 10}},
+    "new tokens, trained with all weights": {
+        "model": {"name": "m", "add_tokens": ["<|a|>"]},
+        "adapter": {"type": "none"},
+    },
+    "new tokens, trained beside an adapter": {
+        "model": {"name": "m", "add_tokens": ["<|a|>"]},
+        "adapter": {"type": "lora", "modules_to_save": ["embed_tokens"]},
+    },
+    "8-bit weights below LoRA": {
+        "adapter": {"type": "lora"},
+        "train": {"precision": "fp8-base", "gradient_checkpointing": "most"},
+    },
+    "8-bit weights below IA3": {"adapter": {"type": "ia3"}, "train": {"precision": "fp8-base"}},
+    "some recomputation of divided weights": {
+        "strategy": {"type": "fsdp"},
+        "train": {"gradient_checkpointing": "mlp"},
+    },
+    "one name on both sides": {
+        "data": {"train": [source("a.jsonl", name="x")], "eval": [source("b.jsonl", name="x")]}
+    },
+    "two splits of one data set": {
+        "data": {
+            "train": [source("org/set")],
+            "eval": [source("org/set", split="test")],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeed_recomputes_all_or_nothing(stage: int) -> None:
+    job = resolved(strategy=zero(stage=stage), train={"gradient_checkpointing": "most"})
+    assert [problem.place for problem in problems(job)] == ["train.gradient_checkpointing"]
+
+
+def test_what_pissa_leaves_is_not_held_in_8_bits() -> None:
+    adapter = {"type": "lora", "variant": "pissa"}
+    job = resolved(train={"precision": "fp8-base"}, adapter=adapter)
+    (problem,) = problems(job)
+    assert problem.place == "adapter.variant"
+    assert "quantised (fp8)" in problem.fact
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_allowed_is_not_refused(name: str) -> None:
+    check(resolved(**GOOD[name]), dotted)
+
+
+# What depends on the machine ---------------------------------------------------------------------
+
+GPU = Machine(cores=4, gpus=1)
+NO_GPU = Machine(cores=4, gpus=0)
+EVERYTHING = {
+    "train": {"optimizer": {"type": "adamw", "bits": 8}},
+    "model": {"name": "m", "quantization": "nf4"},
+    "adapter": {"type": "lora"},
+    "strategy": zero(stage=3, zero_quantized_weights=True),
+}
+
+
+def told(job: Job, machine: Machine | None) -> list[tuple[str, str]]:
+    try:
+        check(job, dotted, machine)
+    except JobError as error:
+        return [(problem.place, problem.fact) for problem in error.problems]
+    return []
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.config.rules.find_spec", lambda name: name)
+    monkeypatch.setattr("shardtune.parallel.deepspeed.limits.find_library", lambda name: name)
+
+
+@pytest.mark.usefixtures("installed")
+def test_quantised_collectives_are_refused_where_there_is_no_gpu() -> None:
+    job = resolved(**EVERYTHING)
+    assert told(job, NO_GPU) == [
+        (
+            "strategy.zero_optimization.zero_quantized_weights",
+            "DeepSpeed's quantised collectives are written for GPUs, and there is none here",
+        )
+    ]
+    assert told(job, GPU) == []
+    assert told(job, None) == []  # it may be meant for another machine
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.config.rules.find_spec", lambda name: None)
+    assert told(resolved(**EVERYTHING), GPU) == [
+        ("strategy.type", "deepspeed is not installed"),
+        ("train.optimizer.bits", "bitsandbytes is not installed"),
+        ("model.quantization", "bitsandbytes is not installed"),
+    ]
+    assert told(resolved(), GPU) == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_files_need_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"device": "nvme", "nvme_path": "swap"}
+    job = resolved(strategy=zero(stage=3, offload_optimizer=files))
+    assert told(job, NO_GPU) == []
+    monkeypatch.setattr("shardtune.parallel.deepspeed.limits.find_library", lambda name: None)
+    place = "strategy.zero_optimization.offload_optimizer.device"
+    assert told(job, NO_GPU) == [(place, "nvme needs libaio, which isn't installed here")]
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused_before_they_are_started() -> None:
+    job = resolved(strategy=zero(stage=3, zero_hpz_partition_size=3), launch={"processes": 4})
+    place = "strategy.zero_optimization.zero_hpz_partition_size"
+    assert told(job, None) == [(place, "groups of 3 don't divide 4 ranks")]

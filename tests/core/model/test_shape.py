@@ -1,0 +1,436 @@
+"""Shapes of models: every tensor of every family, against transformers and peft themselves."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from shardtune.config.job import IA3, LoRA
+from shardtune.core.model.architectures import FAMILIES
+from shardtune.core.model.shape import LAYERS, ModelShape
+from shardtune.errors import ModelError
+from shardtune.models.peft_adapters import add_adapter, insert
+
+Config = dict[str, Any]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # GPT-BigCode uses it
+    # peft says so of the experts, to which it does apply the pattern
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match"),
+]
+
+USUAL: Config = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "pad_token_id": 0,
+}
+GPT2: Config = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 100}
+T5: Config = {
+    "d_model": 64,
+    "d_kv": 8,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "vocab_size": 100,
+}
+LATENT: Config = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
+MIXTURE: Config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+TINY: dict[str, tuple[str, Config]] = {
+    "llama": ("llama", USUAL),
+    "llama with biases": ("llama", {**USUAL, "attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("llama", {**USUAL, "tie_word_embeddings": True, "head_dim": 24}),
+    "granite": ("granite", USUAL),
+    "smollm3": ("smollm3", USUAL),
+    "mistral": ("mistral", USUAL),
+    "mixtral": ("mixtral", {**USUAL, "num_local_experts": 4}),
+    "qwen2": ("qwen2", USUAL),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**USUAL, **MIXTURE, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
+    "qwen3": ("qwen3", USUAL),
+    "qwen3_moe": ("qwen3_moe", {**USUAL, **MIXTURE, "decoder_sparse_step": 2}),
+    "gemma": ("gemma", USUAL),
+    "gemma2": ("gemma2", USUAL),
+    "gemma3_text": ("gemma3_text", {**USUAL, "num_hidden_layers": 7}),
+    "olmo": ("olmo", USUAL),
+    "olmo2": ("olmo2", USUAL),
+    "olmoe": ("olmoe", {**USUAL, "num_experts": 4}),
+    "phi3": ("phi3", USUAL),
+    "starcoder2": ("starcoder2", USUAL),
+    "nemotron": ("nemotron", {**USUAL, "head_dim": 16}),
+    "gpt_oss": ("gpt_oss", {**USUAL, "num_local_experts": 4}),
+    "deepseek_v2": ("deepseek_v2", {**USUAL, **LATENT, "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {**USUAL, **LATENT, "q_lora_rank": 24}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt_bigcode": ("gpt_bigcode", GPT2),
+    "gpt_bigcode with all heads": ("gpt_bigcode", {**GPT2, "multi_query": False}),
+    "gptj": ("gptj", {**GPT2, "rotary_dim": 8}),
+    "gpt_neox": ("gpt_neox", USUAL),
+    "falcon": ("falcon", USUAL),
+    "falcon in groups": (
+        "falcon",
+        {**USUAL, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon in sequence": ("falcon", {**USUAL, "parallel_attn": False, "multi_query": False}),
+    "bloom": ("bloom", {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 100}),
+    "phi": ("phi", {**USUAL, "qk_layernorm": True}),
+    "opt": ("opt", {**USUAL, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "opt with a narrow embedding": (
+        "opt",
+        {**USUAL, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    ),
+    "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 100}),
+    "t5": ("t5", T5),
+    "t5 gated": ("t5", {**T5, "feed_forward_proj": "gated-gelu"}),
+    "mt5": ("mt5", T5),
+    "bart": (
+        "bart",
+        {
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 3,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 80,
+            "decoder_ffn_dim": 96,
+            "vocab_size": 100,
+        },
+    ),
+}
+WITHOUT_IA3 = ("mixtral",)
+"""peft names modules of older versions of these."""
+SEQ2SEQ = ("t5", "mt5", "bart")
+ALL = pytest.mark.parametrize(("family", "config"), TINY.values(), ids=TINY)
+
+
+def shape_of(family: str, config: Config) -> ModelShape:
+    return ModelShape.from_config({"model_type": family, **config}, family)
+
+
+def model_of(family: str, config: Config) -> nn.Module:
+    """The real architecture, without memory for its weights."""
+    auto = AutoModelForSeq2SeqLM if family in SEQ2SEQ else AutoModelForCausalLM
+    with torch.device("meta"):
+        model: nn.Module = auto.from_config(AutoConfig.for_model(family, **config))
+    return model
+
+
+def short(name: str) -> str:
+    """A tensor's name as we write it: within its layer, or its last parts."""
+    inside = re.sub(r"^(?:.*?\.)?(?:layers|h|blocks?)\.\d+\.", "", name)
+    return inside if inside != name else ".".join(name.split(".")[-2:])
+
+
+def test_every_family_is_tried() -> None:
+    assert {family for family, _ in TINY.values()} == set(FAMILIES)
+
+
+@ALL
+def test_every_tensor_is_the_one_that_transformers_makes(family: str, config: Config) -> None:
+    # As sorted sizes: GPT-2 and GPT-OSS store some of them the other way round.
+    real = Counter(
+        (short(name), tuple(sorted(parameter.shape)))
+        for name, parameter in model_of(family, config).named_parameters()
+    )
+    ours: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for weight in shape_of(family, config).weights:
+        if weight.parameter:
+            name = weight.name if weight.part in LAYERS else short(weight.name)
+            ours[name, tuple(sorted(weight.shape))] += weight.times
+    assert ours == real
+
+
+@ALL
+def test_linear_modules_are_known_as_such(family: str, config: Config) -> None:
+    """Adapters and quantisation go by the module's type."""
+    kinds = {"Conv1D": "conv1d", "Linear": "linear", "FalconLinear": "linear"}
+    model = model_of(family, config)
+    real = {
+        (short(f"{name}.weight"), kinds[type(module).__name__], (rows, columns))
+        for name, module in model.named_modules()
+        if type(module).__name__ in kinds
+        for rows, columns in [
+            module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)
+        ]
+        if not (name == "lm_head" and AutoConfig.for_model(family, **config).tie_word_embeddings)
+    }
+    ours = {(w.name, w.kind, w.shape) for w in shape_of(family, config).weights if w.linear}
+    assert ours == real
+
+
+@ALL
+def test_lora_trains_as_many_as_peft_does(family: str, config: Config) -> None:
+    adapted = insert(model_of(family, config), LoRA(rank=4))
+    expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert shape_of(family, config).lora_parameters(4) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dora_trains_as_many_as_peft_does(family: str) -> None:
+    name, config = TINY[family]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config))
+    adapted = add_adapter(model, LoRA(rank=4, variant="dora"), seed=0)
+    expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert shape_of(name, config).lora_parameters(4, dora=True) == expected
+
+
+@ALL
+def test_ia3_trains_as_many_as_peft_does(family: str, config: Config) -> None:
+    shape = shape_of(family, config)
+    if family in WITHOUT_IA3:
+        for refused in (
+            lambda: insert(model_of(family, config), IA3()),
+            shape.ia3_parameters,
+        ):
+            with pytest.raises(ModelError, match=r"adapter\.targets"):
+                refused()
+        return
+    adapted = insert(model_of(family, config), IA3())
+    expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert shape.ia3_parameters() == expected
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "llama tied", "gpt2", "t5", "opt with a narrow embedding"]
+)
+def test_modules_trained_whole_are_counted_once(family: str) -> None:
+    names = ("lm_head", {"gpt2": "wte", "t5": "shared"}.get(family, "embed_tokens"))
+    adapter = LoRA(rank=2, modules_to_save=names)
+    adapted = insert(model_of(*TINY[family]), adapter)
+    expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    shape = shape_of(*TINY[family])
+    assert shape.lora_parameters(2, modules_to_save=names) == expected
+
+
+def test_chosen_targets() -> None:
+    shape = shape_of("llama", USUAL)
+    # rank times (inputs + outputs), for 3 layers: queries 64+64, values 64+32
+    assert shape.lora_parameters(2, ("q_proj", "self_attn.v_proj")) == 3 * 2 * (128 + 96)
+
+
+def test_unknown_targets_are_named_with_the_nearest() -> None:
+    shape = shape_of("llama", USUAL)
+    with pytest.raises(ModelError) as error:
+        shape.lora_parameters(2, ("q_prj", "up_proj", "c_attn"))
+    first, second = error.value.problems
+    assert (first.place, first.fix) == ("adapter.targets.0", "did you mean 'q_proj'?")
+    assert second.place == "adapter.targets.2"
+    assert "down_proj" in second.fix
+
+
+# Figures that are published --------------------------------------------------------------------
+
+LLAMA_8B: Config = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def test_lora_on_llama_8b() -> None:
+    # "trainable params: 41,943,040" is what peft prints for rank 16 on all linear layers.
+    assert shape_of("llama", LLAMA_8B).lora_parameters(16) == 41_943_040
+
+
+def test_active_parameters_of_mixtral() -> None:
+    # Jiang et al., "Mixtral of Experts": 47 B parameters, 13 B of them active
+    config = {**LLAMA_8B, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+    shape = shape_of("mixtral", config)
+    assert round(shape.parameters / 1e9) == 47
+    assert round(shape.active_parameters / 1e9) == 13
+    assert shape.layers_in("layer") == 0
+    assert shape.layers_in("moe_layer") == 32
+
+
+def test_largest_module_of_t5_3b() -> None:
+    # DeepSpeed's documentation: "2851M total params, 32M largest layer params"
+    config = {**T5, "d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24}
+    config |= {"num_decoder_layers": 24, "num_heads": 32, "vocab_size": 32128}
+    shape = shape_of("t5", config)
+    assert shape.parameters // 10**6 == 2851
+    assert shape.largest_module // 10**6 == 32
+
+
+def test_nf4_of_llama_2_7b() -> None:
+    # Dettmers et al., "QLoRA": 4.127 bits a weight; litgpt holds 3.86 GB of weights
+    config = {**LLAMA_8B, "intermediate_size": 11008, "num_key_value_heads": 32}
+    shape = shape_of("llama", {**config, "vocab_size": 32000})
+    assert shape.quantisable() == 6_476_005_376
+    assert shape.frozen_bytes("nf4") / 1e9 == pytest.approx(3.86, abs=0.01)
+    assert shape.frozen_bytes() == 2 * 6_738_415_616
+
+
+def test_int8_keeps_a_scale_for_each_output() -> None:
+    shape = shape_of("llama", USUAL)
+    linears = [w for w in shape.weights if w.kind == "linear" and w.part == "layer"]
+    outputs = sum(3 * w.shape[0] for w in linears)
+    packed = shape.quantisable()
+    assert packed == 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
+    expected = packed + 2 * outputs + 2 * (shape.parameters - packed)
+    assert shape.frozen_bytes("int8") == expected
+
+
+def test_what_is_trained_whole_is_not_quantised() -> None:
+    shape = shape_of("llama", USUAL)
+    assert shape.quantisable() - shape.quantisable(kept=["mlp"]) == 3 * 3 * 64 * 96
+    assert shape_of("gpt2", GPT2).quantisable() == 0
+
+
+def test_flops_of_llama_8b() -> None:
+    shape = shape_of("llama", LLAMA_8B)
+    # 2 for each parameter but the embedding and the norms
+    norms = 65 * 4096
+    assert shape.matmul_flops_per_token() == 2 * (shape.parameters - 128256 * 4096 - norms)
+    # Kaplan et al.: 4 × layers × context × width for each token, every pair counted
+    assert shape.attention_flops(2048, causal=False) == 2048 * (4 * 32 * 2048 * 4096)
+    # half of the pairs, and the diagonal
+    assert shape.attention_flops(2048) == 4 * 32 * 4096 * (2048 * 2049 // 2)
+
+
+def test_a_tied_head_is_multiplied_with_too() -> None:
+    tied = shape_of("llama", {**USUAL, "tie_word_embeddings": True})
+    apart = shape_of("llama", USUAL)
+    assert tied.matmul_flops_per_token() == apart.matmul_flops_per_token()
+    assert apart.parameters - tied.parameters == 100 * 64
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "layers"),
+    [
+        ("mistral", {}, 3),
+        ("mistral", {"sliding_window": None}, 0),
+        ("gemma2", {}, 2),
+        ("gemma3_text", {"num_hidden_layers": 13}, 11),
+        ("gpt_oss", {"num_local_experts": 4}, 2),
+        ("qwen2", {}, 0),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 2),
+        ("gemma2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, 1),
+        ("llama", {}, 0),
+    ],
+)
+def test_layers_with_a_window(family: str, config: Config, layers: int) -> None:
+    shape = shape_of(family, {**USUAL, **config})
+    assert shape.windowed_layers == layers
+    assert (shape.window is not None) == (layers > 0)
+
+
+@given(seq=st.integers(1, 80), window=st.integers(1, 100), layers=st.integers(1, 5))
+@settings(deadline=None)
+def test_a_window_counts_the_pairs_that_it_sees(seq: int, window: int, layers: int) -> None:
+    config = {**USUAL, "num_hidden_layers": layers, "sliding_window": window}
+    shape = shape_of("mistral", config)
+    pairs = sum(min(position + 1, window) for position in range(seq))
+    assert shape.attention_flops(seq) == layers * pairs * 4 * 64
+
+
+@given(
+    hidden=st.integers(1, 64).map(lambda n: 8 * n),
+    ffn=st.integers(1, 1000),
+    layers=st.integers(1, 20),
+    vocab=st.integers(1, 5000),
+    kv=st.sampled_from([1, 2, 4, 8]),
+    tied=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)  # a busy machine is no failure
+def test_parts_add_up_to_the_whole(
+    hidden: int, ffn: int, layers: int, vocab: int, kv: int, tied: bool
+) -> None:
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+    shape = shape_of("llama", config)
+    # Llama's count in closed form
+    width = hidden // 8
+    layer = 2 * hidden * hidden + 2 * hidden * kv * width + 3 * hidden * ffn + 2 * hidden
+    assert shape.largest_layer == layer
+    assert shape.parameters == layers * layer + hidden + vocab * hidden * (1 if tied else 2)
+    parts = ("embedding", "layer", "root", "head")
+    assert sum(shape.parameters_in(part) for part in parts) == shape.parameters
+    assert shape.active_parameters == shape.parameters
+
+
+# What can't be read ----------------------------------------------------------------------------
+
+
+def test_an_unknown_architecture_is_named_with_those_we_know() -> None:
+    with pytest.raises(ModelError) as error:
+        ModelShape.from_config({"model_type": "lama"}, "my/model")
+    (problem,) = error.value.problems
+    assert "my/model" in problem.place
+    assert "'lama'" in problem.fact
+    assert "did you mean 'llama'?" in problem.fix
+    assert "qwen3_moe" in problem.fix
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": 3}, {"model_type": None}])
+def test_a_config_without_an_architecture(config: Config) -> None:
+    with pytest.raises(ModelError, match="model_type"):
+        ModelShape.from_config(config, "my/model")
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    config = {**USUAL, "hidden_size": "64", "vocab_size": 0, "tie_word_embeddings": "yes"}
+    del config["num_hidden_layers"]
+    with pytest.raises(ModelError) as error:
+        shape_of("llama", config)
+    facts = {problem.place.split(": ")[1]: problem.fact for problem in error.value.problems}
+    assert facts["hidden_size"] == "is '64', not a whole number"
+    assert facts["vocab_size"] == "is 0; it must be at least 1"
+    assert facts["num_hidden_layers"] == "is missing"
+    assert facts["tie_word_embeddings"] == "is 'yes', not true or false"
+
+
+def test_heads_that_do_not_divide_the_width() -> None:
+    with pytest.raises(ModelError, match="is 7, which doesn't divide 64"):
+        shape_of("llama", {**USUAL, "num_attention_heads": 7})
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_no_config_ends_in_a_traceback(family: str, data: st.DataObject) -> None:
+    """Whatever stands under a key that matters, it is read or refused."""
+    config: Config = dict(next(config for name, config in TINY.values() if name == family))
+    strange = st.sampled_from([None, -1, 0, True, "x", 1.5, [], {}, 10**9])
+    for key in data.draw(st.sets(st.sampled_from(sorted(config)), max_size=3)):
+        config[key] = data.draw(strange)
+    try:
+        shape = shape_of(family, config)
+    except ModelError:
+        return
+    assert shape.parameters > 0

@@ -1,0 +1,114 @@
+"""Head and loss in pieces give what they give at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardtune.core.step import IGNORED
+from shardtune.core.world import World
+from shardtune.kernels import linear_cross_entropy as module
+from shardtune.kernels.linear_cross_entropy import FusedLoss, fused_loss
+from tests.conformance.guarantees import blueprint, setup, strategy_of
+from tests.conformance.table import ROWS, Row
+from tests.numerics.test_factorisations import loader
+from tests.ranks import on_ranks
+
+WIDTH, VOCABULARY, TOKENS = 16, 50, 600
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 rows each, so that 600 tokens take three."""
+    monkeypatch.setattr(module, "PIECE", 1)
+
+
+def given(dtype: torch.dtype) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=dtype)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=draw))
+    hidden = torch.randn(2, TOKENS // 2, WIDTH, generator=draw).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (2, TOKENS // 2), generator=draw)
+    targets[:, ::3] = IGNORED
+    return head, hidden, targets
+
+
+def plain(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(
+        head(hidden).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradients_are_those_of_the_whole(dtype: torch.dtype) -> None:
+    head, hidden, targets = given(dtype)
+    expected = plain(head, hidden, targets)
+    leaves = (hidden, head.weight, head.bias)
+    wanted = torch.autograd.grad(expected * 0.7, leaves)
+    fused = FusedLoss(head)
+    with fused.summing(targets):
+        loss = head(hidden)
+    found = torch.autograd.grad(loss * 0.7, leaves)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, theirs in zip(found, wanted, strict=True):
+        # The pieces score in fp32 whatever they are given, as the plain loss does.
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert head(hidden).shape == (2, TOKENS // 2, VOCABULARY)  # logits again outside
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    head, hidden, targets = given(torch.float32)
+    head.requires_grad_(False)
+    with FusedLoss(head).summing(targets):
+        head(hidden).backward()
+    assert hidden.grad is not None
+    assert head.weight.grad is None
+
+
+def test_judging_counts_what_the_model_would_choose() -> None:
+    head, hidden, targets = given(torch.float32)
+    logits = head(hidden)
+    chosen = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum().item()
+    expected = plain(head, hidden, targets).item()
+    with torch.no_grad(), FusedLoss(head).judging(targets):
+        loss, correct = head(hidden).tolist()
+    assert correct == chosen
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_model_that_bends_its_logits_is_left_alone() -> None:
+    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+    sizes = {
+        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    assert fused_loss(AutoModelForCausalLM.from_config(Gemma2Config(**sizes))) is None
+    assert fused_loss(AutoModelForCausalLM.from_config(LlamaConfig(**sizes))) is not None
+
+
+def run(world: World, row: Row, loss: str) -> list[float]:
+    data = loader(True, world.rank, world.size, 2)
+    settings = replace(setup(world.size), loss=loss)
+    with strategy_of(row).build(blueprint("tiny", row.adapter), settings, world) as engine:
+        results = [engine.step(given) for given in data.steps(0, 3)]
+        found = engine.evaluate("d", next(data.steps(0, 1)))
+    figures = [each for r in results for each in (r.loss, r.grad_norm)]
+    return [*figures, found.loss, found.accuracy]
+
+
+@pytest.mark.parametrize("name", ["ddp-full", "ddp-lora", "fsdp-full", "fsdp-qlora", "zero3-full"])
+def test_a_step_is_the_same_under(name: str) -> None:
+    row = next(row for row in ROWS if row.id == name)
+    if row.needs:
+        pytest.importorskip(row.needs)
+    expected = on_ranks(row.ranks, run, row, "plain")
+    assert on_ranks(row.ranks, run, row, "fused") == [
+        pytest.approx(each, rel=2e-6) for each in expected
+    ]

@@ -1,0 +1,228 @@
+"""The watcher, with pulses that a test writes and a clock that it turns."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from shardtune.core.heartbeat import Phase, Pulse, Pulses, open_pulse
+from shardtune.launch import watchdog as watch
+from shardtune.launch.watchdog import PAUSE, Hung, Watcher
+
+ALIVE = {0: 101, 1: 102, 2: 103}
+CYCLE: tuple[Phase, ...] = ("collective", "forward", "backward", "collective", "update", "save")
+
+
+class Scene:
+    """Three ranks in lockstep, seen ten times a second."""
+
+    def __init__(self, pulses: Pulses) -> None:
+        self.ranks = [open_pulse(os.dup(pulses.file), rank, 3) for rank in range(3)]
+        self.now = 0.0
+        self.watcher = Watcher(pulses, 4.0, self.now)
+
+    def look(self, seconds: float) -> Hung | None:
+        """Time passes; returns the first alarm in it."""
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            self.now += 0.1
+            if (found := self.watcher.hung(ALIVE, self.now)) is not None:
+                return found
+        return None
+
+    def step(self, number: int, seconds: float, *, but: int | None = None) -> Hung | None:
+        """A step; the rank `but` begins it and comes no further."""
+        for rank, pulse in enumerate(self.ranks):
+            pulse.begin(number)
+            if rank != but:
+                for phase in CYCLE:
+                    pulse.enter(phase)
+        return self.look(seconds)
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """What the kernel says about the processes, which there are none of."""
+    found = dict.fromkeys(ALIVE.values(), "S")
+    monkeypatch.setattr(watch, "state", lambda pid: found[pid])
+    monkeypatch.setattr(watch, "cpu_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(watch, "seconds_in_queue", lambda pid: 0.0)
+    return found
+
+
+@pytest.fixture
+def scene(states: dict[int, str]) -> Iterator[Scene]:
+    pulses = Pulses(3)
+    yield Scene(pulses)
+    pulses.close()
+
+
+def enter(scene: Scene, phase: Phase) -> None:
+    for pulse in scene.ranks:
+        pulse.enter(phase)
+
+
+def test_the_rank_that_is_behind_is_hung(scene: Scene) -> None:
+    for step in range(1, 6):
+        assert scene.step(step, 0.2) is None
+    found = scene.step(6, 10.0, but=1)
+    assert found is not None
+    assert (found.rank, found.beat.step, found.beat.phase) == (1, 6, "data")
+    assert 4.0 < found.seconds < 4.3
+
+
+def test_long_steps_get_longer(scene: Scene) -> None:
+    for step in range(1, 6):
+        assert scene.step(step, 20.0) is None
+    assert scene.step(6, 49.0, but=1) is None
+    assert scene.look(2.0) is not None
+
+
+@pytest.mark.parametrize("phase", ["start", "evaluate", "save", "finish"])
+def test_what_takes_its_time_is_no_alarm(scene: Scene, phase: Phase) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    enter(scene, phase)
+    assert scene.look(PAUSE - 1) is None
+    assert scene.look(2.0) is not None
+
+
+def test_nor_is_a_compiler_in_any_step(scene: Scene) -> None:
+    """One rank has rows of a length that is new; the others wait for it."""
+    for step in range(1, 6):
+        assert scene.step(step, 0.2) is None
+    for pulse in scene.ranks:
+        pulse.begin(6)
+        pulse.enter("forward")
+    slow, *others = scene.ranks
+    slow.compile_began()
+    for pulse in others:
+        pulse.enter("collective")
+    assert scene.look(600.0) is None
+    slow.compile_ended()
+    assert scene.look(3.5) is None
+    found = scene.look(1.0)
+    assert found is not None
+    assert (found.rank, found.beat.phase) == (0, "forward")
+
+
+def test_nor_is_the_first_step(scene: Scene) -> None:
+    assert scene.look(600.0) is None
+    assert scene.step(4, 600.0, but=1) is None  # a resumed run's first is any
+
+
+def test_a_stopped_rank_is_found_anywhere(scene: Scene, states: dict[int, str]) -> None:
+    enter(scene, "evaluate")
+    scene.look(0.1)
+    states[103] = "T"
+    found = scene.look(10.0)
+    assert found is not None
+    assert (found.rank, found.stopped) == (2, True)
+    assert found.seconds < 2.3
+
+
+def test_ranks_that_are_all_as_far_are_told_apart_by_what_they_compute(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    enter(scene, "backward")
+    monkeypatch.setattr(watch, "cpu_seconds", lambda pid: scene.now if pid == 102 else 0.0)
+    found = scene.look(10.0)
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_if_none_computes_none_is_blamed(scene: Scene) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    enter(scene, "collective")
+    found = scene.look(10.0)
+    assert found is not None
+    assert found.rank is None
+
+
+def test_a_rank_that_gets_no_processor_is_not_hung(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    monkeypatch.setattr(watch, "seconds_in_queue", lambda pid: 0.75 * scene.now)
+    assert scene.step(6, 12.0, but=1) is None  # of 12 seconds it had a processor for 4
+    found = scene.look(4.0)
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_who_waits_for_another_is_not_to_blame(scene: Scene) -> None:
+    """In a pipeline the ranks do different things in a step, and beat differently often."""
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    for rank, pulse in enumerate(scene.ranks):
+        pulse.begin(6)
+        for phase in CYCLE[: 3 - rank]:
+            pulse.enter(phase)
+        pulse.enter("forward" if rank == 0 else "collective")
+    found = scene.look(5.0)
+    assert found is not None
+    assert found.rank == 0
+
+
+def test_a_rank_that_moves_is_slow_and_not_hung(scene: Scene) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    scene.step(6, 0.2, but=1)
+    for pulse in (scene.ranks[0], scene.ranks[2]):
+        pulse.begin(7)
+        pulse.enter("collective")
+    for _ in range(10):  # micro-batches of two seconds; the others wait for 20
+        scene.ranks[1].enter("forward")
+        assert scene.look(2.0) is None
+
+
+def test_a_watcher_that_slept_itself_forgives(scene: Scene) -> None:
+    for step in range(1, 6):
+        scene.step(step, 0.2)
+    scene.now += 60.0  # it was stopped, and the ranks may have been as well
+    assert scene.look(3.0) is None
+
+
+def test_no_false_alarm_in_10000_steps(scene: Scene) -> None:
+    draw = random.Random(1)
+    for step in range(1, 10_001):
+        pause = 100.0 if step % 500 == 0 else 0.0
+        assert scene.step(step, draw.choice([0.1, 0.2, 0.3])) is None
+        if pause:
+            enter(scene, draw.choice(["evaluate", "save"]))
+            assert scene.look(pause) is None
+    assert scene.watcher.slow() is None
+
+
+def slow_down(pulse: Pulse, phase: str, seconds: float) -> None:
+    """As if the phase had taken so long."""
+    name = "_data" if phase == "data" else "_forward"
+    setattr(pulse, name, getattr(pulse, name) + seconds)
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_a_slow_rank_is_told_once_with_its_phase(scene: Scene, phase: str) -> None:
+    told = []
+    for step in range(1, 40):
+        for rank, pulse in enumerate(scene.ranks):
+            slow_down(pulse, phase, 0.2 if rank == 2 else 0.1)
+        scene.step(step, 0.3)
+        if (found := scene.watcher.slow()) is not None:
+            told.append(found)
+    assert [(found.rank, found.phase) for found in told] == [(2, phase)]
+    assert told[0].seconds == pytest.approx(0.2, rel=0.05)
+    assert told[0].others == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_difference_that_costs_no_time_is_not_worth_a_word(scene: Scene) -> None:
+    for step in range(1, 40):
+        slow_down(scene.ranks[2], "data", 0.02)
+        scene.step(step, 0.3)
+        assert scene.watcher.slow() is None

@@ -1,0 +1,326 @@
+"""peft's LoRA layers with a shorter way to compute: the same numbers, names and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from shardtune.config.job import LoRA, ModelSection, TrainSection
+from shardtune.core import fused_families as families
+from shardtune.models.builder import ModelBlueprint
+from shardtune.models.fused.apply import settle
+from shardtune.models.fused.lora import (
+    ATTENTION,
+    GATED,
+    AdaptedLinear,
+    Adding,
+    GatedMLP,
+    Joining,
+    quicken,
+)
+from shardtune.models.materialize import decoder_layers
+from shardtune.models.peft_adapters import add_adapter
+from tests.models.families import write
+
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+
+SHAPE = {
+    "vocab_size": 67,
+    "max_position_embeddings": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+OTHERS = {
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "phi3": {"original_max_position_embeddings": 64},
+}
+# Of each family: modules of a layer that join (or close) their products.
+JOINED = {
+    "llama": (Joining, GatedMLP),
+    "mistral": (Joining, GatedMLP),
+    "qwen2": (Joining, GatedMLP),  # with biases
+    "qwen3": (Joining, GatedMLP),
+    "smollm3": (Joining, GatedMLP),
+    "granite": (Joining, GatedMLP),
+    "olmo2": (Joining, GatedMLP),
+    "gemma": (Joining, Joining),  # GELU
+    "phi3": (),  # one layer for queries, keys and values, one for gate and up
+    "olmo": (),  # of no known family: each layer by itself
+}
+IDS = torch.tensor([[3, 9, 27, 14, 42, 59, 43, 62, 52], [5, 25, 58, 22, 43, 14, 3, 15, 8]])
+
+
+def base_of(family: str, **changes: Any) -> Any:
+    """A small model with weights of a size that shows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        shape = SHAPE | OTHERS.get(family, {}) | changes
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def model_of(family: str, adapter: LoRA | None = None, **changes: Any) -> Any:
+    adapted = add_adapter(base_of(family, **changes), adapter or LoRA(rank=4, alpha=8), seed=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zeros, which would hide the adapters
+                nn.init.normal_(parameter, std=0.2)
+    return adapted
+
+
+def quickened(adapted: Any) -> Any:
+    causal = adapted.get_base_model()
+    layers = decoder_layers(causal)
+    for layer in layers:
+        quicken(layer, causal.config.model_type)
+    settle(layers)
+    return adapted
+
+
+def loss_and_gradients(model: Any) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(0)  # of dropout
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return float(loss.detach()), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def assert_alike(model: Any, expected: tuple[float, dict[str, Tensor]]) -> None:
+    loss, gradients = loss_and_gradients(model)
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert gradients.keys() == expected[1].keys()
+    for name, right in expected[1].items():
+        assert (gradients[name] - right).norm() <= 1e-5 * right.norm(), name
+
+
+def kinds(model: Any, *wanted: type) -> list[type]:
+    """Which of `wanted` the modules are, in their order."""
+    return [kind for module in model.modules() for kind in wanted if isinstance(module, kind)]
+
+
+def test_every_family_is_here() -> None:
+    assert set(JOINED) >= families.JOINED
+
+
+@pytest.mark.parametrize("family", JOINED)
+def test_loss_and_gradients_are_those_of_peft(family: str) -> None:
+    model = model_of(family)
+    before = loss_and_gradients(model)
+    names = [type(module).__name__ for module in decoder_layers(model.get_base_model())]
+    quickened(model)
+    assert_alike(model, before)
+    assert tuple(kinds(model, Joining, GatedMLP)) == JOINED[family] * 2
+    assert len(kinds(model, AdaptedLinear)) == (8 if family == "phi3" else 14)
+    after = [type(module).__name__ for module in decoder_layers(model.get_base_model())]
+    assert after == names  # transformers looks for layers by their class's name
+
+
+@pytest.mark.parametrize(
+    ("targets", "joined"),
+    [
+        (("q_proj", "v_proj"), ()),
+        (("q_proj", "k_proj", "v_proj"), (Joining,)),
+        (("gate_proj", "up_proj"), (Joining,)),
+        (("up_proj", "down_proj"), ()),
+        (("gate_proj", "up_proj", "down_proj"), (GatedMLP,)),
+    ],
+    ids=str,
+)
+def test_some_layers_only(targets: tuple[str, ...], joined: tuple[type, ...]) -> None:
+    model = model_of("qwen2", LoRA(rank=4, targets=targets))
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert tuple(kinds(model, Joining, GatedMLP)) == joined * 2
+    assert len(kinds(model, AdaptedLinear)) == 2 * len(targets)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "plain"),
+    [
+        (LoRA(rank=4, variant="rslora"), True),
+        (LoRA(rank=4, variant="pissa"), True),
+        (LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head")), True),
+        (LoRA(rank=4, variant="dora"), False),
+        (LoRA(rank=4, dropout=0.5), False),
+    ],
+    ids=["rslora", "pissa", "modules_to_save", "dora", "dropout"],
+)
+def test_what_is_not_plain_stays_as_it_is(adapter: LoRA, plain: bool) -> None:
+    model = model_of("llama", adapter).train()
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert len(kinds(model, AdaptedLinear)) == (14 if plain else 0)
+
+
+def test_a_joint_result_may_be_as_wide_as_the_input() -> None:
+    """32 wide: 16 queries, 8 keys and 8 values."""
+    model = model_of("llama", head_dim=4)
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert kinds(model, Joining, GatedMLP) == [Joining, GatedMLP] * 2
+
+
+@pytest.mark.parametrize("family", sorted(families.JOINED))
+def test_where_nothing_is_in_between_queries_and_keys_are_turned_at_once(family: str) -> None:
+    model = quickened(model_of(family))
+    turned = [m.turns for m in model.modules() if isinstance(m, Joining) and hasattr(m, "q_proj")]
+    assert turned == [family in families.TURNED] * 2
+
+
+@pytest.mark.parametrize("family", sorted(families.JOINED))
+def test_which_layers_add_to_what_goes_past_them(family: str) -> None:
+    """Fails where transformers writes one of them in other words: see `LAYER`."""
+    model = quickened(model_of(family))
+    layers = decoder_layers(model.get_base_model())
+    assert [isinstance(layer, Adding) for layer in layers] == [family in families.ADDED] * 2
+    left = [layer.self_attn.o_proj.left for layer in layers]
+    assert left == [family in families.ADDED] * 2
+
+
+def test_a_layer_that_is_watched_is_not_left_to_others() -> None:
+    model = model_of("llama")
+    before = loss_and_gradients(model)
+    quickened(model)
+    seen: list[Any] = []
+    for layer in decoder_layers(model.get_base_model()):
+        last = layer.self_attn.o_proj
+        last.register_forward_hook(lambda module, given, result: seen.append((given[0], result)))
+    assert_alike(model, before)
+    given, result = seen[0]
+    assert not torch.equal(given, result)
+
+
+def test_weights_with_one_input_stand_together() -> None:
+    model = quickened(model_of("llama"))
+    assert joined_weights(model) == 4
+    for layer in decoder_layers(model.get_base_model()):
+        for module, names in ((layer.self_attn, ATTENTION), (layer.mlp, GATED)):
+            assert getattr(module, names[-1]).base_layer.room == 4 * len(names)
+
+
+def test_another_adapter_is_computed_as_peft_does() -> None:
+    plain, model = model_of("llama"), model_of("llama")
+    for each in (plain, model):
+        torch.manual_seed(2)
+        each.add_adapter("other", LoraConfig(r=4, target_modules=["o_proj", "gate_proj"]))
+        for name, parameter in each.named_parameters():
+            if ".other." in name:
+                nn.init.normal_(parameter, std=0.2)
+    with torch.no_grad():
+        quickened(model)
+        for each in (plain, model):
+            each.set_adapter("other")
+        expected = plain(input_ids=IDS).logits
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_biases_of_an_mlp_keep_it_open() -> None:
+    model = model_of("llama", mlp_bias=True, attention_bias=True)
+    before = loss_and_gradients(model)
+    quickened(model)
+    assert_alike(model, before)
+    assert kinds(model, Joining, GatedMLP) == [Joining] * 4
+
+
+@torch.no_grad()
+def test_disabled_merged_and_unmerged() -> None:
+    plain, model = model_of("qwen2").eval(), quickened(model_of("qwen2")).eval()
+
+    def logits(of: Any) -> Tensor:
+        return of(input_ids=IDS, use_cache=False).logits
+
+    adapted = logits(plain)
+    with plain.disable_adapter(), model.disable_adapter():
+        assert torch.equal(logits(model), logits(plain))
+        assert (logits(model) - adapted).norm() > 0.1 * adapted.norm()
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
+    merged = model.merge_and_unload()
+    assert not kinds(merged, AdaptedLinear)
+    torch.testing.assert_close(logits(merged), adapted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_answers_are_those_of_peft() -> None:
+    """Word by word, with a cache: rows of one token."""
+    plain, model = model_of("llama").eval(), quickened(model_of("llama")).eval()
+    told = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "do_sample": False}
+    expected = plain.generate(input_ids=IDS, **told)
+    assert torch.equal(model.generate(input_ids=IDS, **told), expected)
+
+
+def test_under_autocast_products_are_in_its_precision() -> None:
+    model = quickened(model_of("llama").bfloat16())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    layer = next(module for module in model.modules() if isinstance(module, AdaptedLinear))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(2, 3, 32)).dtype == torch.bfloat16
+        _, gradients = loss_and_gradients(model)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_saved_files_are_those_of_peft(tmp_path: Path) -> None:
+    plain, model = model_of("llama"), quickened(model_of("llama"))
+    plain.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "quick")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert sorted(path.name for path in (tmp_path / "quick").iterdir()) == names
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        ours, theirs = ((tmp_path / kind / name).read_bytes() for kind in ("quick", "plain"))
+        assert ours == theirs
+    with safe_open(tmp_path / "quick" / "adapter_model.safetensors", "pt") as file:
+        assert len(list(file.keys())) == 2 * 14
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, when its compiler is imported
+def test_only_a_job_with_compiled_layers_has_them(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    section = ModelSection(name=str(tmp_path))
+    for kernels, count in (("compiled", 21), ("eager", 0)):
+        train = TrainSection(precision="fp32", kernels=kernels)
+        for build in ("whole", "in_parts"):
+            blueprint = ModelBlueprint(section, LoRA(rank=4), train)
+            further = () if build == "whole" else (lambda part: None,)
+            model = getattr(blueprint, build)("cpu", *further)
+            assert len(kinds(model, AdaptedLinear)) == count
+            whole = build == "whole" and kernels == "compiled"
+            assert joined_weights(model) == (6 if whole else 0)
+
+
+def joined_weights(model: Any) -> int:
+    """Modules whose layers with one input have their weights in one piece of memory."""
+    count = 0
+    for layer in decoder_layers(model.get_base_model()):
+        for module, names in ((layer.self_attn, ATTENTION), (layer.mlp, GATED)):
+            weights = [getattr(module, name).base_layer.weight for name in names]
+            count += len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return count

@@ -1,0 +1,143 @@
+"""Every kind of adapter: what peft makes of the saved result, and which layers it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
+from shardtune.errors import ModelError
+from shardtune.models.builder import ModelBlueprint
+from shardtune.models.load_result import load_result
+from shardtune.models.materialize import skeleton
+from shardtune.models.peft_adapters import ia3_modules
+from tests.models.families import write
+
+IDS = torch.arange(12).view(1, 12) * 5
+
+ADAPTERS: dict[str, Adapter] = {
+    "lora": LoRA(rank=4),
+    "dora": LoRA(rank=4, variant="dora"),
+    "rslora": LoRA(rank=4, variant="rslora"),
+    "pissa": LoRA(rank=4, variant="pissa"),
+    "ia3": IA3(),
+    "saved": LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head")),
+}
+
+
+def build(folder: Path, adapter: Adapter, **model: Any) -> Any:
+    section = ModelSection(name=str(folder), **model)
+    return ModelBlueprint(section, adapter, TrainSection(precision="fp32")).whole("cpu")
+
+
+def disturb(model: Any) -> None:
+    """Stands for training: every trained weight moves."""
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+def test_peft_loads_what_was_saved(tmp_path: Path, adapter: Adapter, tied: bool) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    write(tmp_path / "model", "llama", tie_word_embeddings=tied)
+    model = build(tmp_path / "model", adapter)
+    before = logits(model)
+    disturb(model)
+    after = logits(model)
+    assert (before - after).abs().max() > 0.05  # IA3 moves them by 0.08, the others by more
+    model.save_pretrained(tmp_path / "result")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "result")
+    torch.testing.assert_close(logits(loaded), after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+def test_an_adapter_changes_nothing_before_it_is_trained(tmp_path: Path, adapter: Adapter) -> None:
+    original = write(tmp_path, "llama")
+    torch.testing.assert_close(
+        logits(build(tmp_path, adapter)), logits(original), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_result_of_quantised_weights_comes_back_on_quantised_weights(
+    tmp_path: Path, kind: str
+) -> None:
+    from transformers import GenerationConfig
+
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    write(tmp_path / "model", "llama")
+    model = build(tmp_path / "model", LoRA(rank=4), quantization=kind)
+    disturb(model)
+    model.save_pretrained(tmp_path / "result")
+    GenerationConfig().save_pretrained(tmp_path / "result")
+    section = ModelSection(name=str(tmp_path / "model"), quantization=kind)
+    loaded = load_result(str(tmp_path / "result"), section, "fp32")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_rslora_is_stronger_by_the_root_of_the_rank(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+
+    def scaling(adapter: LoRA) -> float:
+        layer = build(tmp_path, adapter).get_base_model().model.layers[0].mlp.up_proj
+        return float(layer.scaling["default"])
+
+    assert scaling(LoRA(rank=16, alpha=32)) == 2
+    assert scaling(LoRA(rank=16, alpha=32, variant="rslora")) == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "feedforward"),
+    [
+        ("llama", {"k_proj", "v_proj", "down_proj"}, {"down_proj"}),
+        ("gpt2", {"c_attn", "mlp.c_proj"}, {"mlp.c_proj"}),
+        ("gpt_neox", {"query_key_value", "dense_4h_to_h"}, {"dense_4h_to_h"}),
+    ],
+)
+def test_ia3_knows_the_families(
+    tmp_path: Path, family: str, targets: set[str], feedforward: set[str]
+) -> None:
+    """The expected names are those of peft's table."""
+    write(tmp_path, family)
+    model = skeleton(ModelSection(name=str(tmp_path)), torch.float32)
+    assert tuple(map(set, ia3_modules(model, IA3()))) == (targets, feedforward)
+
+
+def test_ia3_derives_what_peft_does_not_know(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    model = skeleton(ModelSection(name=str(tmp_path)), torch.float32)
+    model.config.model_type = "unheard-of"
+    assert ia3_modules(model, IA3()) == (("k_proj", "v_proj", "down_proj"), ("down_proj",))
+    chosen = IA3(targets=("v_proj", "up_proj"), feedforward=("up_proj",))
+    assert ia3_modules(model, chosen) == (("v_proj", "up_proj"), ("up_proj",))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        (LoRA(targets=("q_prj",)), "adapter.targets.0: .* no linear layer 'q_prj'"),
+        (LoRA(modules_to_save=("lm_hed",)), "adapter.modules_to_save.0: .*'lm_hed'"),
+        (IA3(targets=("nope",), feedforward=()), "adapter.targets.0: .*'nope'"),
+        (IA3(targets=("k_proj",), feedforward=("up_proj",)), "adapter.feedforward: up_proj not"),
+    ],
+)
+def test_names_that_the_model_lacks_are_told(tmp_path: Path, adapter: Adapter, said: str) -> None:
+    write(tmp_path, "llama")
+    with pytest.raises(ModelError, match=said):
+        build(tmp_path, adapter)

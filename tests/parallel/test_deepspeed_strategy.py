@@ -1,0 +1,292 @@
+"""DeepSpeed's fields, what they declare, and the settings that are derived from the declaration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shardtune.core.layout import Layout, Move
+from shardtune.core.lr_schedule import Schedule
+from shardtune.core.mesh import Mesh
+from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.core.world import World
+from shardtune.errors import JobError
+from shardtune.parallel.deepspeed.derive_config import to_deepspeed
+from shardtune.parallel.deepspeed.json_file import Facts, Read, read
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "deepspeed"
+SETUP = EngineSetup("bf16", OptimizerSetup("adamw"), Schedule("cosine", 1e-3, 0, 10), None, 0, 2, 4)
+FACTS = Facts(
+    ranks=2,
+    global_batch=16,
+    micro_batch=2,
+    precision="bf16",
+    max_grad_norm=1.0,
+    optimizer=OptimizerSetup("adamw", betas=(0.9, 0.95)),
+    learning_rate=2e-4,
+    schedule="cosine",
+    warmup_steps=0,
+    steps=100,
+)
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "swap"}
+
+
+def strategy(**zero: Any) -> DeepSpeed:
+    return DeepSpeed.model_validate({"zero_optimization": zero})
+
+
+def derived(chosen: DeepSpeed, layout: Layout | None = None, ranks: int = 4) -> dict[str, Any]:
+    world = World(size=ranks)
+    return to_deepspeed(layout or chosen.layout(), chosen, SETUP, world)
+
+
+# The declaration ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "divided"),
+    [(0, ()), (1, ("optim",)), (2, ("optim", "grads")), (3, ("optim", "grads", "params"))],
+)
+def test_a_stage_divides_as_many_states_as_its_number(stage: int, divided: tuple[str, ...]) -> None:
+    layout, mesh = strategy(stage=stage).layout(), Mesh((("data", 4),))
+    for state in ("params", "grads", "optim"):
+        assert layout.divisor(state, mesh) == (4 if state in divided else 1)
+
+
+def test_the_moves_of_each_stage() -> None:
+    # The table of the architecture: ZeRO's paper, section 7.
+    gather, reduce = Move("all_gather", "trained", "step"), "reduce_scatter"
+    assert strategy(stage=0).layout().rules[0].moves == (Move("all_reduce", "grads", "step"),)
+    assert strategy(stage=1).layout().rules[0].moves == (Move(reduce, "grads", "step"), gather)
+    assert strategy(stage=2).layout().rules[0].moves == (
+        Move(reduce, "grads", "micro_batch"),
+        gather,
+    )
+    twice = Move("all_gather", "params", "micro_batch")
+    assert strategy(stage=3).layout().rules[0].moves == (
+        twice,
+        twice,
+        Move(reduce, "grads", "micro_batch"),
+    )
+
+
+def test_hpz_gathers_once_between_nodes_and_keeps_a_copy_within() -> None:
+    chosen = strategy(stage=3, zero_hpz_partition_size=2)
+    between, within, everywhere = chosen.layout().rules
+    assert chosen.mesh(8).axes == (("between", 4), ("within", 2))
+    assert between.moves == ()
+    assert [move.op for move in within.moves] == ["all_gather"]
+    assert [move.op for move in everywhere.moves] == ["all_gather", "reduce_scatter"]
+    assert within.copies == {"params"}
+    assert chosen.layout().divisor("params", chosen.mesh(8)) == 8
+
+
+# The derivation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_stage_is_derived_from_the_layout_alone(stage: int) -> None:
+    # The strategy says 2; a layout of another stage wins.
+    other = strategy(stage=stage).layout()
+    assert derived(strategy(stage=2), other)["zero_optimization"]["stage"] == stage
+
+
+def test_offload_and_zeropp_are_derived_from_the_layout_alone() -> None:
+    plain = strategy(stage=3, zero_hpz_partition_size=2)
+    zero = derived(plain)["zero_optimization"]
+    assert "offload_optimizer" not in zero
+    assert "offload_param" not in zero
+    assert zero["zero_hpz_partition_size"] == 2
+    assert not zero["zero_quantized_weights"]
+    moved = replace(plain.layout(), home={"optim": "cpu", "params": "cpu"})
+    zero = derived(plain, moved)["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
+    quantised = strategy(
+        stage=3, zero_quantized_weights=True, zero_quantized_gradients=True
+    ).layout()
+    zero = derived(plain, quantised)["zero_optimization"]
+    assert zero["zero_quantized_weights"]
+    assert zero["zero_quantized_gradients"]
+    assert zero["zero_hpz_partition_size"] == 1
+
+
+def test_what_the_job_decides_is_written_out() -> None:
+    config = derived(strategy(stage=2, reduce_bucket_size=5e8))
+    assert config["train_batch_size"] == 2 * 4 * 4
+    assert config["gradient_clipping"] == 0.0  # left out, DeepSpeed would clip at 1.0
+    assert config["bf16"]["enabled"]
+    assert not config["fp16"]["enabled"]
+    assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "sub_group_size" not in config["zero_optimization"]  # null keeps DeepSpeed's default
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "key"),
+    [
+        ({"stage": 2, "offload_param": CPU}, "offload_param"),
+        ({"stage": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size"),
+        ({"stage": 1, "reduce_scatter": False}, "reduce_scatter"),
+        ({"stage": 2, "use_multi_rank_bucket_allreduce": True}, "use_multi_rank_bucket_allreduce"),
+        ({"stage": 1, "zero_quantized_weights": True}, "zero_quantized_weights"),
+        ({"stage": 2, "zero_quantized_gradients": True}, "zero_quantized_gradients"),
+        ({"stage": 0, "offload_optimizer": CPU}, "offload_optimizer.device"),
+        ({"stage": 2, "offload_optimizer": NVME}, "offload_optimizer.device"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.nvme_path"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused(zero: dict[str, Any], key: str) -> None:
+    (problem,) = strategy(**zero).problems(2)
+    assert problem.place == f"strategy.zero_optimization.{key}"
+    assert problem.fix
+
+
+def test_quantised_collectives_need_a_gpu() -> None:
+    chosen = strategy(stage=3, zero_quantized_weights=True)
+    with pytest.raises(JobError, match="written for GPUs"):
+        chosen.require(World(size=2))
+    chosen.require(World(size=2, device="cuda:0"))
+
+
+def test_groups_have_to_divide_the_ranks() -> None:
+    with pytest.raises(JobError, match="groups of 3 don't divide 4 ranks"):
+        strategy(stage=3, zero_hpz_partition_size=3).require(World(size=4))
+
+
+@pytest.mark.parametrize("zero", [{"stage": 4}, {"stagee": 2}, {"reduce_bucket_size": 0.5}])
+def test_fields_are_strict(zero: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        strategy(**zero)
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, facts: Facts = FACTS) -> Read:
+    return read(DeepSpeed(config=str(path)), facts)
+
+
+def changed(folder: Path, old: str, new: str, name: str = "zero3.json") -> Path:
+    text = (RECIPES / name).read_text()
+    assert old in text
+    path = folder / "changed.json"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3), ("zero3_long", 3)]
+)
+def test_the_files_that_people_write_are_read_as_they_are(name: str, stage: int) -> None:
+    found = read_file(RECIPES / f"{name}.json")
+    assert found.strategy.config is None
+    assert found.strategy.zero_optimization.stage == stage
+    assert not found.strategy.problems(2)
+    assert "train_batch_size" in found.reasons["train", "global_batch"]
+    written = json.loads((RECIPES / f"{name}.json").read_text())["zero_optimization"]
+    kept = found.strategy.zero_optimization.model_dump(exclude_none=True)
+    for key, value in written.items():
+        if isinstance(value, (int, float)):
+            assert kept[key] == value
+
+
+def test_auto_sizes_follow_the_width_where_it_is_known() -> None:
+    # The rules of Hugging Face's integration: h * h, 0.9 * h * h, 10 * h.
+    found = read_file(RECIPES / "zero3.json", replace(FACTS, hidden_size=100))
+    zero = found.strategy.zero_optimization
+    assert zero.reduce_bucket_size == 10_000
+    assert zero.stage3_prefetch_bucket_size == 9_000
+    assert zero.stage3_param_persistence_threshold == 1_000
+    key = ("strategy", "zero_optimization", "reduce_bucket_size")
+    assert found.reasons[key] == "hidden_size squared, which is 100"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fact", "fix"),
+    [
+        (
+            "stage3_prefetch_bucket_size",
+            "stage3_prefech_bucket_size",
+            "zero_optimization.stage3_prefech_bucket_size",
+            "did you mean 'stage3_prefetch_bucket_size'?",
+        ),
+        ("gradient_clipping", "gradient_cliping", "no key", "did you mean 'gradient_clipping'?"),
+        ("loss_scale_window", "loss_scale_windw", "no key", "did you mean 'loss_scale_window'?"),
+        ("steps_per_print", "sub_group_size", "no key", "it belongs into 'zero_optimization'"),
+        ('"steps_per_print": 2000', '"tensorboard": {}', "shardtune does this", "remove it"),
+        (
+            '"train_batch_size": "auto"',
+            '"train_batch_size": 32',
+            "is 32, but the job's train.global_batch makes it 16",
+            "change train.global_batch",
+        ),
+        (
+            '"gradient_accumulation_steps": "auto"',
+            '"gradient_accumulation_steps": 8',
+            r"makes it 4 \(global_batch\(16\) / \(micro_batch\(2\) x ranks\(2\)\)\)",
+            "change train.global_batch",
+        ),
+        (
+            '"gradient_clipping": "auto"',
+            '"gradient_clipping": 0.5',
+            "is 0.5, but the job's train.max_grad_norm makes it 1.0",
+            "change train.max_grad_norm",
+        ),
+        ('"lr": "auto"', '"lr": 1e-5', "is 1e-05, .*makes it 0.0002", "train.learning_rate"),
+        ('"AdamW"', '"Lamb"', 'is "Lamb", .* makes it "adamw"', "train.optimizer.type"),
+        ("WarmupCosineLR", "WarmupLR", 'makes it "cosine"', "train.schedule"),
+        (
+            '"bf16": { "enabled": "auto" }',
+            '"bf16": { "enabled": false }',
+            "is false, but the job's train.precision makes it true",
+            "train.precision",
+        ),
+        ('"stage": 3,', '"stage": 3, // ZeRO-3', "has a comment, and JSON has none", "remove"),
+        ('"stage": 3,', '"stage": 3', "is not JSON", "correct the line"),
+        ('"stage": 3', '"stage": 7', "is 7: ", "documentation"),
+        ('"stage": 3', '"stage": 3, "stage": 2', "written twice", "keep one"),
+        ('"steps_per_print": 2000', '"steps_per_print": NaN', "NaN", "finite"),
+        (
+            '"steps_per_print": 2000',
+            '"activation_checkpointing": {"partition_activations": true}',
+            "tensor-parallel ranks share",
+            "gradient_checkpointing: full",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_its_fix(
+    tmp_path: Path, old: str, new: str, fact: str, fix: str
+) -> None:
+    with pytest.raises(JobError, match=fact) as caught:
+        read_file(changed(tmp_path, old, new))
+    assert fix in caught.value.problems[0].fix
+    assert caught.value.problems[0].place.startswith(str(tmp_path / "changed.json"))
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    path = changed(tmp_path, '"gradient_clipping": "auto"', '"gradient_clipping": 3')
+    path.write_text(path.read_text().replace('"lr": "auto"', '"lr": 1'))
+    with pytest.raises(JobError) as caught:
+        read_file(path)
+    assert len(caught.value.problems) == 2
+
+
+def test_a_file_and_fields_together_are_refused() -> None:
+    both = DeepSpeed.model_validate({"config": "zero2.json", "zero_optimization": {"stage": 1}})
+    with pytest.raises(JobError, match=r"both a file \(zero2.json\) and zero_optimization"):
+        read(both, FACTS)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(JobError, match=r"nowhere\.json can't be read"):
+        read_file(Path("nowhere.json"))

@@ -1,0 +1,119 @@
+"""What is known before a run: whether it fits, what would, and which strategy is best."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardtune.config.auto import resolve
+from shardtune.config.job import Job, ModelSection
+from shardtune.config.job_file import load_job
+from shardtune.core.machine import Machine
+from shardtune.core.model.known_models import catalogue
+from shardtune.errors import JobError
+from shardtune.parallel import FSDP
+from shardtune.plan.cluster import parse_cluster
+from shardtune.plan.model_config import shape_of
+from shardtune.plan.this_machine import cluster_here, look, planned, require_fit
+from tests.jobs import job_text, make_job
+
+HERE = Machine(cores=8, gpus=0, memory=64 << 30)
+GPUS = Machine(cores=64, gpus=8, gpu_name="NVIDIA A100-SXM4-80GB", memory=1 << 40)
+
+
+def write_config(folder: Path, name: str) -> Path:
+    """A model of which there is nothing but its config.json."""
+    config = next(model.config for model in catalogue() if model.name == name)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def resolved(job: Job, machine: Machine) -> Job:
+    return resolve(job, machine).job
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    """The folder has neither weights nor a tokenizer: whoever opened them would say so instead."""
+    write_config(tmp_path / "llama", "meta-llama/Llama-3.1-70B")
+    (tmp_path / "job.yaml").write_text(job_text(model="{name: llama}"), encoding="utf-8")
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "shardtune", "train", "job.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert time.perf_counter() - begun < 5
+    assert done.returncode == 2
+    assert re.search(r"needs 9\d{2}\.\d GiB on each \w+ and there are", done.stderr), done.stderr
+    assert "fix: " in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-14B"])
+def test_the_change_that_is_offered_fits(tmp_path: Path, model: str) -> None:
+    folder = write_config(tmp_path / "model", model)
+    path = tmp_path / "job.yaml"
+    path.write_text(job_text(model=f"{{name: {folder}}}"), encoding="utf-8")
+    found = look(resolved(load_job(path, []).job, HERE), HERE)
+    assert found is not None
+    with pytest.raises(JobError) as caught:
+        require_fit(found)
+    words = str(caught.value.problems[0].fix).split("  (")[0].split()
+    changed = look(resolved(load_job(path, words).job, HERE), HERE)
+    assert changed is not None
+    require_fit(changed)
+
+
+def test_what_fits_is_let_through() -> None:
+    found = look(resolved(make_job(), HERE), HERE)
+    assert found is not None
+    require_fit(found)
+
+
+def test_a_model_that_nobody_knows_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "of-my-own"}', encoding="utf-8")
+    job = resolved(make_job(model={"name": str(tmp_path)}), HERE)
+    assert look(job, HERE) is None
+
+
+def test_auto_is_replaced_by_the_best_strategy_with_its_reason(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B")
+    job = make_job(model={"name": str(folder)}, strategy={"type": "auto"})
+    found = planned(resolve(job, GPUS), GPUS)
+    assert found.job.strategy.type in ("fsdp", "deepspeed")  # 120 GiB of states, 80 on a GPU
+    assert found.reasons["strategy", "type"].startswith("planned: ")
+    require_fit(look(found.job, GPUS) or pytest.fail("a known model on known GPUs"))
+
+
+def test_auto_says_what_would_do_where_nothing_fits(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-70B")
+    job = make_job(model={"name": str(folder)}, strategy={"type": "auto"})
+    with pytest.raises(JobError, match="no strategy fits on this machine"):
+        planned(resolve(job, HERE), HERE)
+
+
+def test_a_strategy_that_is_given_stays() -> None:
+    given = resolve(make_job(strategy={"type": "fsdp"}), HERE)
+    assert planned(given, HERE) is given
+    assert isinstance(given.job.strategy, FSDP)
+
+
+def test_this_machine_is_found_in_the_catalogue() -> None:
+    found = cluster_here(GPUS, 8)
+    assert (found.gpu.name, found.gpus, found.link) == ("A100-80GB", 8, "nvlink")
+    assert found.gpu == parse_cluster("8xA100-80GB").gpu
+
+
+def test_the_built_in_model_has_the_shape_that_it_is_built_in() -> None:
+    """109,120 parameters, as `models/tiny.py` says."""
+    shape = shape_of(ModelSection(name="tiny"))
+    assert shape.parameters == 109_120

@@ -1,0 +1,109 @@
+"""The view of a run: live on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from shardtune.core.step import EvalResult, Reading, StepResult
+from shardtune.report.live import RunView, duration
+
+READING = Reading(seconds=1.0, tokens_per_second=12345.6, seconds_left=391.0, memory_gib=2.594)
+
+
+def result(loss: float = 1.52431, *, applied: bool = True) -> StepResult:
+    norm = 0.69509 if applied else math.nan
+    return StepResult(loss, norm, 2e-4, tokens=2004, labels=998, applied=applied)
+
+
+def log() -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=False)
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+
+
+def text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_log_gets_plain_lines() -> None:
+    console = log()
+    with RunView(2, console=console) as view:
+        view.evaluation(0, [EvalResult("held", 20.0, 3, 10)])
+        view.step(1, result(), READING)
+        view.step(2, result(0.5), READING)
+    # perplexity is e^(20/10)
+    assert text(console).splitlines() == [
+        "after step 0  held: loss 2.0000  perplexity 7.39  accuracy 30.0%",
+        "step 1/2  loss 1.5243  lr 2.00e-04  grad 0.695  12,346 tok/s  2.59 GiB  6:31 left",
+        "step 2/2  loss 0.5000  lr 2.00e-04  grad 0.695  12,346 tok/s  2.59 GiB  6:31 left",
+    ]
+
+
+def test_a_long_run_does_not_flood_a_log() -> None:
+    console = log()
+    with RunView(1010, console=console) as view:
+        for done in range(1, 1011):
+            view.step(done, result(), READING)
+    lines = text(console).splitlines()
+    assert 45 <= len(lines) <= 55
+    assert lines[0].startswith("step 1/1010 ")
+    assert lines[-1].startswith("step 1010/1010 ")
+
+
+def test_a_line_is_never_broken() -> None:
+    console = log()
+    with RunView(1, console=console) as view:
+        view.say("x" * 200)
+    assert text(console) == "x" * 200 + "\n"
+
+
+def test_a_text_is_no_markup() -> None:
+    console = log()
+    with RunView(1, console=console) as view:
+        view.say("resuming after step 3, from runs/[bold]/step-000003")
+    assert text(console) == "resuming after step 3, from runs/[bold]/step-000003\n"
+
+
+def test_a_terminal_is_live() -> None:
+    console = terminal()
+    with RunView(60, console=console) as view:
+        view.say("resuming")
+        view.step(1, result(), READING)
+        view.step(2, result(0.5), READING)
+    written = text(console)
+    assert "\x1b[?25l" in written, "the cursor is hidden while it is live"
+    assert written.endswith("\x1b[?25h"), "and shown again"
+    last = written[written.rindex("step ") :]
+    numbers = ("loss 0.5000", "lr 2.00e-04", "grad 0.695", "12,346 tok/s", "2.59 GiB")
+    for fragment in ("2/60", "6:31 left", *numbers):
+        assert fragment in last
+    assert "resuming\n" in written
+
+
+def test_the_cursor_comes_back_after_a_failure() -> None:
+    console = terminal()
+    with pytest.raises(ValueError, match="gone"), RunView(60, console=console):
+        raise ValueError("gone")
+    assert text(console).endswith("\x1b[?25h")
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with RunView(3, shown=False) as view:
+        view.step(1, result(), READING)
+        view.say("hello")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [
+    (0, "0:00"), (0.6, "0:01"), (59.4, "0:59"), (59.6, "1:00"), (61, "1:01"), (3599.7, "1:00:00"),
+    (3723, "1:02:03"), (360_000, "100:00:00"),
+])  # fmt: skip
+def test_duration(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
