@@ -4,8 +4,8 @@
 
 Reads `published_points.csv`, the two files of A100 iteration times and the H200 table of `gpu.md`.
 Of each source every second measurement is for fitting, the others are for judging: what is printed
-is the error on those, with the constants of `shardtune/plan/estimate/constants.py`. `--fit` fits these
-anew on the first half, judges with the result and prints it.
+is the error on those, with the constants of `plan/estimate/constants.py`. `--fit` fits these anew on
+the first half, judges with the result and prints it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def report(
         "# Accuracy of the planner",
         "",
         f"Made by `python benchmarks/planner_accuracy.py`. {fitted} measurements fitted the "
-        f"constants of `shardtune/plan/estimate/constants.py`; the errors are those on {judged} others.",
+        f"constants of `plan/estimate/constants.py`; the errors are those on {judged} others.",
         "",
         *CAVEATS,
         "",

@@ -1,8 +1,8 @@
 """The job: everything that a run is told, typed, frozen and documented.
 
 Defaults live here and nowhere else. The text under a field is its description in the JSON Schema
-that `shardtune schema` prints. `auto` is a value: `shardtune.config.auto` replaces each one once, in a
-new job, and says why.
+that `shardtune schema` prints. `auto` is a value: `config/auto.py` replaces each one once, in a new
+job, and says why.
 """
 
 from __future__ import annotations

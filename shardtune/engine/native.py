@@ -33,8 +33,8 @@ from shardtune.engine.optim.build_optimizer import (
 )
 from shardtune.engine.shards import pieces_of, place_of, share_from
 from shardtune.engine.timer import Stopwatch
+from shardtune.engine.unsharded import Unsharded
 from shardtune.kernels.linear_cross_entropy import fused_loss
-from shardtune.parallel.tensor.shard_layer import Unsliced
 
 COMPUTE = {
     "fp32": torch.float32,
@@ -79,11 +79,11 @@ class NativeEngine:
         setup: EngineSetup,
         world: World,
         peers: Peers | None = None,
-        slices: Unsliced | None = None,
+        slices: Unsharded | None = None,
     ) -> None:
         """Without `peers` every other rank is one: each has rows of its own."""
         self.setup = setup
-        self.slices = slices or Unsliced()
+        self.slices = slices or Unsharded()
         self.world = world
         self.peers = peers or Peers(world.rank, world.size)
         self.device = torch.device(world.device)

@@ -20,7 +20,7 @@ from shardtune.core.model.parallel_plan import Family, family_of, require_stages
 from shardtune.core.pipeline_schedule import Pipelining, cut, stage_costs
 from shardtune.core.step import IGNORED
 from shardtune.engine.loss import loss_sum
-from shardtune.parallel.tensor.shard_layer import Unsliced
+from shardtune.engine.unsharded import Unsharded
 
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -119,7 +119,7 @@ class Stage(nn.Module):
         division: Division,
         number: int,
         autocast: Autocast,
-        slices: Unsliced,
+        slices: Unsharded,
         flowing: torch.dtype,
     ) -> None:
         """`flowing` is what hidden states are in between stages."""

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardtune.core.model.parallel_plan import Cut, Family, cut_of_vocabulary
 from shardtune.core.tensor_shards import Cut as Box
-from shardtune.engine.loss import loss_sum
 from shardtune.engine.shards import Boxes, place_of
+from shardtune.engine.unsharded import Unsharded
 from shardtune.parallel.gradients import add_up
 from shardtune.parallel.tensor.sequence_parallel import Flow
 from shardtune.parallel.tensor.vocab_parallel import (
@@ -39,26 +39,7 @@ APART = 2_654_435_761
 32 bits of a seed: no rank may draw what another one draws in another stage."""
 
 
-class Unsliced:
-    """A model whose layers are whole: what the slices of one would have to add to a step."""
-
-    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over label tokens."""
-        return loss_sum(logits, targets)
-
-    def meet(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds up, in place, what the ranks of a slice have computed in parts."""
-
-    def in_order(self, name: str, whole: Tensor) -> Tensor:
-        """A weight as the model has it, from the ranks' slices side by side."""
-        return whole
-
-    def boxes(self, name: str, weight: Tensor) -> Boxes:
-        """Where this rank's share of a weight lies in the weight as the model has it."""
-        return Boxes(0, [place_of(weight).cut])
-
-
-class Slices(Unsliced):
+class Slices(Unsharded):
     """One rank's slices of a model of `family`; `mesh` has the ranks that hold the others."""
 
     def __init__(self, family: Family, mesh: DeviceMesh, words: int) -> None:

@@ -23,7 +23,7 @@ ON_DEVICE = 2
 """Layers of which the saved tensors are on the GPU while others wait in main memory: one on its way
 and one at work (`engine/activation_offload.py`)."""
 LEAST_ROWS = 256
-"""Logits of a piece, and the fewest rows of one, in our own loss (`kernels/linear_cross_entropy.py`)."""
+"""Logits of a piece, and the fewest rows of one, in `kernels/linear_cross_entropy.py`."""
 
 
 def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:

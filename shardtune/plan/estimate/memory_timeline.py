@@ -64,7 +64,7 @@ def moments_of(
 
 
 FEW_TOKENS = 3072
-"""Up to so many our engine adds up an embedding's gradient in fp32 (`parallel/ddp/single_gpu.py`)."""
+"""Up to so many, `parallel/ddp/single_gpu.py` adds up an embedding's gradient in fp32."""
 
 
 def on_gpu(held: Held, state: State) -> float:

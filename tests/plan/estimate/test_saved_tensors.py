@@ -55,7 +55,7 @@ def long_rows(**train: Any) -> Forecast:
 
 @pytest.mark.parametrize(("level", "numbers"), [("none", 47248), ("mlp", 18544), ("most", 8224)])
 def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
-    """As counted in tests/models/test_activation_checkpointing.py, but for two of norms; 32 are in fp32."""
+    """As counted in test_activation_checkpointing.py, but for two of norms; 32 are in fp32."""
     found = kept_bytes(SHAPE, COMPILED, Cut(), level)
     assert found == COMPILED.tokens * (2 * numbers + 2 * 32)
 
