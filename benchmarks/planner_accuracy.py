@@ -4,8 +4,8 @@
 
 Reads `published_points.csv`, the two files of A100 iteration times and the H200 table of `gpu.md`.
 Of each source every second measurement is for fitting, the others are for judging: what is printed
-is the error on those, with the constants of `plan/estimate/constants.py`. `--fit` fits these anew on
-the first half, judges with the result and prints it.
+is the error on those, with the constants of `plan/estimate/constants.py`. `--fit` fits these anew
+on the first half, judges with the result and prints it.
 """
 
 from __future__ import annotations

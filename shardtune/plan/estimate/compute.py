@@ -259,7 +259,7 @@ def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engin
 
 @dataclass(frozen=True)
 class Joined:
-    """What fused layers compute together, by which of them have adapters: `models/fused/lora.py`."""
+    """What fused layers compute together, by which have adapters: `models/fused/lora.py`."""
 
     attention: bool = False
     """Queries and keys are turned where their product ends."""
@@ -314,11 +314,11 @@ def _own_adapters(
     on: Engine,
     only: Collection[str] | None,
 ) -> Busy:
-    """The same by `models/fused/lora_autograd.py`: adapters with one input read it once, and what they
-    give is added where the large product is written. A gated MLP adds it while it computes the activation,
-    which it also hands to the last adapter; its backward pass sums up gradients of their matrices
-    there, too. Where weights aren't in 8 bits, what adapters with one input give comes out of the
-    large product, and what goes back through them goes into it."""
+    """The same by `models/fused/lora_autograd.py`: adapters with one input read it once, and what
+    they give is added where the large product is written. A gated MLP adds it while it computes the
+    activation, which it also hands to the last adapter; its backward pass sums up gradients of
+    their matrices there, too. Where weights aren't in 8 bits, what adapters with one input give
+    comes out of the large product, and what goes back through them goes into it."""
     assert work.adapter is not None
     joined = _joined(shape, work)
     targets = {weight.name for weight in shape.targeted(work.adapter.targets)}

@@ -1,8 +1,8 @@
 """What our own layers keep, and what they compute again, by `train.gradient_checkpointing`.
 
-Matmuls and attention are what a level chooses among
-(`models/fused/activation_checkpointing.py`); small operations are repeated at every level, where layers are compiled or a level other than `none` or
-`full` was asked for. Families whose experts are multiplied in other ways are counted alike.
+Matmuls and attention are what a level chooses among (`models/fused/activation_checkpointing.py`);
+small operations are repeated at every level, where layers are compiled or a level other than `none`
+or `full` was asked for. Families whose experts are multiplied in other ways are counted alike.
 """
 
 from __future__ import annotations
