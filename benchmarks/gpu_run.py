@@ -23,7 +23,7 @@ from benchmarks.gpu_train import measure_train
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.world import World
-from shardtune.models.builder import EmptyBlueprint
+from shardtune.models.builder import MetaModelBuilder
 from shardtune.models.weight_files import NoFiles
 from shardtune.training.engine_setup import make_plan
 
@@ -65,13 +65,13 @@ def ours(
 def engine_of(job: Job, config: Any, device: str, *, told: str, steps: int = 1000) -> Engine:
     """The engine of a job on drawn weights. Attention is chosen as for a machine with `told`."""
     plan = make_plan(job, 1, steps)
-    empty = EmptyBlueprint.of(config, job.model, job.adapter, job.train, told)
+    empty = MetaModelBuilder.of(config, job.model, job.adapter, job.train, told)
     names = empty.frame.names
     assert isinstance(names.files, NoFiles)
     drawn = replace(names, files=DrawnWeights(names.files.shapes, device))
-    blueprint = replace(empty, frame=replace(empty.frame, names=drawn))
+    builder = replace(empty, frame=replace(empty.frame, names=drawn))
     world = World(device="cuda:0" if device == "cuda" else device)
-    return plan.strategy.build(blueprint, plan.setup, world)
+    return plan.strategy.build(builder, plan.setup, world)
 
 
 def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
 from shardtune.core.world import World
 from shardtune.measure.dry_run import micro_batch
-from shardtune.models.builder import EmptyBlueprint
+from shardtune.models.builder import MetaModelBuilder
 from shardtune.models.weight_files import NoFiles
 from shardtune.plan.cluster import Cluster, parse_cluster
 from shardtune.plan.forecast import GIB, Forecast, forecast
@@ -112,12 +112,12 @@ class RandomWeights(NoFiles):
                 yield name, torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02
 
 
-def blueprint(what: Job) -> EmptyBlueprint:
+def builder(what: Job) -> MetaModelBuilder:
     from transformers import AutoConfig
 
     known = next(model for model in catalogue() if model.name == what.model.name)
     config = AutoConfig.for_model(**known.config)
-    empty = EmptyBlueprint.of(config, what.model, what.adapter, what.train)
+    empty = MetaModelBuilder.of(config, what.model, what.adapter, what.train)
     names = empty.frame.names
     assert isinstance(names.files, NoFiles)
     drawn = replace(names, files=RandomWeights(names.files.shapes))
@@ -134,7 +134,7 @@ def measure(what: Job) -> dict[str, float]:
     batch = micro_batch(rows, length, packed=False)
     batch.input_ids.random_(0, 100_000)
     batch.targets[:, :-1] = batch.input_ids[:, 1:]
-    with plan.strategy.build(blueprint(what), plan.setup, world) as engine:
+    with plan.strategy.build(builder(what), plan.setup, world) as engine:
         for _ in range(WARM):
             engine.step([batch])
         torch.cuda.reset_peak_memory_stats()

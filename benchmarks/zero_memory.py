@@ -25,7 +25,7 @@ from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import Strategy
 
 GIB = 1 << 30
@@ -71,7 +71,9 @@ def measure(folder: str, zero: dict[str, Any]) -> dict[str, Any]:
     setup = EngineSetup(
         "bf16", OptimizerSetup(), Schedule("constant", 1e-5, 0, STEPS), 1.0, 0, ROWS, 1
     )
-    plan = ModelBlueprint(ModelSection(name=folder), NoAdapter(), TrainSection(precision="bf16"))
+    plan = PretrainedModelBuilder(
+        ModelSection(name=folder), NoAdapter(), TrainSection(precision="bf16")
+    )
     with chosen.build(plan, setup, world) as engine:
         numbers = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module().parameters())
         losses = [engine.step([batch(step)]).loss for step in range(STEPS - 1)]

@@ -20,7 +20,7 @@ from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.launch.process_group import join
 from shardtune.models import load
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.packed_attention import agreed, how_kept_apart
 from shardtune.models.packing_check import require_isolation
 from shardtune.models.quantization.fp8 import how_multiplied
@@ -48,10 +48,10 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
-        blueprint = ModelBlueprint(job.model, job.adapter, job.train, inputs.data.examples)
+        builder = PretrainedModelBuilder(job.model, job.adapter, job.train, inputs.data.examples)
         view = RunView(steps, shown=world.is_main)
         view.say(how_loaded(job))
-        engine = plan.strategy.build(blueprint, plan.setup, world)  # the only strategy-aware line
+        engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
         if job.data.packing:
             require_isolation(
                 engine.module(),

@@ -13,7 +13,7 @@ from datasets import Dataset
 from shardtune.config.job import Adapter, Job, ModelSection, TrainSection
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.data.dataset import Prepared, SourceReport
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 
 Tokens = tuple[list[int], list[bool]]
 """The ids of a document, and which of them are trained."""
@@ -59,7 +59,7 @@ def load_model(
     section: ModelSection, adapter: Adapter, train: TrainSection, *, device: str = "cpu"
 ) -> torch.nn.Module:
     """The whole model with its adapter, as an engine would ask for it."""
-    return ModelBlueprint(section, adapter, train).whole(device)
+    return PretrainedModelBuilder(section, adapter, train).whole(device)
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -59,7 +59,7 @@ def _dry_run(found: Forecast) -> dict[str, Any]:
     Operations run on their own there: what a compiler would make of them can't be seen.
     """
     from shardtune.measure.dry_run import dry_run
-    from shardtune.models.builder import EmptyBlueprint
+    from shardtune.models.builder import MetaModelBuilder
     from shardtune.models.load import config_from
     from shardtune.plan.forecast import GIB, forecast
     from shardtune.plan.model_config import config_of
@@ -70,7 +70,7 @@ def _dry_run(found: Forecast) -> dict[str, Any]:
     closed = forecast(job, found.shape, found.cluster)
     setup = make_plan(job, found.mesh.size, job.train.steps or job.train.warmup_steps + 1).setup
     seen = dry_run(
-        EmptyBlueprint.of(config_from(config_of(job.model)), job.model, job.adapter, train),
+        MetaModelBuilder.of(config_from(config_of(job.model)), job.model, job.adapter, train),
         job.strategy,
         setup,
         ranks=found.mesh.size,

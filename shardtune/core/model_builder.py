@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Blueprint(Protocol):
+class ModelBuilder(Protocol):
     """Builds one model, adapters included. Both ways give the same weights, bit for bit."""
 
     def whole(self, device: str) -> nn.Module:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardtune.core.engine import Engine
 from shardtune.core.footprint import Held
 from shardtune.core.layout import State
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
@@ -55,7 +55,7 @@ class DryRun:
 
 
 def dry_run(
-    blueprint: Blueprint,
+    builder: ModelBuilder,
     strategy: Strategy,
     setup: EngineSetup,
     *,
@@ -85,7 +85,7 @@ def dry_run(
     world = World(0, ranks, 0, "cuda" if torch.cuda.is_available() else "cpu")
     try:
         with pretending(ranks):
-            return replay(blueprint, strategy, setup, world, batches, vocabulary=vocabulary)
+            return replay(builder, strategy, setup, world, batches, vocabulary=vocabulary)
     except RuntimeError as error:
         # Somebody else's code under fake tensors: an operation without a fake form, a branch that
         # depends on numbers which aren't there. torch says which.
@@ -95,7 +95,7 @@ def dry_run(
 
 
 def replay(
-    blueprint: Blueprint,
+    builder: ModelBuilder,
     strategy: Strategy,
     setup: EngineSetup,
     world: World,
@@ -105,7 +105,7 @@ def replay(
 ) -> DryRun:
     """Builds the engine and takes its steps, and keeps book. On real tensors it does so too."""
     ledger = Ledger(world.device, vocabulary=vocabulary)
-    with ledger, strategy.build(blueprint, setup, world) as engine:
+    with ledger, strategy.build(builder, setup, world) as engine:
         model = engine.module()
         # Some are older than the ledger, and transformers loads weights in other threads.
         ledger.adopt((*_shares(model.parameters()), *model.buffers()))

@@ -1,4 +1,4 @@
-"""The job's model as a blueprint: the engine decides whether it comes whole or in parts."""
+"""Builds the model of a job: the engine decides whether it comes whole or in parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardtune.models.quantization.linear import stored_as
 
 
 @dataclass(frozen=True)
-class ModelBlueprint:
+class PretrainedModelBuilder:
     """Builds the model of a job, adapters included; both ways give the same weights, bit for bit.
 
     Frozen weights are held in the precision of the computation; weights that are trained are held
@@ -73,7 +73,7 @@ class ModelBlueprint:
 
 
 @dataclass(frozen=True)
-class EmptyBlueprint:
+class MetaModelBuilder:
     """The same sizes in the same places, but nothing in the weights: for a dry run.
 
     Made before fake tensors are switched on, used once while they are.
@@ -89,7 +89,7 @@ class EmptyBlueprint:
         adapter: Adapter,
         train: TrainSection,
         device: str = "cpu",
-    ) -> EmptyBlueprint:
+    ) -> MetaModelBuilder:
         """The model that transformers builds from `config`, for `device`; no file is opened."""
         import peft  # noqa: F401 - it makes tensors when imported, which must not become fake
 

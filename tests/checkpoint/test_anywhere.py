@@ -19,7 +19,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.parallel import Strategy
-from tests.conformance.guarantees import MICRO_BATCH, blueprint, microbatches
+from tests.conformance.guarantees import MICRO_BATCH, builder, microbatches
 from tests.conformance.table import STAGES, STRATEGIES
 from tests.models import families
 from tests.numerics.test_factorisations import loader
@@ -52,7 +52,7 @@ def hop(world: World, model: str, strategy: str, folder: str, steps: int) -> dic
     setup = EngineSetup("fp32", rule, schedule, 0.4, 0, MICRO_BATCH, accumulation)
     data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
     found = newest(Path(folder), "run", ranks).checkpoint
-    with chosen.build(blueprint(model, "full"), setup, world) as engine:
+    with chosen.build(builder(model, "full"), setup, world) as engine:
         begin, before, loaded = 0, "", ""
         if found is not None:
             state = Reader(*found)

@@ -27,7 +27,7 @@ from shardtune.core.world import World
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
 from shardtune.measure.collective_counter import CollectiveProbe
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import DDP, Strategy
 from tests.conformance.slices import sliced
 from tests.conformance.stages import place_of
@@ -80,11 +80,11 @@ class Finding:
     """Files that are left behind."""
 
 
-def blueprint(model: str, adapter: str) -> ModelBlueprint:
+def builder(model: str, adapter: str) -> PretrainedModelBuilder:
     settings, quantization = ADAPTERS[adapter]
     chosen = TypeAdapter(Adapter).validate_json(json.dumps(settings))
     section = ModelSection(name=model, quantization=quantization)
-    return ModelBlueprint(section, chosen, TrainSection(precision="fp32"))
+    return PretrainedModelBuilder(section, chosen, TrainSection(precision="fp32"))
 
 
 @cache
@@ -136,7 +136,7 @@ def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
     mesh = chosen.mesh(world.size)
     data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
     probe = CollectiveProbe()
-    with chosen.build(blueprint(model, adapter), setup(mesh.data_ranks), world) as engine:
+    with chosen.build(builder(model, adapter), setup(mesh.data_ranks), world) as engine:
         sizes = [(each.numel(), each.requires_grad) for each in engine.module().parameters()]
         results = []
         for step, given in enumerate(data.steps(0, STEPS)):

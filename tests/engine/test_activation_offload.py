@@ -20,7 +20,7 @@ from shardtune.core.world import World
 from shardtune.engine import activation_offload as module
 from shardtune.engine.activation_offload import Offload
 from shardtune.engine.native import NativeEngine
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.materialize import decoder_layers
 from shardtune.parallel.ddp.engine import native_engine
 from tests.ranks import on_ranks
@@ -267,7 +267,7 @@ def engine(
 ) -> NativeEngine:
     section = TrainSection(precision="fp32", **train)
     adapter = LoRA(rank=4) if not backend else NoAdapter()
-    model = ModelBlueprint(ModelSection(name="tiny"), adapter, section).whole("cpu")
+    model = PretrainedModelBuilder(ModelSection(name="tiny"), adapter, section).whole("cpu")
     if backend:
         for layer in decoder_layers(model):
             layer.compile(backend=backend)

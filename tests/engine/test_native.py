@@ -15,7 +15,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel.ddp.engine import DDPEngine, native_engine
 from tests.ranks import on_ranks
 
@@ -41,7 +41,9 @@ def make(
     checkpointing: str = "none",
 ) -> NativeEngine:
     train = TrainSection(precision=precision, gradient_checkpointing=checkpointing)
-    model = ModelBlueprint(ModelSection(name="tiny"), adapter or NoAdapter(), train).whole("cpu")
+    model = PretrainedModelBuilder(ModelSection(name="tiny"), adapter or NoAdapter(), train).whole(
+        "cpu"
+    )
     setup = EngineSetup(
         precision, OptimizerSetup(optimizer), Schedule("constant", rate, 0, 100), clip, 0
     )

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from shardtune.checkpoint.digest import digest_of
 from shardtune.core.world import World
 from shardtune.parallel import Strategy
-from tests.conformance.guarantees import blueprint, setup
+from tests.conformance.guarantees import builder, setup
 from tests.conformance.table import MICRO_BATCH, STAGES, STRATEGIES
 from tests.numerics.test_factorisations import loader
 from tests.ranks import on_ranks
@@ -28,7 +28,7 @@ def spoilt_step(world: World, strategy: str) -> dict[str, Any]:
     mesh = chosen.mesh(world.size)
     data_rank, data_ranks = mesh.data_rank(world.rank), mesh.data_ranks
     steps = list(loader(True, data_rank, data_ranks, MICRO_BATCH).steps(0, 3))
-    with chosen.build(blueprint("tiny", "full"), setup(data_ranks), world) as engine:
+    with chosen.build(builder("tiny", "full"), setup(data_ranks), world) as engine:
         engine.step(steps[0])
         before = digest_of(engine.state()[0])
         passed: list[None] = []

@@ -13,7 +13,7 @@ from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSe
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import DDP, FSDP
 from tests.models.families import write
 from tests.parallel.test_pipeline_engine import step
@@ -28,9 +28,9 @@ def steps(world: World, folder: str, adapter: Adapter, train: dict[str, Any]) ->
     # In a process of its own. What is generated for a CPU isn't the question here.
     setattr(nn.Module, "compile", lambda layer: compile_layer(layer, backend=BACKEND))  # noqa: B010
     section = TrainSection(precision="fp32", **train)
-    blueprint = ModelBlueprint(ModelSection(name=folder), adapter, section)
+    builder = PretrainedModelBuilder(ModelSection(name=folder), adapter, section)
     strategy = FSDP() if world.size > 1 else DDP()
-    with strategy.build(blueprint, SETUP, world) as engine:
+    with strategy.build(builder, SETUP, world) as engine:
         results = [engine.step(step(number)) for number in range(2)]
     return [number for result in results for number in (result.loss, result.grad_norm)]
 

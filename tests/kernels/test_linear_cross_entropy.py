@@ -13,7 +13,7 @@ from shardtune.core.step import IGNORED
 from shardtune.core.world import World
 from shardtune.kernels import linear_cross_entropy as module
 from shardtune.kernels.linear_cross_entropy import FusedLoss, fused_loss
-from tests.conformance.guarantees import blueprint, setup, strategy_of
+from tests.conformance.guarantees import builder, setup, strategy_of
 from tests.conformance.table import ROWS, Row
 from tests.numerics.test_factorisations import loader
 from tests.ranks import on_ranks
@@ -96,7 +96,7 @@ def test_a_model_that_bends_its_logits_is_left_alone() -> None:
 def run(world: World, row: Row, loss: str) -> list[float]:
     data = loader(True, world.rank, world.size, 2)
     settings = replace(setup(world.size), loss=loss)
-    with strategy_of(row).build(blueprint("tiny", row.adapter), settings, world) as engine:
+    with strategy_of(row).build(builder("tiny", row.adapter), settings, world) as engine:
         results = [engine.step(given) for given in data.steps(0, 3)]
         found = engine.evaluate("d", next(data.steps(0, 1)))
     figures = [each for r in results for each in (r.loss, r.grad_norm)]

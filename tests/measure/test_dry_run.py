@@ -16,7 +16,7 @@ from shardtune.core.world import World
 from shardtune.errors import JobError
 from shardtune.measure.dry_run import DryRun, dry_run, micro_batch, replay
 from shardtune.models import tiny
-from shardtune.models.builder import EmptyBlueprint, ModelBlueprint
+from shardtune.models.builder import MetaModelBuilder, PretrainedModelBuilder
 from shardtune.parallel import DDP, FSDP, DeepSpeed, Strategy
 from tests.ranks import on_ranks
 
@@ -62,9 +62,9 @@ def dry(
 ) -> DryRun:
     adapter, quantization = CASES[case]
     section = ModelSection.model_validate({"name": "tiny", "quantization": quantization})
-    blueprint = EmptyBlueprint.of(tiny.config(), section, adapter, train(checkpointing))
+    builder = MetaModelBuilder.of(tiny.config(), section, adapter, train(checkpointing))
     return dry_run(
-        blueprint,
+        builder,
         strategy,
         setup(loss, halves=alone(strategy, ranks, case)),
         ranks=ranks,
@@ -87,10 +87,10 @@ def real(
     needs(case)
     adapter, quantization = CASES[case]
     section = ModelSection.model_validate({"name": "tiny", "quantization": quantization})
-    blueprint = ModelBlueprint(section, adapter, train(checkpointing))
+    builder = PretrainedModelBuilder(section, adapter, train(checkpointing))
     batches = [micro_batch(ROWS, LENGTH, packed=packed)] * microbatches
     told = setup(loss, halves=alone(strategy, world.size, case))
-    return replay(blueprint, strategy, told, world, batches, vocabulary=tiny.VOCABULARY)
+    return replay(builder, strategy, told, world, batches, vocabulary=tiny.VOCABULARY)
 
 
 def needs(case: str) -> None:
@@ -174,9 +174,9 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(capsys: Any) -> Non
         num_key_value_heads=8,
     )
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    blueprint = EmptyBlueprint.of(config, ModelSection(name="8b"), NoAdapter(), train("full"))
+    builder = MetaModelBuilder.of(config, ModelSection(name="8b"), NoAdapter(), train("full"))
     found = dry_run(
-        blueprint, FSDP(), setup(), ranks=64, rows=1, length=length, vocabulary=vocabulary
+        builder, FSDP(), setup(), ranks=64, rows=1, length=length, vocabulary=vocabulary
     )
     seconds = time.process_time() - begun
     with capsys.disabled():

@@ -15,7 +15,7 @@ from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSe
 from shardtune.core.document_boundaries import ORDERED, told_of
 from shardtune.core.setup import Recompute
 from shardtune.kernels import flash_attention as flash
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.activation_checkpointing import recompute
 from shardtune.models.fused.lora import quicken
 from shardtune.models.materialize import decoder_layers
@@ -42,7 +42,7 @@ def test_gradients_are_the_same_to_the_bit(tmp_path: Path, adapter: Adapter) -> 
     levels: tuple[Recompute, ...] = ("none", "mlp", "most", "full")
     for level in levels:
         train = TrainSection(precision="fp32", gradient_checkpointing=level)
-        model: Any = ModelBlueprint(section, adapter, train).whole("cpu").train()
+        model: Any = PretrainedModelBuilder(section, adapter, train).whole("cpu").train()
         found[level] = gradients(model)
     for level in levels[1:]:
         assert all(torch.equal(found[level][n], right) for n, right in found["none"].items())
@@ -51,7 +51,9 @@ def test_gradients_are_the_same_to_the_bit(tmp_path: Path, adapter: Adapter) -> 
 def test_in_evaluation_nothing_is_wrapped(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     train = TrainSection(precision="fp32", gradient_checkpointing="most")
-    model: Any = ModelBlueprint(ModelSection(name=str(tmp_path)), NoAdapter(), train).whole("cpu")
+    model: Any = PretrainedModelBuilder(ModelSection(name=str(tmp_path)), NoAdapter(), train).whole(
+        "cpu"
+    )
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
         model.train()(input_ids=IDS, use_cache=False)

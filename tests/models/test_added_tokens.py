@@ -13,7 +13,7 @@ from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, Tr
 from shardtune.data.prepared_cache import fingerprint
 from shardtune.errors import ModelError
 from shardtune.models import tiny
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load import (
     check_fits_data,
     check_weights,
@@ -36,9 +36,11 @@ def folder(path: Path, family: str, rows: int = tiny.VOCABULARY, **changes: Any)
     return str(path)
 
 
-def plan(name: str, adapter: Adapter, **changes: Any) -> ModelBlueprint:
+def plan(name: str, adapter: Adapter, **changes: Any) -> PretrainedModelBuilder:
     train = TrainSection(precision=changes.pop("precision", "fp32"))
-    return ModelBlueprint(ModelSection(name=name, add_tokens=NEW, **changes), adapter, train)
+    return PretrainedModelBuilder(
+        ModelSection(name=name, add_tokens=NEW, **changes), adapter, train
+    )
 
 
 # The tokenizer -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The blueprint: whole and in parts give the same model, bit for bit, and bad files are named."""
+"""Model builders: whole and in parts give the same model, bit for bit, and bad files are named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import ModelError
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from tests.models.families import FAMILIES, write
 
 ADAPTERS: dict[str, Adapter] = {
@@ -26,11 +26,11 @@ ADAPTERS: dict[str, Adapter] = {
 }
 
 
-def blueprint(
+def builder(
     name: str | Path, adapter: Adapter | None = None, precision: str = "fp32", **train: Any
-) -> ModelBlueprint:
+) -> PretrainedModelBuilder:
     section = TrainSection(precision=precision, **train)
-    return ModelBlueprint(ModelSection(name=str(name)), adapter or NoAdapter(), section)
+    return PretrainedModelBuilder(ModelSection(name=str(name)), adapter or NoAdapter(), section)
 
 
 def leave(part: nn.Module) -> None:
@@ -65,7 +65,7 @@ def test_both_ways_give_the_same_weights(
     tmp_path: Path, family: str, kind: str, precision: str
 ) -> None:
     write(tmp_path, family)
-    plan = blueprint(tmp_path, ADAPTERS[kind], precision)
+    plan = builder(tmp_path, ADAPTERS[kind], precision)
     parts: list[str] = []
     built = plan.in_parts("cpu", lambda part: parts.append(type(part).__name__))
     assert_same(built, plan.whole("cpu"))
@@ -78,7 +78,7 @@ def test_both_ways_give_the_same_weights(
 
 def test_a_part_gets_memory_when_its_turn_comes_and_not_before(tmp_path: Path) -> None:
     write(tmp_path, "llama")
-    plan = blueprint(tmp_path, LoRA(rank=4))
+    plan = builder(tmp_path, LoRA(rank=4))
     roots: list[Any] = []
     plan.in_parts("cpu", roots.append)  # to know the layers' names
     sizes: list[int] = []
@@ -101,7 +101,7 @@ def test_a_part_gets_memory_when_its_turn_comes_and_not_before(tmp_path: Path) -
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_embedding_that_is_the_head_too_stays_so(tmp_path: Path, tied: bool) -> None:
     write(tmp_path, "llama", tie_word_embeddings=tied)
-    model: Any = blueprint(tmp_path).in_parts("cpu", leave)
+    model: Any = builder(tmp_path).in_parts("cpu", leave)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
@@ -109,7 +109,7 @@ def test_an_embedding_that_is_the_head_too_stays_so(tmp_path: Path, tied: bool) 
 @pytest.mark.parametrize("tied", [True, False])
 def test_modules_that_are_trained_whole(tmp_path: Path, saved: tuple[str, ...], tied: bool) -> None:
     original = write(tmp_path, "llama", tie_word_embeddings=tied)
-    plan = blueprint(tmp_path, LoRA(rank=4, modules_to_save=saved), "bf16")
+    plan = builder(tmp_path, LoRA(rank=4, modules_to_save=saved), "bf16")
     built: Any = plan.in_parts("cpu", leave)
     assert_same(built, plan.whole("cpu"))
     base = built.get_base_model()
@@ -137,7 +137,7 @@ def test_resized_embeddings(tmp_path: Path) -> None:
     model.resize_token_embeddings(71, mean_resizing=False)
     model.save_pretrained(tmp_path / "new")
     adapter = LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head"))
-    plan = blueprint(tmp_path / "new", adapter)
+    plan = builder(tmp_path / "new", adapter)
     built = plan.in_parts("cpu", leave)
     assert_same(built, plan.whole("cpu"))
     assert built(torch.tensor([[70, 3]])).logits.shape == (1, 2, 71)
@@ -147,7 +147,7 @@ def test_resized_embeddings(tmp_path: Path) -> None:
 def test_weights_in_several_files(tmp_path: Path, family: str) -> None:
     write(tmp_path, family, shard="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    plan = blueprint(tmp_path, LoRA(rank=4))
+    plan = builder(tmp_path, LoRA(rank=4))
     assert_same(plan.in_parts("cpu", leave), plan.whole("cpu"))
 
 
@@ -160,7 +160,7 @@ def test_files_of_a_bare_decoder(tmp_path: Path) -> None:
         return {name.removeprefix("transformer."): t for name, t in tensors.items()} | old
 
     rewrite(tmp_path, bare)
-    plan = blueprint(tmp_path)
+    plan = builder(tmp_path)
     assert_same(plan.in_parts("cpu", leave), plan.whole("cpu"))
 
 
@@ -181,7 +181,7 @@ def test_missing_and_unexpected_weights_are_named(tmp_path: Path) -> None:
 
     rewrite(tmp_path, spoil)
     with pytest.raises(ModelError) as caught:
-        blueprint(tmp_path).in_parts("cpu", leave)
+        builder(tmp_path).in_parts("cpu", leave)
     missing, unexpected = caught.value.problems
     assert "1 weights" in missing.fact
     assert "are missing: model.layers.1.mlp.up_proj.weight" in missing.fact
@@ -192,14 +192,14 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     rewrite(tmp_path, lambda t: t | {"model.norm.weight": torch.ones(33)})
     with pytest.raises(ModelError, match=r"model.norm.weight.*\(33,\).*\(32,\)"):
-        blueprint(tmp_path).in_parts("cpu", leave)
+        builder(tmp_path).in_parts("cpu", leave)
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
-        blueprint(tmp_path).in_parts("cpu", leave)
+        builder(tmp_path).in_parts("cpu", leave)
 
 
 def test_a_file_of_the_index_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -207,14 +207,14 @@ def test_a_file_of_the_index_that_is_not_there_is_named(tmp_path: Path) -> None:
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ModelError, match=gone.name):
-        blueprint(tmp_path).in_parts("cpu", leave)
+        builder(tmp_path).in_parts("cpu", leave)
 
 
 def test_adapters_start_from_the_seed_and_their_name_alone(tmp_path: Path) -> None:
     write(tmp_path, "llama")
 
     def first(seed: int, targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        plan = blueprint(tmp_path, LoRA(rank=4, targets=targets), seed=seed)
+        plan = builder(tmp_path, LoRA(rank=4, targets=targets), seed=seed)
         return {n: p for n, p in plan.whole("cpu").named_parameters() if "lora_A" in n}
 
     few, many = first(0, ("q_proj",)), first(0, ("k_proj", "up_proj", "q_proj"))
@@ -228,12 +228,12 @@ def test_adapters_start_from_the_seed_and_their_name_alone(tmp_path: Path) -> No
 def test_the_global_generator_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     before = torch.get_rng_state()
-    blueprint(tmp_path, LoRA()).in_parts("cpu", leave)
+    builder(tmp_path, LoRA()).in_parts("cpu", leave)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_checkpointing_is_on_in_both_ways(tmp_path: Path) -> None:
     write(tmp_path, "llama")
-    plan = blueprint(tmp_path, LoRA(), gradient_checkpointing="full")
+    plan = builder(tmp_path, LoRA(), gradient_checkpointing="full")
     for model in (plan.whole("cpu"), plan.in_parts("cpu", leave)):
         assert model.get_base_model().is_gradient_checkpointing  # type: ignore[operator,union-attr]

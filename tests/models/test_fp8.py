@@ -18,7 +18,7 @@ from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.measure.allocation_ledger import Ledger
 from shardtune.models import materialize as parts
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.lora import AdaptedLinear, GatedMLP, Joining
 from shardtune.models.fused.lora_autograd import Adapted
 from shardtune.models.load_result import load_result
@@ -52,7 +52,7 @@ def filled(outputs: int, inputs: int, seed: int = 0, compute: torch.dtype = torc
 def build(folder: Path, precision: str, adapter: Adapter | None = None, **train: Any) -> Any:
     section = TrainSection(precision=precision, **train)
     adapter = adapter or LoRA(rank=4)
-    return ModelBlueprint(ModelSection(name=str(folder)), adapter, section).whole("cpu")
+    return PretrainedModelBuilder(ModelSection(name=str(folder)), adapter, section).whole("cpu")
 
 
 def loss_of(model: Any) -> Tensor:
@@ -383,7 +383,7 @@ def test_channels_that_say_nothing_leave_weights_as_they_are() -> None:
 
 def rounded_by(folder: Path, adapter: Adapter, texts: list[list[int]], **train: Any) -> Any:
     section = TrainSection(precision="fp8-base", **train)
-    given = ModelBlueprint(ModelSection(name=str(folder)), adapter, section, lambda: texts)
+    given = PretrainedModelBuilder(ModelSection(name=str(folder)), adapter, section, lambda: texts)
     return given.whole("cpu")
 
 
@@ -635,7 +635,9 @@ def test_other_precisions_ask_for_no_texts(folder: Path) -> None:
         raise AssertionError
 
     section = TrainSection(precision="bf16")
-    ModelBlueprint(ModelSection(name=str(folder)), LoRA(rank=4), section, nobody).whole("cpu")
+    PretrainedModelBuilder(ModelSection(name=str(folder)), LoRA(rank=4), section, nobody).whole(
+        "cpu"
+    )
 
 
 # What is said ------------------------------------------------------------------------------------

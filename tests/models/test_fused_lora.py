@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core import fused_families as families
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.apply import settle
 from shardtune.models.fused.lora import (
     ATTENTION,
@@ -308,9 +308,9 @@ def test_only_a_job_with_compiled_layers_has_them(tmp_path: Path) -> None:
     for kernels, count in (("compiled", 21), ("eager", 0)):
         train = TrainSection(precision="fp32", kernels=kernels)
         for build in ("whole", "in_parts"):
-            blueprint = ModelBlueprint(section, LoRA(rank=4), train)
+            builder = PretrainedModelBuilder(section, LoRA(rank=4), train)
             further = () if build == "whole" else (lambda part: None,)
-            model = getattr(blueprint, build)("cpu", *further)
+            model = getattr(builder, build)("cpu", *further)
             assert len(kinds(model, AdaptedLinear)) == count
             whole = build == "whole" and kernels == "compiled"
             assert joined_weights(model) == (6 if whole else 0)

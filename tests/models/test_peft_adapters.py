@@ -10,7 +10,7 @@ import torch
 
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
 from shardtune.errors import ModelError
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load_result import load_result
 from shardtune.models.materialize import skeleton
 from shardtune.models.peft_adapters import ia3_modules
@@ -30,7 +30,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 def build(folder: Path, adapter: Adapter, **model: Any) -> Any:
     section = ModelSection(name=str(folder), **model)
-    return ModelBlueprint(section, adapter, TrainSection(precision="fp32")).whole("cpu")
+    return PretrainedModelBuilder(section, adapter, TrainSection(precision="fp32")).whole("cpu")
 
 
 def disturb(model: Any) -> None:

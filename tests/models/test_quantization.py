@@ -23,7 +23,7 @@ from shardtune.config.job import (
 )
 from shardtune.config.rules import check
 from shardtune.errors import JobError, ModelError
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.quantization.linear import Int8Linear, NF4Linear, QuantisedLinear
 from tests.models.families import write
 
@@ -37,7 +37,7 @@ def _needs_bitsandbytes() -> None:
 
 def build(name: str | Path, kind: str, adapter: Adapter, precision: str = "fp32") -> Any:
     section = ModelSection(name=str(name), quantization=kind)
-    return ModelBlueprint(section, adapter, TrainSection(precision=precision)).whole("cpu")
+    return PretrainedModelBuilder(section, adapter, TrainSection(precision=precision)).whole("cpu")
 
 
 def quantised(model: nn.Module) -> dict[str, QuantisedLinear]:

@@ -1,6 +1,6 @@
 """A model built in parts, divided by the real engines on two ranks: the same model, half the bytes.
 
-The engines themselves are tested elsewhere; here it is what the blueprint hands them.
+The engines themselves are tested elsewhere; here it is what the builder hands them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.core.world import World
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from tests.highest import highest_rise, rounding
 from tests.models.families import write
 from tests.ranks import on_ranks
@@ -32,12 +32,14 @@ CASES: dict[str, tuple[str, Adapter]] = {
 }
 
 
-def plan_of(folder: str, kind: str, adapter: Adapter) -> ModelBlueprint:
+def plan_of(folder: str, kind: str, adapter: Adapter) -> PretrainedModelBuilder:
     section = ModelSection(name=folder, quantization=kind)
-    return ModelBlueprint(section, adapter, TrainSection(precision="fp32"))
+    return PretrainedModelBuilder(section, adapter, TrainSection(precision="fp32"))
 
 
-def reference(plan: ModelBlueprint) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, int]:
+def reference(
+    plan: PretrainedModelBuilder,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, int]:
     """Logits, gradients, bytes and quantised bytes of the undivided model."""
     model = plan.whole("cpu")
     logits = model(input_ids=IDS).logits

@@ -25,7 +25,7 @@ from shardtune.data.collate import Collator
 from shardtune.data.dataset import Prepared, SourceReport
 from shardtune.data.sampler import Document
 from shardtune.engine.native import NativeEngine
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load import load_tokenizer
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
@@ -40,7 +40,9 @@ TEXTS = [
 
 def engine_for(model: str, attention: str) -> NativeEngine:
     section = ModelSection(name=model, attention=attention)
-    loaded = ModelBlueprint(section, NoAdapter(), TrainSection(precision="fp32")).whole("cpu")
+    loaded = PretrainedModelBuilder(section, NoAdapter(), TrainSection(precision="fp32")).whole(
+        "cpu"
+    )
     setup = EngineSetup("fp32", OptimizerSetup("sgd"), Schedule("constant", 0.1, 0, 9), None, 0)
     return NativeEngine(loaded, setup, World())
 

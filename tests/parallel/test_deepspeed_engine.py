@@ -17,7 +17,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from tests.ranks import on_ranks
 
@@ -58,15 +58,15 @@ def setup(
     return EngineSetup(precision, optimizer, schedule, clip, 0, 2, accumulation)
 
 
-def blueprint(adapter: str, precision: Precision = "fp32") -> ModelBlueprint:
+def builder(adapter: str, precision: Precision = "fp32") -> PretrainedModelBuilder:
     train = TrainSection(precision=precision)
-    return ModelBlueprint(ModelSection(name="tiny"), ADAPTERS[adapter], train)
+    return PretrainedModelBuilder(ModelSection(name="tiny"), ADAPTERS[adapter], train)
 
 
 @cache
 def reference(adapter: str, clip: float | None = 1.0, precision: Precision = "fp32") -> Any:
     """Loss and norm of each step, and the weights at the end, of one process without DeepSpeed."""
-    model = blueprint(adapter, precision).whole("cpu")
+    model = builder(adapter, precision).whole("cpu")
     engine = NativeEngine(model, setup(precision, clip=clip), World())
     results = [engine.step(batches(step, 1)[0]) for step in range(STEPS)]
     curve = [(result.loss, result.grad_norm) for result in results]
@@ -82,7 +82,7 @@ def run(
 ) -> dict[str, Any]:
     strategy = DeepSpeed.model_validate({"zero_optimization": {**SMALL, **zero}})
     ours = setup(precision, accumulation=4 // world.size, clip=clip)
-    with strategy.build(blueprint(adapter, precision), ours, world) as engine:
+    with strategy.build(builder(adapter, precision), ours, world) as engine:
         results = [engine.step(batches(s, world.size)[world.rank]) for s in range(STEPS)]
         evaluated = engine.evaluate("held-out", [batch(1000 + world.rank, 15)])
         return {
@@ -95,7 +95,7 @@ def run(
 
 def total(adapter: str) -> tuple[int, int]:
     """Elements of the model, and of what is trained."""
-    model = blueprint(adapter).whole("cpu")
+    model = builder(adapter).whole("cpu")
     counts = [(p.numel(), p.numel() * p.requires_grad) for p in model.parameters()]
     return sum(count for count, _ in counts), sum(count for _, count in counts)
 
@@ -184,12 +184,12 @@ def halves(world: World, zero: Mapping[str, Any], precision: Precision) -> dict[
         given = [batches(step, world.size)[world.rank] for step in range(first, last)]
         return [engine.step(each).loss for each in given]
 
-    with strategy.build(blueprint("lora", precision), ours, world) as engine:
+    with strategy.build(builder("lora", precision), ours, world) as engine:
         losses(engine, 0, 3)
         tensors, numbers = engine.state()
         expected = losses(engine, 3, 6)
         first = {name: tensor.clone() for name, tensor in tensors.items()}
-    with strategy.build(blueprint("lora", precision), ours, world) as engine:
+    with strategy.build(builder("lora", precision), ours, world) as engine:
         engine.load_state(first, numbers)
         tensors, _ = engine.state()
         same = all(torch.equal(tensors[name], first[name]) for name in first)
@@ -205,7 +205,7 @@ def halves(world: World, zero: Mapping[str, Any], precision: Precision) -> dict[
 @pytest.mark.parametrize("case", ["zero0", "zero1", "zero2-offload", "zero3", "zero3-offload"])
 def test_state_goes_on_exactly(case: str, precision: Precision) -> None:
     native = NativeEngine(
-        blueprint("lora").whole("cpu"), setup(optimizer=OptimizerSetup("adamw")), World()
+        builder("lora").whole("cpu"), setup(optimizer=OptimizerSetup("adamw")), World()
     )
     native.step(batches(0, 1)[0])
     for found in on_ranks(2, halves, CASES[case][1], precision):
@@ -217,7 +217,7 @@ def test_state_goes_on_exactly(case: str, precision: Precision) -> None:
 def odd_steps(world: World) -> dict[str, Any]:
     """One rank, a step with fewer micro-batches, and a gradient that isn't finite."""
     strategy = DeepSpeed.model_validate({"zero_optimization": {**SMALL, "stage": 0}})
-    with strategy.build(blueprint("all"), setup(accumulation=4), world) as engine:
+    with strategy.build(builder("all"), setup(accumulation=4), world) as engine:
         full = engine.step(batches(0, 1)[0])
         short = engine.step(batches(1, 1)[0][:2])
         weight = next(iter(engine.trained.values()))
@@ -234,7 +234,7 @@ def odd_steps(world: World) -> dict[str, Any]:
 
 
 def test_a_short_step_and_a_step_that_is_left_out() -> None:
-    native = NativeEngine(blueprint("all").whole("cpu"), setup(), World())
+    native = NativeEngine(builder("all").whole("cpu"), setup(), World())
     losses = [native.step(batches(0, 1)[0]).loss, native.step(batches(1, 1)[0][:2]).loss]
     (found,) = on_ranks(1, odd_steps)
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
@@ -261,7 +261,9 @@ def write_model(folder: Path) -> str:
 
 
 def swapped(world: World, model: str, zero: Mapping[str, Any]) -> dict[str, Any]:
-    drawing = ModelBlueprint(ModelSection(name=model), NoAdapter(), TrainSection(precision="fp32"))
+    drawing = PretrainedModelBuilder(
+        ModelSection(name=model), NoAdapter(), TrainSection(precision="fp32")
+    )
     strategy = DeepSpeed.model_validate({"zero_optimization": {**SMALL, **zero}})
     with strategy.build(drawing, setup(), world) as engine:
         results = [engine.step(batches(s, world.size)[world.rank]) for s in range(3)]
@@ -278,7 +280,9 @@ def test_nvme_holds_states_in_files_and_leaves_none(tmp_path: Path) -> None:
         "offload_optimizer": {**swap, "buffer_count": 5},
         "offload_param": {**swap, "buffer_count": 12, "buffer_size": 800_000, "max_in_cpu": 0},
     }
-    drawing = ModelBlueprint(ModelSection(name=model), NoAdapter(), TrainSection(precision="fp32"))
+    drawing = PretrainedModelBuilder(
+        ModelSection(name=model), NoAdapter(), TrainSection(precision="fp32")
+    )
     native = NativeEngine(drawing.whole("cpu"), setup(), World())
     losses = [native.step(batches(step, 1)[0]).loss for step in range(3)]
     for found in on_ranks(2, swapped, model, zero):

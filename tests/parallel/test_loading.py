@@ -14,7 +14,7 @@ from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.engine.dtensor import local
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import Strategy
 from tests.highest import highest_rise, rounding
 from tests.models.families import write
@@ -53,7 +53,9 @@ def rise(world: World, case: str, large: str, small: str) -> tuple[int, int, int
     setup = EngineSetup("fp32", OptimizerSetup("sgd"), Schedule("constant", 0.1, 0, 9), None, 0)
 
     def build(folder: str) -> Any:
-        plan = ModelBlueprint(ModelSection(name=folder), adapter, TrainSection(precision="fp32"))
+        plan = PretrainedModelBuilder(
+            ModelSection(name=folder), adapter, TrainSection(precision="fp32")
+        )
         return chosen.build(plan, setup, world)
 
     with build(small):

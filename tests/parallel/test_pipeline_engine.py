@@ -22,7 +22,7 @@ from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import DDP, Strategy
 from tests.models.families import write
 from tests.ranks import on_ranks
@@ -99,7 +99,7 @@ def build(world: World, case: Case) -> Any:
     )
     train = TrainSection(precision=case.precision, gradient_checkpointing=case.checkpointing)
     section = ModelSection(name=case.folder, quantization=case.quantization)
-    plan = ModelBlueprint(section, case.adapter, train)
+    plan = PretrainedModelBuilder(section, case.adapter, train)
     update = OptimizerSetup(case.optimizer, momentum=0.9 if case.optimizer == "sgd" else 0.0)
     setup = EngineSetup(case.precision, update, Schedule("constant", 0.05, 0, 99), 1.0, 0)
     return chosen.build(plan, setup, world)

@@ -20,7 +20,7 @@ from shardtune.engine.optim.adamw_split_bf16 import OnePassAdamW
 from shardtune.engine.optim.build_optimizer import future_moments
 from shardtune.engine.optim.host_mapped import in_main_memory
 from shardtune.errors import JobError
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.full_finetune import prepare
 from shardtune.models.materialize import decoder_layers
 from shardtune.parallel.ddp.engine import native_engine
@@ -41,7 +41,7 @@ def make(
     paged: bool = False,
 ) -> NativeEngine:
     train = TrainSection(precision=precision)
-    model: Any = ModelBlueprint(ModelSection(name="tiny"), NoAdapter(), train).whole("cpu")
+    model: Any = PretrainedModelBuilder(ModelSection(name="tiny"), NoAdapter(), train).whole("cpu")
     if together:
         for layer in decoder_layers(model):
             prepare(layer, model.config.model_type)

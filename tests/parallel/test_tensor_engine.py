@@ -23,7 +23,7 @@ from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.dtensor import local
 from shardtune.errors import ModelError
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import DDP, Strategy
 from tests.models import families
 from tests.ranks import on_ranks
@@ -81,9 +81,11 @@ def engine_for(world: World, name: str, strategy: dict[str, Any] | None, **optio
         precision=options.get("precision", "fp32"),
         gradient_checkpointing=options.get("checkpointing", "none"),
     )
-    blueprint = ModelBlueprint(ModelSection(name=name), options.get("adapter", NoAdapter()), train)
+    builder = PretrainedModelBuilder(
+        ModelSection(name=name), options.get("adapter", NoAdapter()), train
+    )
     wanted = setup(options.get("optimizer", "sgd"), options.get("precision", "fp32"))
-    return chosen.build(blueprint, wanted, world)
+    return chosen.build(builder, wanted, world)
 
 
 def trained(

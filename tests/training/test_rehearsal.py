@@ -28,7 +28,7 @@ from shardtune.engine.optim.build_optimizer import future_moments, make_optimize
 from shardtune.errors import OutOfMemory, RunError
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.models import tiny
-from shardtune.models.builder import ModelBlueprint
+from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import Strategy
 from shardtune.report.live import RunView
 from shardtune.training.evaluation import Judge
@@ -161,13 +161,13 @@ def both_ways(world: World, settings: dict[str, Any]) -> list[tuple[list[float],
 def _train(world: World, settings: dict[str, Any], *, rehearsed: bool) -> tuple[list[float], str]:
     strategy: Strategy = TypeAdapter(Strategy).validate_python(settings)
     train = TrainSection(precision="fp32")
-    blueprint = ModelBlueprint(ModelSection(name="tiny"), LoRA(rank=4, dropout=0.1), train)
+    builder = PretrainedModelBuilder(ModelSection(name="tiny"), LoRA(rank=4, dropout=0.1), train)
     setup = EngineSetup(
         "fp32", OptimizerSetup(), Schedule("constant", 1e-2, 0, 9), 1.0, 0, 2, accumulation=2
     )
     losses = []
     row = strategy.mesh(world.size).data_rank(world.rank)
-    with strategy.build(blueprint, setup, world) as engine:
+    with strategy.build(builder, setup, world) as engine:
         if rehearsed:
             engine.rehearse([batch(99, length=24)] * 2)
         for step in range(3):

@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema
 
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
@@ -31,7 +31,7 @@ class AutoStrategy(Section):
     def layout(self) -> Layout:
         self._unresolved()
 
-    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         self._unresolved()
 
     def _unresolved(self) -> NoReturn:

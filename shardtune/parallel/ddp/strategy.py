@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
@@ -26,7 +26,7 @@ class DDP(Section):
     def layout(self) -> Layout:
         return Layout((AxisRule("data", moves=(Move("all_reduce", "grads", "step"),)),))
 
-    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.ddp.engine import native_engine
 
-        return native_engine(blueprint.whole(world.device), setup, world)
+        return native_engine(builder.whole(world.device), setup, world)

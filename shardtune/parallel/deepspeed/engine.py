@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout, State
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.tensor_shards import Piece, by_weight
@@ -44,7 +44,7 @@ class DeepSpeedEngine(NativeEngine):
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        builder: ModelBuilder,
         setup: EngineSetup,
         world: World,
         layout: Layout,
@@ -59,9 +59,9 @@ class DeepSpeedEngine(NativeEngine):
         with freed_memory_goes_back():
             if stage == 3:
                 divide = _Divide(deepspeed, config, COMPUTE[setup.precision])
-                model = blueprint.in_parts(world.device, divide)
+                model = builder.in_parts(world.device, divide)
             else:
-                model = blueprint.whole(world.device)
+                model = builder.whole(world.device)
             super().__init__(model, setup, world)
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=dict(config), dist_init_required=False

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
@@ -234,13 +234,13 @@ class DeepSpeed(Section):
         everywhere = AxisRule(WORLD, moves=(gather, reduce))
         return Layout((between, within, everywhere), home, masters)
 
-    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.deepspeed.engine import DeepSpeedEngine
 
         self.require(world)
         layout = self.layout()
         config = to_deepspeed(layout, self, setup, world)
-        return DeepSpeedEngine(blueprint, setup, world, layout, config)
+        return DeepSpeedEngine(builder, setup, world, layout, config)
 
     def require(self, world: World) -> None:
         """Refuses what DeepSpeed can't do, on these ranks or at all."""

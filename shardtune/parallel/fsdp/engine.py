@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.tensor_shards import Piece
 from shardtune.core.world import World
@@ -39,7 +39,7 @@ class FSDPEngine(NativeEngine):
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        builder: ModelBuilder,
         setup: EngineSetup,
         world: World,
         layout: Layout,
@@ -55,9 +55,9 @@ class FSDPEngine(NativeEngine):
         home = "cpu" if offload else world.device
         slices = None
         if mesh.size_of("tensor") > 1:  # a slice of a layer first, then a share of the slice
-            model, slices = build_sliced(blueprint, home, groups["tensor"], divide)
+            model, slices = build_sliced(builder, home, groups["tensor"], divide)
         else:
-            model = blueprint.in_parts(home, divide)
+            model = builder.in_parts(home, divide)
         _prefetch(model)
         self._offload = offload
         super().__init__(model, setup, world, peers(mesh, groups, world), slices)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
@@ -70,12 +70,12 @@ class FSDP(Section):
         order = pipelining(self.schedule, self.chunks)
         return Layout((pipeline_rule(), replicate, shard, *slices), home, pipelining=order)
 
-    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.fsdp.engine import FSDPEngine
         from shardtune.parallel.pipeline.engine import PipelineEngine
 
         return (PipelineEngine if self.pipeline > 1 else FSDPEngine)(
-            blueprint,
+            builder,
             setup,
             world,
             self.layout(),

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
@@ -34,7 +34,7 @@ class Layers(Section):
         data = AxisRule("data", moves=(Move("all_reduce", "grads", "step"),))
         return Layout((pipeline_rule(), data), pipelining=Pipelining("layers"))
 
-    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.pipeline.engine import PipelineEngine
 
-        return PipelineEngine(blueprint, setup, world, self.layout(), self.mesh(world.size))
+        return PipelineEngine(builder, setup, world, self.layout(), self.mesh(world.size))

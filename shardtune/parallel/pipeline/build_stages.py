@@ -17,7 +17,7 @@ Divide = Callable[[nn.Module], None]
 
 
 class Parts:
-    """What a blueprint asks while it builds. The skeleton comes first, and settles everything."""
+    """What a builder asks while it builds. The skeleton comes first, and settles everything."""
 
     anatomy: Anatomy
     division: Division

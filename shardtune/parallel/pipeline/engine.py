@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from shardtune.core.document_boundaries import is_told
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.tensor_shards import Piece
@@ -44,7 +44,7 @@ class PipelineEngine(NativeEngine):
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        builder: ModelBuilder,
         setup: EngineSetup,
         world: World,
         layout: Layout,
@@ -73,7 +73,7 @@ class PipelineEngine(NativeEngine):
             share,
         )
         home = "cpu" if self._offload else world.device
-        model: Any = blueprint.in_parts(home, parts.divide, parts.left_out)
+        model: Any = builder.in_parts(home, parts.divide, parts.left_out)
         if is_told(model):  # schedules hand on rows of tensors, and boundaries run over all rows
             model.set_attn_implementation("sdpa")
         self.anatomy, self.division, self._aliases = parts.anatomy, parts.division, parts.aliases

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
@@ -44,10 +44,10 @@ class Pipeline(Section):
         rules = (pipeline_rule(), data, *([tensor_rule()] if self.tensor > 1 else []))
         return Layout(rules, pipelining=pipelining(self.schedule, self.chunks))
 
-    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.pipeline.engine import PipelineEngine
 
-        return PipelineEngine(blueprint, setup, world, self.layout(), self.mesh(world.size))
+        return PipelineEngine(builder, setup, world, self.layout(), self.mesh(world.size))
 
 
 def pipeline_rule() -> AxisRule:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.parallel_plan import require_slices
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.tensor_shards import Piece
 from shardtune.core.world import World
@@ -31,9 +31,9 @@ class TensorEngine(NativeEngine):
 
     alone = False
 
-    def __init__(self, blueprint: Blueprint, setup: EngineSetup, world: World, mesh: Mesh) -> None:
+    def __init__(self, builder: ModelBuilder, setup: EngineSetup, world: World, mesh: Mesh) -> None:
         groups = device_mesh(mesh, world)
-        model, slices = build_sliced(blueprint, world.device, groups["tensor"])
+        model, slices = build_sliced(builder, world.device, groups["tensor"])
         super().__init__(model, setup, world, peers(mesh, groups, world), slices)
 
     def pieces(self) -> tuple[list[Piece], dict[str, float]]:
@@ -49,7 +49,7 @@ class TensorEngine(NativeEngine):
 
 
 def build_sliced(
-    blueprint: Blueprint,
+    builder: ModelBuilder,
     device: str,
     mesh: DeviceMesh,
     then: Callable[[nn.Module], None] = lambda part: None,
@@ -79,7 +79,7 @@ def build_sliced(
             )
         then(part)
 
-    model = blueprint.in_parts(device, divide, look)
+    model = builder.in_parts(device, divide, look)
     return model, seen[0][1]
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
-from shardtune.core.model_builder import Blueprint
+from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
@@ -33,12 +33,12 @@ class Tensor(Section):
         data = AxisRule("data", moves=(Move("all_reduce", "grads", "step"),))
         return Layout((data, tensor_rule()))
 
-    def build(self, blueprint: Blueprint, setup: EngineSetup, world: World) -> Engine:
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         if self.degree == 1:  # one slice is the whole model
-            return DDP().build(blueprint, setup, world)
+            return DDP().build(builder, setup, world)
         from shardtune.parallel.tensor.engine import TensorEngine
 
-        return TensorEngine(blueprint, setup, world, self.mesh(world.size))
+        return TensorEngine(builder, setup, world, self.mesh(world.size))
 
 
 def tensor_rule() -> AxisRule:

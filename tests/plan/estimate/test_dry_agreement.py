@@ -10,7 +10,7 @@ import pytest
 from shardtune.config.job import Job
 from shardtune.kernels import linear_cross_entropy as fused_loss
 from shardtune.measure.dry_run import dry_run
-from shardtune.models.builder import EmptyBlueprint
+from shardtune.models.builder import MetaModelBuilder
 from shardtune.models.load import config_from
 from shardtune.parallel.ddp import single_gpu as halved
 from shardtune.plan.cluster import parse_cluster
@@ -122,7 +122,9 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
     ranks = int(what.launch.processes)
     closed = forecast(what, shape_of(what.model), parse_cluster(f"{ranks}xH200-141GB"))
     seen = dry_run(
-        EmptyBlueprint.of(config_from(config_of(what.model)), what.model, what.adapter, what.train),
+        MetaModelBuilder.of(
+            config_from(config_of(what.model)), what.model, what.adapter, what.train
+        ),
         what.strategy,
         make_plan(what, ranks, 10).setup,
         ranks=ranks,
