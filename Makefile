@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all check exam format clean
+.PHONY: demo test test-all check exam docs format clean
 
 demo: $(VENV)/demo
 	$(BIN)/shardtune models pull smollm2-135m-instruct
@@ -22,6 +22,10 @@ test-all: check
 exam: $(VENV)/dev
 	@command -v strace > /dev/null || echo "strace is not installed (apt-get install strace): kills at random moments only"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exam
+
+# The site, into site/. A link, an anchor or a page of the navigation that leads nowhere is an error.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -43,8 +47,12 @@ $(VENV)/demo: $(VENV)/torch pyproject.toml
 	touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[demo,dev,deepspeed,quant,ray]'
-	touch $@ $(VENV)/demo
+	$(BIN)/python -m pip install --quiet --editable '.[demo,dev,docs,deepspeed,quant,ray]'
+	touch $@ $(VENV)/demo $(VENV)/docs
+
+$(VENV)/docs: $(VENV)/torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
