@@ -14,12 +14,11 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardtune.cli.train_command import this_node
+from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
 from shardtune.core.network import listen, own_address
 from shardtune.errors import LaunchError, Problem, ShardtuneError
 from shardtune.measure.bandwidth import Link, receive, send
 from shardtune.measure.node_checks import CLOCK, Finding, findings, local_facts
-from shardtune.report.doctor_table import print_findings
 
 if TYPE_CHECKING:
     from shardtune.config.auto import ResolvedJob
@@ -33,8 +32,30 @@ RULE_BITS = 48
 """Of each parameter that ZeRO-3 sends in a step: gathered twice and reduced once, 16 bits each."""
 
 
+def add_parser(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "doctor",
+        doctor,
+        "look at this machine, or at several nodes together, before a run",
+        """\
+  shardtune doctor
+  shardtune doctor recipes/quickstart.yaml --json
+  shardtune doctor --nodes 2 --node-rank 0 --head host:29400 --expected 100""",
+    )
+    add_job(command, optional=True)
+    command.add_argument(
+        "--expected", type=float, metavar="GBPS", help="gigabits a second between two nodes"
+    )
+    add_json(command)
+    add_nodes(command)
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     """The command. Exit code 1 if something is bad."""
+    from shardtune.cli.train_command import this_node
+    from shardtune.report.doctor_table import print_findings
+
     node = this_node(arguments)
     with _meeting(node) as meeting:
         job, wrong = _job(arguments, node.count if node else 1)

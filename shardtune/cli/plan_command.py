@@ -1,14 +1,15 @@
-"""The commands that look before a run: estimate, plan, bench and slurm."""
+"""`shardtune plan` and `shardtune estimate`: what a job would take on a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shardtune.cli.arguments import Commands, add_command, add_job, add_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,52 @@ if TYPE_CHECKING:
     from shardtune.core.yaml_document import KeyPath
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.forecast import Forecast
+
+
+def add_parser(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "plan",
+        plan,
+        "rank every strategy for a job on a cluster, with reasons",
+        """\
+  shardtune plan recipes/quickstart.yaml --cluster 4xA40
+  shardtune plan recipes/fsdp_full.yaml --cluster 2x8xH100 --write best.yaml
+  shardtune plan recipes/ddp_lora.yaml --cluster 2xA40 model.name=qwen3-8b""",
+    )
+    _add_cluster(command)
+    command.add_argument(
+        "--minimise", choices=("time", "cost", "memory"), default="time", help="what to rank by"
+    )
+    command.add_argument("--write", type=Path, metavar="FILE", help="write the best job here")
+    add_job(command)
+
+    command = add_command(
+        commands,
+        "estimate",
+        estimate,
+        "say whether a job fits on a cluster, how fast it is, and what it sends",
+        """\
+  shardtune estimate recipes/quickstart.yaml --cluster 1xRTX4090
+  shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json
+  shardtune estimate recipes/fsdp_full.yaml --cluster 4xA40 --dry-run""",
+    )
+    _add_cluster(command)
+    command.add_argument(
+        "--dry-run", action="store_true", help="also replay a step on tensors without memory"
+    )
+    add_job(command)
+
+
+def _add_cluster(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--cluster",
+        required=True,
+        metavar="SPEC",
+        help="[NODESx]GPUSxTYPE[:pcie|:nvlink][@Gbps], as 2x8xA100-80GB@400Gbps, or a profile",
+    )
+    command.add_argument("--price", type=float, metavar="P", help="price of a GPU for an hour")
+    add_json(command)
 
 
 def estimate(arguments: argparse.Namespace) -> int:
@@ -202,95 +249,3 @@ def _spread(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) -> Job:
     if best is not None and best.found is not None:
         return best.found.job
     return job.model_copy(update={"strategy": DDP()})
-
-
-def bench(arguments: argparse.Namespace) -> int:
-    """Measures this machine; started without ranks, it starts them."""
-    from shardtune.core.machine import Machine
-    from shardtune.core.world import outside_ranks
-    from shardtune.plan.this_machine import profile_path
-
-    target: Path = arguments.out or profile_path()
-    if outside_ranks() is None:
-        import tempfile
-
-        from shardtune.launch.supervisor import run_local
-
-        machine = Machine.here()
-        processes = (
-            arguments.processes or max(1, machine.gpus)
-            if machine.gpus
-            else (arguments.processes or min(2, machine.cores))
-        )
-        with tempfile.TemporaryDirectory() as logs:
-            return run_local(
-                ["-m", "shardtune", "bench", "--out", str(target)],
-                processes=processes,
-                threads=max(1, machine.cores // processes),
-                logs=Path(logs),
-            )
-    return _bench_as_rank(target)
-
-
-def _bench_as_rank(target: Path) -> int:
-    import os
-
-    from rich.console import Console
-
-    from shardtune.core.yaml_document import dump_document
-    from shardtune.launch.error_file import leaving_last_words
-    from shardtune.launch.process_group import join
-    from shardtune.measure.bench import bench as measure
-    from shardtune.report.bench_table import draw_bench, print_bench
-
-    with leaving_last_words(), join(int(os.environ.get("OMP_NUM_THREADS", 1))) as world:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        profile = measure(world, target.parent, lambda text: print(f"measuring {text}", flush=True))
-        if world.is_main:
-            print_bench(profile, Console())
-            target.write_text(dump_document(profile.model_dump(mode="json")), encoding="utf-8")
-            if profile.measured.collectives:
-                draw_bench(profile, target.with_suffix(".svg"))
-            print(f"wrote {target}; `shardtune plan JOB --cluster {target}` uses it")
-    return 0
-
-
-def slurm(arguments: argparse.Namespace) -> int:
-    """Prints an sbatch script. The job is checked here as far as it can be: for so many ranks."""
-    from shardtune.config.auto import resolve
-    from shardtune.config.job_file import load_job
-    from shardtune.config.rules import check
-    from shardtune.core.machine import Machine
-    from shardtune.errors import JobError, Problem
-    from shardtune.launch.sbatch import Wanted, sbatch_script
-
-    counts = {"--nodes": arguments.nodes, "--gpus": arguments.gpus}
-    wrong = [
-        Problem(name, f"is {count}", "give at least 1")
-        for name, count in counts.items()
-        if count < 1
-    ]
-    names = {"--partition": arguments.partition, "--account": arguments.account}
-    wrong += [
-        Problem(option, f"is {name!r}", "give a name without spaces")
-        for option, name in names.items()
-        if name is not None and not re.fullmatch(r"\S+", name)
-    ]
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", arguments.time):
-        wrong.append(
-            Problem("--time", f"is {arguments.time!r}", "write 24:00:00, or 2-00:00:00 for days")
-        )
-    if wrong:
-        raise JobError(wrong)
-    loaded = load_job(arguments.job, arguments.overrides)
-    ranks = arguments.nodes * arguments.gpus
-    machine = Machine(cores=16 * arguments.gpus, gpus=arguments.gpus)
-    job = resolve(loaded.job, machine, ranks, nodes=arguments.nodes).job
-    check(job, loaded.place)
-    wanted = Wanted(
-        arguments.nodes, arguments.gpus, arguments.time, arguments.partition, arguments.account
-    )
-    print(
-        sbatch_script(arguments.job, arguments.overrides, Path(job.save.directory), wanted), end=""
-    )
-    return 0

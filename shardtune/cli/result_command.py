@@ -1,25 +1,79 @@
-"""What can be done with the result of a run: ask it, merge it."""
+"""`shardtune generate` and `shardtune merge`: what can be done with the result of a run."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardtune.checkpoint.merge import merge_adapter
-from shardtune.checkpoint.run_dir import RunDir
-from shardtune.config.job import Job, NoAdapter
-from shardtune.config.job_file import load_job
-from shardtune.data.formats import plain_prompt
+from shardtune.cli.arguments import Commands, add_command, add_run_directory
 from shardtune.errors import Problem, RunError
-from shardtune.kernels.cpu_bf16 import widen_products
-from shardtune.models.generate import answer, prompt_ids
-from shardtune.models.load import own_dtype
-from shardtune.models.load_result import load_result, load_result_tokenizer, unquantised
+
+if TYPE_CHECKING:
+    from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.config.job import Job
+
+
+def add_parser(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "generate",
+        _generate,
+        "ask the result of a run",
+        """\
+  shardtune generate runs/quickstart --prompt "Add two numbers in Python."
+  shardtune generate runs/quickstart --prompt "Once" --raw --temperature 0.8""",
+    )
+    add_run_directory(command)
+    command.add_argument("--prompt", required=True, help="what to ask")
+    command.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)"
+    )
+    command.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest (0)"
+    )
+    command.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, without a chat template"
+    )
+
+    command = add_command(
+        commands,
+        "merge",
+        _merge,
+        "fold the adapter of a run into its model",
+        "  shardtune merge runs/quickstart merged/quickstart",
+    )
+    add_run_directory(command)
+    command.add_argument("target", type=Path, metavar="OUT", help="folder to write")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    print(
+        ask(
+            arguments.directory,
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            raw=arguments.raw,
+        )
+    )
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    change = merge(arguments.directory, arguments.target)
+    print(f"wrote {arguments.target}; no probability changed by more than {change:.2g}")
+    return 0
 
 
 def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float, raw: bool) -> str:
     """One answer of the trained model."""
     import torch
+
+    from shardtune.data.formats import plain_prompt
+    from shardtune.kernels.cpu_bf16 import widen_products
+    from shardtune.models.generate import answer, prompt_ids
+    from shardtune.models.load_result import load_result, load_result_tokenizer
 
     widen_products()
     run, job = _open(directory)
@@ -48,6 +102,12 @@ def merge(directory: Path, target: Path) -> float:
     image: that keeps the digits which quantisation dropped. What comes out is an ordinary model; it
     answers a little otherwise than the one that was trained.
     """
+    from shardtune.checkpoint.merge import merge_adapter
+    from shardtune.config.job import NoAdapter
+    from shardtune.kernels.cpu_bf16 import widen_products
+    from shardtune.models.load import own_dtype
+    from shardtune.models.load_result import load_result, load_result_tokenizer, unquantised
+
     widen_products()
     run, job = _open(directory)
     if isinstance(job.adapter, NoAdapter):
@@ -71,6 +131,9 @@ def _plain(job: Job, tokenizer: Any) -> bool:
 
 
 def _open(directory: Path) -> tuple[RunDir, Job]:
+    from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.config.job_file import load_job
+
     run = RunDir(directory)
     run.require_run()
     if not run.result.is_dir():

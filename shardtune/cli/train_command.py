@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune import __version__
+from shardtune.cli.arguments import Commands, add_command, add_job, add_nodes
 from shardtune.core.world import World, outside_nodes, outside_ranks
 from shardtune.errors import JobError, Problem, ShardtuneError
 from shardtune.launch import STARTED_BY_US
@@ -36,6 +37,33 @@ if TYPE_CHECKING:
     from shardtune.launch.restart_policy import Policy
     from shardtune.plan.forecast import Forecast
     from shardtune.train import Inputs
+
+
+def add_parser(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "train",
+        start,
+        "train a job",
+        """\
+  shardtune train recipes/quickstart.yaml
+  shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
+  shardtune train recipes/quickstart.yaml --resume
+  shardtune train recipes/zero1.yaml --nodes 2 --node-rank 0 --head host:29400
+  torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml""",
+    )
+    add_job(command)
+    add_nodes(command)
+    again = command.add_mutually_exclusive_group()
+    again.add_argument(
+        "--resume", action="store_true", help="go on after the newest checkpoint of the run"
+    )
+    again.add_argument(
+        "--overwrite", action="store_true", help="replace the run that is in save.directory"
+    )
+    command.add_argument(
+        "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"
+    )
 
 
 def read_job(

@@ -12,13 +12,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardtune.config.job import Job
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
+
+if TYPE_CHECKING:
+    from shardtune.config.job import Job
 
 GIB = 1 << 30
 PACKAGES = (
@@ -156,6 +157,8 @@ def _short(value: Any) -> str:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata  # slow to import, and this module is behind `--help`
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -12,11 +12,15 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import shardtune.cli
+import shardtune.config
 import shardtune.core
 import shardtune.parallel
+import shardtune.plan
 from shardtune import __version__
 from shardtune.cli import main as cli
 from shardtune.config.job import Job
@@ -28,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["plan", "estimate", "bench", "train", "data", "show", "schema", "generate", "merge",
             "models", "models list", "models pull", "verify", "slurm", "doctor"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
+ON_RAY = "shardtune.cli.train_on_ray"  # imported by a job that asks for Ray
 
 
 @pytest.fixture(autouse=True)
@@ -291,9 +296,9 @@ def test_a_folder_that_holds_no_run_is_refused(
 # What is imported --------------------------------------------------------------------------------
 
 
-def imported_by(code: str) -> set[str]:
+def imported_by(code: str, heavy: set[str] = HEAVY) -> set[str]:
     """The heavy packages that are loaded when the code has run, in a process of its own."""
-    report = f"\nimport sys\nprint('heavy:', *({HEAVY!r} & sys.modules.keys()))"
+    report = f"\nimport sys\nprint('heavy:', *({heavy!r} & sys.modules.keys()))"
     done = subprocess.run(
         [sys.executable, "-c", code + report], capture_output=True, text=True, check=True
     )
@@ -301,12 +306,27 @@ def imported_by(code: str) -> set[str]:
 
 
 def test_planning_imports_nothing_heavy() -> None:
-    modules = ["errors", "job", "jobfile", "plan", "resolve", "rules", "cli"]
-    for package in (shardtune.core, shardtune.parallel):
-        inner = pkgutil.iter_modules(package.__path__, package.__name__ + ".")
-        modules += [module.name.removeprefix("shardtune.") for module in inner]
-    assert {"core.document", "core.layout", "strategies.ddp"} <= set(modules)
-    assert imported_by("\n".join(f"import shardtune.{name}" for name in modules)) == set()
+    rooms = (shardtune.core, shardtune.config, shardtune.plan, shardtune.cli)
+    modules = ["shardtune.errors", "shardtune.parallel"]
+    for room in rooms:
+        inner = pkgutil.walk_packages(room.__path__, room.__name__ + ".")
+        modules += [module.name for module in inner if module.name != ON_RAY]
+    modules += [f"{each}.strategy" for each in _packages(shardtune.parallel)]
+    assert {"shardtune.core.layout", "shardtune.parallel.ddp.strategy"} <= set(modules)
+    assert imported_by("\n".join(f"import {name}" for name in modules)) == set()
+
+
+def _packages(room: ModuleType) -> list[str]:
+    inner = pkgutil.iter_modules(room.__path__, room.__name__ + ".")
+    return [module.name for module in inner if module.ispkg]
+
+
+def test_help_imports_neither_pydantic_nor_rich() -> None:
+    """A person waits for it."""
+    code = (
+        "from shardtune.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit: pass"
+    )
+    assert imported_by(code, HEAVY | {"pydantic", "rich", "yaml"}) == set()
 
 
 def test_commands_about_jobs_import_nothing_heavy(tmp_path: Path) -> None:

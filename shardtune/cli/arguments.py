@@ -1,0 +1,59 @@
+"""What the parsers of several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """The parser of one command; `run` is called with what it read."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog="example:\n" + examples,
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def add_job(command: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """A job file and changes to it."""
+    if optional:
+        command.add_argument("job", type=Path, nargs="?", metavar="JOB", help="a job to run there")
+    else:
+        command.add_argument("job", type=Path, metavar="JOB", help="the job, a YAML file")
+    change = "change a value of the job, as train.learning_rate=1e-4"
+    command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=change)
+
+
+def add_run_directory(command: argparse.ArgumentParser) -> None:
+    """The directory of a run that is there."""
+    command.add_argument("directory", type=Path, metavar="RUN", help="directory of a run")
+
+
+def add_nodes(command: argparse.ArgumentParser) -> None:
+    """Which of several nodes this is."""
+    nodes = command.add_argument_group("several nodes", "the same command on each of them")
+    nodes.add_argument("--nodes", type=int, metavar="N", help="machines that work together")
+    nodes.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, from 0")
+    nodes.add_argument("--head", metavar="HOST:PORT", help="where the others reach node 0")
+    nodes.add_argument(
+        "--interface", metavar="NAME", help="network to use (the one that leads to the head)"
+    )
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    """JSON instead of a table."""
+    command.add_argument("--json", action="store_true", help="print JSON, for programs")
