@@ -44,7 +44,7 @@ def strategy(**zero: Any) -> DeepSpeed:
 
 def derived(chosen: DeepSpeed, layout: Layout | None = None, ranks: int = 4) -> dict[str, Any]:
     world = World(size=ranks)
-    return to_deepspeed(layout or chosen.layout(), chosen, SETUP, world)
+    return to_deepspeed(layout or chosen.layout(), chosen.mesh(world.size), chosen, SETUP, world)
 
 
 # The declaration ---------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_fields_are_strict(zero: dict[str, Any]) -> None:
 # Files -------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, facts: Facts = FACTS) -> Read:
+def read_file(path: Path, facts: Facts = FACTS) -> Read[DeepSpeed]:
     return read(DeepSpeed(config=str(path)), facts)
 
 

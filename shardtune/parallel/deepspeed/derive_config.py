@@ -6,24 +6,22 @@ engine can't run something other than what is declared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
-
-if TYPE_CHECKING:
-    from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from shardtune.parallel.deepspeed.fields import DeepSpeedFields
 
 
 def to_deepspeed(
-    layout: Layout, strategy: DeepSpeed, setup: EngineSetup, world: World
+    layout: Layout, mesh: Mesh, strategy: DeepSpeedFields, setup: EngineSetup, world: World
 ) -> dict[str, Any]:
     """DeepSpeed's configuration. What is divided, sent and put where comes from the layout."""
     zero: dict[str, Any] = _given(strategy.zero_optimization)
-    zero |= _declared(layout, strategy.mesh(world.size))
+    zero |= _declared(layout, mesh)
     homes: dict[str, Home] = {
         "offload_optimizer": layout.home.get("optim", "gpu"),
         "offload_param": layout.home.get("params", "gpu"),

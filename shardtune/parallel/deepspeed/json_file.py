@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -21,9 +21,10 @@ from shardtune.core.lr_schedule import ScheduleKind
 from shardtune.core.setup import OptimizerSetup, Precision
 from shardtune.core.yaml_document import KeyPath, dotted, parse_document
 from shardtune.errors import JobError, Problem, did_you_mean
+from shardtune.parallel.deepspeed.fields import DeepSpeedFields
 from shardtune.parallel.deepspeed.json_keys import KNOWN, NOT_FIELDS, Known, section_of
-from shardtune.parallel.deepspeed.strategy import DeepSpeed
 
+Chosen = TypeVar("Chosen", bound=DeepSpeedFields)
 AUTO = "auto"
 LARGEST_FILE = 1 << 18
 
@@ -52,25 +53,25 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Read:
+class Read(Generic[Chosen]):
     """The file as a strategy, and why each `auto` is what it is."""
 
-    strategy: DeepSpeed
+    strategy: Chosen
     reasons: dict[KeyPath, str]
     """By the job's key, such as `train.learning_rate` or `strategy.zero_optimization.stage`."""
 
 
-def read(strategy: DeepSpeed, facts: Facts) -> Read:
+def read(strategy: Chosen, facts: Facts) -> Read[Chosen]:
     """The strategy that `strategy.config` describes. Raises JobError with every problem of it."""
     assert strategy.config is not None
     others = sorted(strategy.model_fields_set - {"type", "config"})
     if others:
         fact = f"both a file ({strategy.config}) and {', '.join(others)} are given"
         raise JobError(Problem("strategy.config", fact, "keep one; the file takes the same keys"))
-    return _Reader(Path(strategy.config), facts).read()
+    return _Reader(type(strategy), Path(strategy.config), facts).read()
 
 
-def micro_batch(strategy: DeepSpeed, global_batch: int, ranks: int) -> tuple[int, str] | None:
+def micro_batch(strategy: DeepSpeedFields, global_batch: int, ranks: int) -> tuple[int, str] | None:
     """The rows of a forward pass that the file asks for, and the reason; None where it leaves them
     open. A job that leaves them open as well takes the file's."""
     assert strategy.config is not None
@@ -154,15 +155,16 @@ _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-class _Reader:
-    def __init__(self, path: Path, facts: Facts) -> None:
+class _Reader(Generic[Chosen]):
+    def __init__(self, kind: type[Chosen], path: Path, facts: Facts) -> None:
+        self.kind = kind
         self.path = path
         self.facts = facts
         self.problems: list[Problem] = []
         self.reasons: dict[KeyPath, str] = {}
         self.lines: dict[KeyPath, int] = {}
 
-    def read(self) -> Read:
+    def read(self) -> Read[Chosen]:
         value, self.lines = _parse(self.path)
         self._check_keys(value, KNOWN, ())
         if not self.problems:
@@ -228,14 +230,14 @@ class _Reader:
                 key: KeyPath = ("strategy", *path)
                 self.reasons[key] = f"{rule}, which is {self.facts.hidden_size}"
 
-    def _strategy(self, value: Mapping[str, Any]) -> DeepSpeed:
+    def _strategy(self, value: Mapping[str, Any]) -> Chosen:
         fields = {key: child for key, child in value.items() if key not in NOT_FIELDS}
         if "fp16" in fields:
             fields["fp16"] = {k: v for k, v in fields["fp16"].items() if k != "enabled"}
         fields.setdefault("zero_optimization", {}).setdefault("stage", 0)  # DeepSpeed's default
         fields = self._without_auto(fields, ())
         try:
-            return DeepSpeed.model_validate_json(json.dumps(fields))
+            return self.kind.model_validate_json(json.dumps(fields))
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 fact = f"is {json.dumps(item['input'])}: {item['msg']}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardtune.parallel.deepspeed.strategy import (
+from shardtune.parallel.deepspeed.fields import (
     AsyncIO,
     LossScale,
     OffloadOptimizer,

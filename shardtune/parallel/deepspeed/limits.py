@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from ctypes.util import find_library
-from typing import TYPE_CHECKING
 
 from shardtune.errors import Problem
-
-if TYPE_CHECKING:
-    from shardtune.parallel.deepspeed.strategy import ZeRO
+from shardtune.parallel.deepspeed.fields import ZeRO
 
 PLACE = "strategy.zero_optimization"
 

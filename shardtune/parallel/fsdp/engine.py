@@ -7,19 +7,10 @@ it has an axis of slices (`tensor`) too, what is shared out is a slice of each l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
@@ -27,8 +18,9 @@ from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.tensor_shards import Piece
 from shardtune.core.world import World
-from shardtune.engine.native import COMPUTE, NativeEngine
+from shardtune.engine.native import NativeEngine
 from shardtune.parallel.device_mesh import device_mesh, peers
+from shardtune.parallel.fully_shard import sharing
 from shardtune.parallel.tensor.engine import build_sliced, norm_of_spread
 
 
@@ -70,34 +62,6 @@ class FSDPEngine(NativeEngine):
 
     def _home(self) -> Home:
         return "cpu" if self._offload else "gpu"
-
-
-def sharing(
-    setup: EngineSetup, groups: DeviceMesh, *, offload: bool, reshard_after_forward: bool
-) -> Callable[[nn.Module], None]:
-    """Divides a part of a model into shares, over the axes that there are for it."""
-    rows = tuple(axis for axis in groups.mesh_dim_names or () if axis in ("replicate", "shard"))
-    compute = COMPUTE[setup.precision]
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if compute != torch.float32 else None,
-        reduce_dtype=torch.float32,  # sums of many small numbers
-        cast_forward_inputs=False,  # autocast decides, as it does without sharding
-    )
-    pinned = groups.device_type == "cuda"
-    keeping = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-
-    def divide(part: nn.Module) -> None:
-        # peft's wrapper is passed by when a text is generated; the model inside never is.
-        inner = getattr(part, "get_base_model", None)
-        fully_shard(
-            inner() if inner else part,
-            mesh=groups[rows],
-            mp_policy=policy,
-            offload_policy=keeping,
-            reshard_after_forward=reshard_after_forward,
-        )
-
-    return divide
 
 
 def _prefetch(model: nn.Module) -> None:

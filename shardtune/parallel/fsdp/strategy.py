@@ -12,8 +12,7 @@ from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
-from shardtune.parallel.pipeline.strategy import pipeline_rule, pipelining
-from shardtune.parallel.tensor.strategy import tensor_rule
+from shardtune.parallel.axis_rules import pipeline_rule, pipelining, tensor_rule
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine

@@ -13,7 +13,7 @@ from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
-from shardtune.parallel.pipeline.strategy import pipeline_rule
+from shardtune.parallel.axis_rules import pipeline_rule
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine

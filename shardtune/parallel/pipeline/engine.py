@@ -26,7 +26,7 @@ from shardtune.core.world import World
 from shardtune.engine.dtensor import let_go
 from shardtune.engine.native import COMPUTE, NativeEngine, Peers
 from shardtune.parallel.device_mesh import device_mesh, peers
-from shardtune.parallel.fsdp.engine import sharing
+from shardtune.parallel.fully_shard import sharing
 from shardtune.parallel.gather_named import in_turn, union
 from shardtune.parallel.gradients import add_up, square
 from shardtune.parallel.pipeline.build_stages import Divide, Parts

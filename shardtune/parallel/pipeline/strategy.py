@@ -9,16 +9,13 @@ from pydantic import Field
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
-from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
-from shardtune.parallel.tensor.strategy import tensor_rule
+from shardtune.parallel.axis_rules import PipelineSchedule, pipeline_rule, pipelining, tensor_rule
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
-
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class Pipeline(Section):
@@ -48,23 +45,3 @@ class Pipeline(Section):
         from shardtune.parallel.pipeline.engine import PipelineEngine
 
         return PipelineEngine(builder, setup, world, self.layout(), self.mesh(world.size))
-
-
-def pipeline_rule() -> AxisRule:
-    """What the axis of stages divides and sends, in whatever it is combined with."""
-    return AxisRule(
-        "pipeline",
-        divides=frozenset({"params", "grads", "optim", "activations"}),
-        by="layers",
-        moves=(
-            Move("send_recv", "hidden", "micro_batch", per="border"),
-            # A head that is the embedding too lies on the first and on the last stage.
-            Move("all_reduce", "tied", "step"),
-        ),
-    )
-
-
-def pipelining(schedule: PipelineSchedule, chunks: int) -> Pipelining:
-    """The schedule as arithmetic."""
-    stages_of_a_rank = {"interleaved": chunks, "zero_bubble": 2}.get(schedule, 1)
-    return Pipelining(schedule, stages_of_a_rank)

@@ -12,6 +12,7 @@ from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
+from shardtune.parallel.axis_rules import tensor_rule
 from shardtune.parallel.ddp.strategy import DDP
 
 if TYPE_CHECKING:
@@ -39,31 +40,3 @@ class Tensor(Section):
         from shardtune.parallel.tensor.engine import TensorEngine
 
         return TensorEngine(builder, setup, world, self.mesh(world.size))
-
-
-def tensor_rule() -> AxisRule:
-    """What the axis of slices divides and sends, in whatever it is combined with."""
-    gathered = Move("all_gather", "hidden", "micro_batch", per="layer")
-    added = Move("reduce_scatter", "hidden", "micro_batch", per="layer")
-    return AxisRule(
-        "tensor",
-        divides=frozenset({"params", "grads", "optim", "activations"}),
-        by="slices",
-        moves=(
-            # Attention and MLP each gather all tokens and add up their results; the backward pass
-            # mirrors both. What the first layer hands back is wanted only by a trained embedding.
-            *(gathered for _ in range(4)),
-            *(added for _ in range(3)),
-            Move("reduce_scatter", "hidden", "micro_batch", per="return"),
-            # Looked up words are added up, and their gradients gathered.
-            Move("all_reduce", "hidden", "micro_batch", per="start"),
-            Move("all_gather", "embedded", "micro_batch", per="start"),
-            # The head needs all tokens; the loss one number and then two of each trained token.
-            Move("all_gather", "hidden", "micro_batch", per="end"),
-            Move("reduce_scatter", "hidden", "micro_batch", per="end"),
-            Move("all_reduce", "scores", "micro_batch", 3.0, per="end"),
-            # Between stages what flows is whole.
-            Move("all_gather", "hidden", "micro_batch", per="border"),
-            Move("all_reduce", "unsliced", "step"),
-        ),
-    )
