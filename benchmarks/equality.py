@@ -35,8 +35,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "plain, other kernels": PLAIN,
     "fast": FAST,
-    "fast, fp8-base": FAST | {"precision": "fp8-base"},
+    "fast, fp8": FAST,
 }
+"""`train` of each."""
+STORED = {"fast, fp8": {"quantization": "fp8"}}
+"""`model` of those whose frozen weights are stored otherwise."""
 LORA = {"adapter": {"type": "lora", "rank": 16}}
 
 
@@ -48,7 +51,7 @@ def losses(case: Case, way: str, steps: int, device: str, *, tiny: bool) -> list
     document = {
         "launch": {"processes": 1},
         **(LORA if case.lora else {}),
-        "model": {"name": case.model},
+        "model": {"name": case.model, **STORED.get(way, {})},
         "data": {"train": [{"path": "-", "format": "chat"}], "sequence_length": case.length},
         "train": train,
     }

@@ -1,4 +1,4 @@
-"""What 8-bit frozen weights cost in loss: jobs in bf16 and once more with `precision: fp8-base`.
+"""What 8-bit frozen weights cost in loss: jobs in bf16 and with `quantization: fp8`.
 
     python -m benchmarks.fp8_loss job.yaml other.yaml
     python -m benchmarks.fp8_loss --runs BF16 FP8 BF16 FP8
@@ -26,13 +26,13 @@ from benchmarks.table import DOCS, write_table
 LIMIT = 0.005
 LAST = 20  # steps at the end that are looked at by themselves
 HEADINGS = (
-    "model", "data", "machine", "steps", "loss in bf16", "in fp8-base", "difference",
+    "model", "data", "machine", "steps", "loss in bf16", "in fp8", "difference",
     f"of the last {LAST} steps",
 )  # fmt: skip
 
 
-def train(job: Path, precision: str, steps: int, folder: Path) -> Path:
-    words = [f"train.precision={precision}", f"train.steps={steps}", f"save.directory={folder}"]
+def train(job: Path, stored: str, steps: int, folder: Path) -> Path:
+    words = [f"model.quantization={stored}", f"train.steps={steps}", f"save.directory={folder}"]
     command = [sys.executable, "-m", "shardtune", "train", str(job), *words, "--overwrite"]
     subprocess.run(command, check=True, stdout=sys.stderr)
     return folder
@@ -48,8 +48,8 @@ def pairs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Path, Pat
     yield from zip(options.runs[::2], options.runs[1::2], strict=True)
     for number, job in enumerate(options.jobs):
         both = [
-            train(job, precision, options.steps, folder / f"{precision}_{number}")
-            for precision in ("bf16", "fp8-base")
+            train(job, stored, options.steps, folder / f"{stored}_{number}")
+            for stored in ("none", "fp8")
         ]
         yield both[0], both[1]
 

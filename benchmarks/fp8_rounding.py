@@ -3,7 +3,7 @@
     python -m benchmarks.fp8_rounding
 
 A model answers texts with some of its linear layers rounded to e4m3, and is compared with itself in
-fp32. First each number is rounded by itself, then as `precision: fp8-base` does: what inputs
+fp32. First each number is rounded by itself, then as `quantization: fp8` does: what inputs
 usually are is taken off, weights are rounded by data, and the largest channels have a second
 column. All of that is found out on other texts.
 """
@@ -80,7 +80,7 @@ def as_the_product_does(model: Any, layers: Layers, texts: list[Tensor]) -> Iter
     yield "and weights by data"
     for layer in found.values():
         layer.finish()
-    yield "and the largest channels twice: `fp8-base`"
+    yield "and the largest channels twice: `fp8`"
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ MLP, MOST = ({"gradient_checkpointing": level} for level in ("mlp", "most"))
 KEPT = MLP | {"keep_layers": 12}
 AWAY = {"offload_activations": True}
 PAGED = {"optimizer": {"type": "adamw", "paged": True}}
-FP8 = {"precision": "fp8-base"}
+FP8 = {"quantization": "fp8"}
 JOBS: dict[str, dict[str, Any]] = {
     "1 B, all weights, 8 x 2048": job(SMALL, 8, 2048),
     "1 B, all weights, paged, 8 x 2048": job(SMALL, 8, 2048, train=PAGED),
@@ -94,8 +94,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "8 B, LoRA, recomputed, offloaded, 8 x 2048": job(
         LARGE, 8, 2048, adapter=LORA, train=FULL | AWAY
     ),
-    "8 B, LoRA, fp8 base, 8 x 2048": job(LARGE, 8, 2048, adapter=LORA, train=FP8),
-    "8 B, LoRA, fp8 base, mlp, 2 x 8192": job(LARGE, 2, 8192, adapter=LORA, train=FP8 | MLP),
+    "8 B, LoRA, fp8 base, 8 x 2048": job(LARGE, 8, 2048, adapter=LORA, model=FP8),
+    "8 B, LoRA, fp8 base, mlp, 2 x 8192": job(LARGE, 2, 8192, adapter=LORA, model=FP8, train=MLP),
 }
 
 

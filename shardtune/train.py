@@ -62,7 +62,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
         with engine, view:
             if world.device.startswith("cuda"):
                 view.say(agreed(world.gather(how_kept_apart(engine.module()))))
-            if job.train.precision == "fp8-base":
+            if job.model.quantization == "fp8":
                 view.say(how_multiplied(world.device))
             judge = Judge(
                 engine,
@@ -137,7 +137,7 @@ def count_steps(job: Job, data: Loader) -> int:
 
 def how_loaded(job: Job) -> str:
     """What takes its time before the first step."""
-    rounded = job.train.precision == "fp8-base"
+    rounded = job.model.quantization == "fp8"
     compiled = job.train.kernels == "compiled"
     words = ["loading the model"]
     words += ["rounding it by the data"] if rounded else []

@@ -288,8 +288,9 @@ def test_8_bit_frozen_weights_from_the_start_to_the_end(
     job = make_job(
         str(tmp_path / "run"),
         data={"train": [source], "sequence_length": 64},
-        train={"steps": 4, "global_batch": 2, "precision": "fp8-base", "learning_rate": 1e-3},
+        train={"steps": 4, "global_batch": 2, "precision": "bf16", "learning_rate": 1e-3},
         adapter={"type": "lora", "rank": 2},
+        model={"quantization": "fp8"},
         save={"directory": str(tmp_path / "run"), "every": 2, "keep": 3},
     )
     report = train_here(job)

@@ -45,5 +45,9 @@ OTHERS_KEYS = {
 _FLASH = (
     "write sdpa: with `shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
 )
-OTHERS_VALUES = {"flash_attention_3": _FLASH, "flash_attention_4": _FLASH}
-"""The same of values."""
+OTHERS_VALUES = {
+    "flash_attention_3": _FLASH,
+    "flash_attention_4": _FLASH,
+    "fp8-base": "write `model: {quantization: fp8}` and leave train.precision at bf16",
+}
+"""The same of values, and of our own earlier ones."""

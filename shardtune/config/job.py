@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
 from shardtune.core.section import Section
-from shardtune.core.setup import Bits, Loss, Precision, Recompute
+from shardtune.core.setup import Bits, Loss, Precision, Quantization, Recompute
 from shardtune.parallel import DDP, Strategy
 from shardtune.parallel.auto.strategy import spelt_out
 
@@ -54,10 +54,13 @@ class ModelSection(Section):
     as the mean of the others. An adapter trains them through `modules_to_save`."""
     stop_tokens: Auto | tuple[str, ...] = "auto"
     """Tokens that end an answer. `auto` takes the tokenizer's and the generation config's."""
-    quantization: Literal["none", "nf4", "int8"] = "none"
+    quantization: Quantization = "none"
     """How the linear layers of the frozen model are stored: `nf4` takes half a byte a weight (with
-    its scales quantised too), `int8` one. The output head and what an adapter trains stay as they
-    are. Needs an adapter, because such weights can't be trained."""
+    its scales quantised too), `int8` one; both are restored for each matmul. `fp8` (e4m3) is also
+    multiplied in 8 bits, twice as fast on GPUs that do so (Ada, Hopper and later), and takes two
+    bytes, one for each direction; it needs `train.precision: bf16` and `strategy: ddp`. The output
+    head and what an adapter trains stay as they are. Needs an adapter, because such weights can't
+    be trained."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Read it before you allow it."""
 
@@ -239,9 +242,8 @@ class TrainSection(Section):
     warmup_steps: NotNegative = 0
     """Steps in which the rate rises from zero."""
     precision: Precision = "bf16"
-    """Of the computation. Weights that are trained are kept in fp32 in any case. `fp8-base` is bf16
-    with an adapter whose frozen base is held and multiplied in 8 bits: for GPUs that do so twice as
-    fast (Ada, Hopper and later). Under `strategy: ddp`, with `model.quantization: none`."""
+    """Of the computation. Weights that are trained are kept in fp32 in any case; how frozen ones
+    are stored is `model.quantization`."""
     gradient_checkpointing: Auto | Recompute = "none"
     """What the backward pass computes once more instead of keeping it: `none` keeps the result of
     every product (small operations between them are repeated where layers are compiled), `mlp`

@@ -76,9 +76,9 @@ def _chunks(job: Job) -> int | None:
     return strategy.chunks if strategy.chunks != usual else None
 
 
-def _stored(job: Job) -> str:
-    """How frozen weights are held, where it isn't as the computation is."""
-    return "fp8" if job.train.precision == "fp8-base" else job.model.quantization
+def _packed(job: Job) -> bool:
+    """Whether frozen weights are packed in blocks, which are restored for each matmul."""
+    return job.model.quantization in ("nf4", "int8")
 
 
 def _variant(job: Job) -> str:
@@ -208,42 +208,32 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "pissa-needs-all-digits",
         ("adapter", "variant"),
-        lambda job: _stored(job) != "none" and _variant(job) == "pissa",
+        lambda job: job.model.quantization != "none" and _variant(job) == "pissa",
         lambda job: (
             "pissa moves the strongest part of each weight into the adapter; what remains would be "
-            f"quantised ({_stored(job)}) otherwise than by whoever loads the adapter"
+            f"quantised ({job.model.quantization}) otherwise than by whoever loads the adapter"
         ),
-        "use variant: plain, dora or rslora, or set model.quantization: none (and no fp8-base)",
+        "use variant: plain, dora or rslora, or set model.quantization: none",
     ),
     Rule(
-        "fp8-base-needs-adapter",
+        "fp8-computes-in-bf16",
         ("train", "precision"),
-        lambda job: job.train.precision == "fp8-base" and isinstance(job.adapter, NoAdapter),
+        lambda job: job.model.quantization == "fp8" and job.train.precision != "bf16",
         lambda job: (
-            "fp8-base holds frozen weights in 8 bits, and all of them are to be trained: none is "
-            "frozen"
+            f"is {job.train.precision}, but products with weights stored in fp8 are computed in "
+            "bf16, as GPUs scale them row by row"
         ),
-        "train an adapter (`adapter: {type: lora}`), or set train.precision: bf16",
+        "set train.precision: bf16, or model.quantization: none",
     ),
     Rule(
-        "fp8-base-is-the-only-quantisation",
+        "fp8-needs-whole-weights",
         ("model", "quantization"),
-        lambda job: job.train.precision == "fp8-base" and job.model.quantization != "none",
+        lambda job: job.model.quantization == "fp8" and job.strategy.type != "ddp",
         lambda job: (
-            f"the frozen weights are to be held in {job.model.quantization}, and by "
-            "train.precision: fp8-base in 8 bits"
-        ),
-        "set model.quantization: none, or train.precision: bf16",
-    ),
-    Rule(
-        "fp8-base-under-ddp",
-        ("train", "precision"),
-        lambda job: job.train.precision == "fp8-base" and job.strategy.type != "ddp",
-        lambda job: (
-            "fp8-base multiplies with whole weights, each with a scale for its rows; "
+            "fp8 multiplies with whole weights, each with a scale for its rows; "
             f"{job.strategy.type} divides them"
         ),
-        "use strategy: {type: ddp}, or set train.precision: bf16",
+        "use strategy: {type: ddp}, or set model.quantization: none",
     ),
     Rule(
         "new-tokens-are-trained",
@@ -293,9 +283,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "quantised-weights-stay-in-memory",
         ("model", "quantization"),
-        lambda job: (
-            job.model.quantization != "none" and _offload(job).offload_param.device == "nvme"
-        ),
+        lambda job: _packed(job) and _offload(job).offload_param.device == "nvme",
         lambda job: (
             f"weights in {job.model.quantization}, and zero_optimization.offload_param into files: "
             "DeepSpeed reads them back as numbers of the model's precision, which they are not"
@@ -334,7 +322,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tensor-slices-plain-weights",
         ("model", "quantization"),
-        lambda job: _slices(job) > 1 and job.model.quantization != "none",
+        lambda job: _slices(job) > 1 and _packed(job),
         lambda job: (
             f"{job.model.quantization} packs weights in blocks that run across the borders of "
             f"tensor({_slices(job)})'s slices"
@@ -454,7 +442,7 @@ def _lacking(job: Job, machine: Machine) -> list[Problem]:
     needed = {
         "strategy.type": ("deepspeed", "deepspeed", isinstance(job.strategy, DeepSpeed)),
         "train.optimizer.bits": ("bitsandbytes", "quant", _bits(job) == 8),
-        "model.quantization": ("bitsandbytes", "quant", job.model.quantization != "none"),
+        "model.quantization": ("bitsandbytes", "quant", _packed(job)),
     }
     problems = [
         Problem(place, f"{package} is not installed", f"pip install 'shardtune[{extra}]'")

@@ -8,8 +8,10 @@ from typing import Literal
 
 from shardtune.core.lr_schedule import Schedule
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8-base"]
-"""`fp8-base` is bf16, but for products with frozen weights."""
+Precision = Literal["fp32", "bf16", "fp16"]
+"""Of the computation."""
+Quantization = Literal["none", "nf4", "int8", "fp8"]
+"""How the frozen weights of linear layers are stored."""
 Bits = Literal[32, 8]
 BLOCK = 256
 """Numbers of an 8-bit moment that share a scale."""

@@ -40,7 +40,6 @@ COMPUTE = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8-base": torch.bfloat16,
 }
 
 

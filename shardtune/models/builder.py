@@ -21,7 +21,6 @@ from shardtune.models.materialize import (
 from shardtune.models.packed_attention import use_boundaries
 from shardtune.models.peft_adapters import add_adapter, answer_in
 from shardtune.models.quantization.calibration import Texts
-from shardtune.models.quantization.linear import stored_as
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class PretrainedModelBuilder:
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`. Weights to be quantised are never whole in 16 bits."""
-        if stored_as(self.section, self.train.precision) != "none":
+        if self.section.quantization != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
         use_boundaries(model, device, DTYPES[self.train.precision])

@@ -28,7 +28,6 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8-base": torch.bfloat16,
 }
 """What a computation is in, of the parts that aren't stored otherwise."""
 

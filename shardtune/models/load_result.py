@@ -10,7 +10,6 @@ from shardtune.core.setup import Precision
 from shardtune.models.fused.apply import Speed
 from shardtune.models.load import explaining, load_base
 from shardtune.models.materialize import build_in_parts
-from shardtune.models.quantization.linear import stored_as
 
 _FIX = "write it again: shardtune train RUN/job.yaml --resume"
 
@@ -22,7 +21,6 @@ def load_result(folder: str, section: ModelSection, precision: Precision) -> Any
     way. To merge it, load it on the original ones (`unquantised`). 8-bit floating point is a way to
     multiply faster while training, not another model: its adapter is put on the original ones.
     """
-    precision = "bf16" if precision == "fp8-base" else precision
     if not (Path(folder) / "adapter_config.json").is_file():
         own = {"name": folder, "revision": None, "add_tokens": ()}  # it has them already
         whole = section.model_copy(update=own)
@@ -43,7 +41,7 @@ def unquantised(section: ModelSection) -> ModelSection:
 
 
 def _base(section: ModelSection, precision: Precision) -> Any:
-    if stored_as(section, precision) == "none":
+    if section.quantization in ("none", "fp8"):
         return load_base(section, precision)
     return build_in_parts(
         section,

@@ -27,7 +27,7 @@ from shardtune.models.packed_attention import use_boundaries
 from shardtune.models.peft_adapters import answer_in, initialise, insert, measure_again
 from shardtune.models.quantization.calibration import Passage, Texts, holders, in_turn
 from shardtune.models.quantization.fp8 import FP8Linear
-from shardtune.models.quantization.linear import QuantisedLinear, quantisable, stored_as, swap
+from shardtune.models.quantization.linear import QuantisedLinear, quantisable, swap
 from shardtune.models.weight_files import NoFiles, WeightFiles
 
 Divide = Callable[[nn.Module], None]
@@ -61,7 +61,7 @@ def build_in_parts(
     names = Names.of(model, WeightFiles.find(section), section)
     frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
     built = frame.fill(device, divide, seed=seed, left_out=left_out)
-    if stored_as(section, precision) == "fp8" and (found := texts()):
+    if section.quantization == "fp8" and (found := texts()):
         frame.accustom(device, found)
     return built
 
@@ -91,7 +91,7 @@ class Frame:
         if adapter is None:
             model.requires_grad_(False)
             adapter = NoAdapter()
-        compute, kind = DTYPES[precision], stored_as(section, precision)
+        compute, kind = DTYPES[precision], section.quantization
         layers = decoder_layers(model)
         saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
         linears = quantisable(layers, saved) if kind != "none" else set()

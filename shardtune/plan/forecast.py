@@ -221,15 +221,15 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     autocast = native and not shared and not halves and train.precision != "fp32"
     whole = mesh.data_ranks == mesh.size  # layers that are cut leave the logits to the model
     order = job.strategy.layout().pipelining
-    quantised = {"none": None, "nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}[job.model.quantization]
+    packed = {"nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}.get(job.model.quantization)
     return Workload(
         micro_batch=micro,
         sequence=job.data.sequence_length,
         microbatches=microbatches,
         widths=widths(job, microbatches, halves=halves),
         adapter=adapter(job, shape),
-        packed_bits=quantised,
-        fp8=train.precision == "fp8-base",
+        packed_bits=packed,
+        fp8=job.model.quantization == "fp8",
         checkpointing="none" if level == "auto" else level,
         kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,

@@ -77,9 +77,7 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
             yield train({**own, **again})
         lean = {**fused, **again}
         yield train(lean)
-    if job.train.precision == "fp8-base":  # what follows divides weights, or packs them
-        lean = {**lean, "precision": "bf16"}
-    names, leaner = train(lean)
+    names, leaner = _without_fp8(*train(lean))  # what follows divides weights, or packs them
     if job.halves_weights(cluster.gpus) and cluster.gpu.name != "CPU":
         for update in ({}, own, *levels, lean):  # the least beside it that is enough
             yield _paged(*train(update))
@@ -107,6 +105,14 @@ def _unpaged(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
         return names, job
     train = job.train.model_copy(update={"optimizer": rule.model_copy(update={"paged": False})})
     return {**names, "train.optimizer.paged": False}, job.model_copy(update={"train": train})
+
+
+def _without_fp8(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
+    """The same with frozen weights stored as they are computed with."""
+    if job.model.quantization != "fp8":
+        return names, job
+    model = job.model.model_copy(update={"quantization": "none"})
+    return {**names, "model.quantization": "none"}, job.model_copy(update={"model": model})
 
 
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:

@@ -274,6 +274,6 @@ class Run:
             dtype=own_dtype(job.model),
         )
         reloaded = load_result(str(target), job.model, held_precision(job.adapter, job.train))
-        in_8_bits = job.train.precision == "fp8-base"
+        in_8_bits = job.model.quantization == "fp8"
         computed = E4M3 if in_8_bits else DTYPES[job.train.precision]
         return check_result(reloaded, trained, logits, probe, written=written, computed=computed)

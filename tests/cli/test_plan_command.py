@@ -61,7 +61,7 @@ def test_estimate_says_what_would_fit(job: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["train.precision=fp8-base"], "train.precision"),
+        (["model.quantization=fp8"], "model.quantization"),
         (["model.quantization=nf4"], "model.quantization"),
         (["train.optimizer.paged=true", "train.optimizer.bits=8"], "train.optimizer.paged"),
         (["train.steps=5", "train.warmup_steps=9"], "train.warmup_steps"),
@@ -80,7 +80,7 @@ def test_what_can_not_run_is_refused_as_by_train(
 def test_estimate_refuses_what_plan_would_leave_out(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["adapter.type=lora", "train.precision=fp8-base"]
+    words = ["adapter.type=lora", "model.quantization=fp8"]
     assert main(["plan", str(job), "--cluster", "1xH200", *words]) == 0
     assert main(["estimate", str(job), "--cluster", "1xH200", *words, "strategy.type=fsdp"]) == 2
     assert "fsdp divides them" in capsys.readouterr().err

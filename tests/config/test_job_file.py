@@ -142,6 +142,10 @@ WRONG = {
         "'flash_attention_2'\n    fix: write sdpa: with `shardtune[flash]` installed it is "
         "FlashAttention 4 on GPUs that can have it"
     ),
+    "train.precision=fp8-base": (
+        "command line: train.precision: is \"fp8-base\"; it must be 'fp32', 'bf16' or 'fp16'\n"
+        "    fix: write `model: {quantization: fp8}` and leave train.precision at bf16"
+    ),
     "data.train.0.type=alpaca": (
         "command line: data.train.0.type: unknown key\n    fix: known here: path, format, name, "
         "split, columns, template, overflow, weight"

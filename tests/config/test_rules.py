@@ -91,41 +91,32 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "adapter.variant",
             "pissa moves the strongest part of each weight into the adapter; what remains would be "
             "quantised (nf4) otherwise than by whoever loads the adapter",
-            "use variant: plain, dora or rslora, or set model.quantization: none (and no fp8-base)",
+            "use variant: plain, dora or rslora, or set model.quantization: none",
         ),
     ),
-    "fp8-base-needs-adapter": (
-        {"train": {"precision": "fp8-base"}, "adapter": {"type": "none"}},
+    "fp8-computes-in-bf16": (
+        {
+            "model": {"name": "m", "quantization": "fp8"},
+            "adapter": {"type": "lora"},
+            "train": {"precision": "fp32"},
+        },
         Problem(
             "train.precision",
-            "fp8-base holds frozen weights in 8 bits, and all of them are to be trained: none is "
-            "frozen",
-            "train an adapter (`adapter: {type: lora}`), or set train.precision: bf16",
+            "is fp32, but products with weights stored in fp8 are computed in bf16, as GPUs scale "
+            "them row by row",
+            "set train.precision: bf16, or model.quantization: none",
         ),
     ),
-    "fp8-base-is-the-only-quantisation": (
+    "fp8-needs-whole-weights": (
         {
-            "model": {"name": "m", "quantization": "int8"},
+            "model": {"name": "m", "quantization": "fp8"},
             "adapter": {"type": "lora"},
-            "train": {"precision": "fp8-base"},
+            "strategy": {"type": "fsdp"},
         },
         Problem(
             "model.quantization",
-            "the frozen weights are to be held in int8, and by train.precision: fp8-base in 8 bits",
-            "set model.quantization: none, or train.precision: bf16",
-        ),
-    ),
-    "fp8-base-under-ddp": (
-        {
-            "adapter": {"type": "lora"},
-            "strategy": {"type": "fsdp"},
-            "train": {"precision": "fp8-base"},
-        },
-        Problem(
-            "train.precision",
-            "fp8-base multiplies with whole weights, each with a scale for its rows; fsdp divides "
-            "them",
-            "use strategy: {type: ddp}, or set train.precision: bf16",
+            "fp8 multiplies with whole weights, each with a scale for its rows; fsdp divides them",
+            "use strategy: {type: ddp}, or set model.quantization: none",
         ),
     ),
     "new-tokens-are-trained": (
@@ -395,10 +386,14 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "adapter": {"type": "lora", "modules_to_save": ["embed_tokens"]},
     },
     "8-bit weights below LoRA": {
+        "model": {"name": "m", "quantization": "fp8"},
         "adapter": {"type": "lora"},
-        "train": {"precision": "fp8-base", "gradient_checkpointing": "most"},
+        "train": {"gradient_checkpointing": "most"},
     },
-    "8-bit weights below IA3": {"adapter": {"type": "ia3"}, "train": {"precision": "fp8-base"}},
+    "8-bit weights below IA3": {
+        "model": {"name": "m", "quantization": "fp8"},
+        "adapter": {"type": "ia3"},
+    },
     "some recomputation of divided weights": {
         "strategy": {"type": "fsdp"},
         "train": {"gradient_checkpointing": "mlp"},
@@ -423,7 +418,7 @@ def test_deepspeed_recomputes_all_or_nothing(stage: int) -> None:
 
 def test_what_pissa_leaves_is_not_held_in_8_bits() -> None:
     adapter = {"type": "lora", "variant": "pissa"}
-    job = resolved(train={"precision": "fp8-base"}, adapter=adapter)
+    job = resolved(model={"name": "m", "quantization": "fp8"}, adapter=adapter)
     (problem,) = problems(job)
     assert problem.place == "adapter.variant"
     assert "quantised (fp8)" in problem.fact

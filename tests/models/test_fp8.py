@@ -13,7 +13,7 @@ from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
 from shardtune.core.fp8_memory import ROOM, square
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.model import shape
-from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.core.setup import EngineSetup, OptimizerSetup, Quantization
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.measure.allocation_ledger import Ledger
@@ -49,10 +49,12 @@ def filled(outputs: int, inputs: int, seed: int = 0, compute: torch.dtype = torc
     return layer
 
 
-def build(folder: Path, precision: str, adapter: Adapter | None = None, **train: Any) -> Any:
-    section = TrainSection(precision=precision, **train)
+def build(
+    folder: Path, quantization: Quantization, adapter: Adapter | None = None, **train: Any
+) -> Any:
+    model = ModelSection(name=str(folder), quantization=quantization)
     adapter = adapter or LoRA(rank=4)
-    return PretrainedModelBuilder(ModelSection(name=str(folder)), adapter, section).whole("cpu")
+    return PretrainedModelBuilder(model, adapter, TrainSection(**train)).whole("cpu")
 
 
 def loss_of(model: Any) -> Tensor:
@@ -184,7 +186,7 @@ def test_the_loss_is_near_to_that_in_bf16(
     folder: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda layer: None)  # its way, without the compiler
-    plain, model = build(folder, "bf16"), build(folder, "fp8-base", kernels=kernels)
+    plain, model = build(folder, "none"), build(folder, "fp8", kernels=kernels)
     kinds = [k for m in model.modules() for k in (Joining, GatedMLP) if isinstance(m, k)]
     assert kinds == ([Joining, GatedMLP] * 3 if kernels == "compiled" else [])
     expected, found = loss_of(plain), loss_of(model)
@@ -202,21 +204,21 @@ def test_the_loss_is_near_to_that_in_bf16(
     "adapter", [IA3(), LoRA(rank=4, variant="dora"), LoRA(rank=4, dropout=0.1)], ids=str
 )
 def test_other_adapters_are_above_8_bits_too(folder: Path, adapter: Adapter) -> None:
-    model = build(folder, "fp8-base", adapter)
+    model = build(folder, "fp8", adapter)
     loss_of(model).backward()
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float32 and p.grad is not None for p in trained)
-    plain = build(folder, "bf16", adapter)
+    plain = build(folder, "none", adapter)
     near = float(loss_of(plain.eval()).detach())
     assert float(loss_of(model.eval()).detach()) == pytest.approx(near, rel=0.03)
 
 
 def test_joint_weights_are_counted_once(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda layer: None)
-    setup = EngineSetup("fp8-base", OptimizerSetup(), Schedule("constant", 1e-3, 0, 9), 1.0, seed=0)
+    setup = EngineSetup("bf16", OptimizerSetup(), Schedule("constant", 1e-3, 0, 9), 1.0, seed=0)
     held = {}
     for kernels in ("eager", "compiled"):
-        model = build(wide, "fp8-base", kernels=kernels)
+        model = build(wide, "fp8", kernels=kernels)
         with NativeEngine(model, setup, World()) as engine:
             held[kernels] = engine.held().bytes["params", "gpu"]
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -237,14 +239,14 @@ def test_a_saved_adapter_is_loaded_on_the_original_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda layer: None)
-    model = build(folder, "fp8-base", kernels="compiled").eval()
+    model = build(folder, "fp8", kernels="compiled").eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data = some(parameter.shape, seed=5) / 5
     model.save_pretrained(tmp_path / "result")
     model.generation_config.save_pretrained(tmp_path / "result")
-    section = ModelSection(name=str(folder))
-    loaded = load_result(str(tmp_path / "result"), section, "fp8-base").eval()
+    section = ModelSection(name=str(folder), quantization="fp8")
+    loaded = load_result(str(tmp_path / "result"), section, "bf16").eval()
     assert not any(isinstance(m, AdaptedLinear | FP8Linear) for m in loaded.modules())
     assert {p.dtype for n, p in loaded.named_parameters() if "lora" not in n} == {torch.bfloat16}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -382,9 +384,8 @@ def test_channels_that_say_nothing_leave_weights_as_they_are() -> None:
 
 
 def rounded_by(folder: Path, adapter: Adapter, texts: list[list[int]], **train: Any) -> Any:
-    section = TrainSection(precision="fp8-base", **train)
-    given = PretrainedModelBuilder(ModelSection(name=str(folder)), adapter, section, lambda: texts)
-    return given.whole("cpu")
+    model = ModelSection(name=str(folder), quantization="fp8")
+    return PretrainedModelBuilder(model, adapter, TrainSection(**train), lambda: texts).whole("cpu")
 
 
 TEXTS = [IDS[0].tolist(), IDS[1, :5].tolist()]
@@ -552,13 +553,13 @@ def test_a_model_is_rounded_by_texts(
     round these by what differs."""
     monkeypatch.setattr(nn.Module, "compile", lambda layer: None)
     model = rounded_by(wide, LoRA(rank=4), TEXTS, kernels=kernels)
-    plain = dict(build(wide, "bf16").named_parameters())
+    plain = dict(build(wide, "none").named_parameters())
     heard: dict[str, list[Tensor]] = {}
 
     def listen(module: nn.Module, given: tuple[Tensor, ...], name: str) -> None:
         heard.setdefault(name, []).append(given[0].flatten(0, -2).float())
 
-    other = build(wide, "fp8-base")  # the same numbers, without having heard anything
+    other = build(wide, "fp8")  # the same numbers, without having heard anything
     for name, module in other.named_modules():
         if isinstance(module, FP8Linear):
             module.register_forward_pre_hook(lambda m, x, name=name: listen(m, x, name))
@@ -590,7 +591,7 @@ def test_a_model_is_rounded_by_texts(
         better += off[0] < 0.5 * off[1]
         assert (whole.heard, whole.factor) == (None, None)
     assert better >= 19  # of 21
-    assert float(loss_of(model)) == pytest.approx(float(loss_of(build(wide, "bf16"))), rel=0.03)
+    assert float(loss_of(model)) == pytest.approx(float(loss_of(build(wide, "none"))), rel=0.03)
 
 
 @pytest.mark.parametrize("variant", ["plain", "dora"])
@@ -608,7 +609,7 @@ def held_by(world: World, folder: str) -> list[bytes]:
     own = [text[: 5 - 2 * world.rank] for text in TEXTS]
     model = rounded_by(Path(folder), LoRA(rank=4), own)
     before = [bytes_of(m.weight).numpy().tobytes() for m in model.modules() if _is_eight(m)]
-    setup = EngineSetup("fp8-base", OptimizerSetup(), Schedule("constant", 1e-3, 0, 9), 1.0, seed=0)
+    setup = EngineSetup("bf16", OptimizerSetup(), Schedule("constant", 1e-3, 0, 9), 1.0, seed=0)
     with DDPEngine(model, setup, world):
         layers = [m for m in model.modules() if _is_eight(m)]
         kept = [

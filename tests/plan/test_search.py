@@ -232,15 +232,16 @@ def test_what_is_loaded_is_counted() -> None:
 
 
 def test_8_bit_weights_that_do_not_fit_are_given_up_for_others() -> None:
-    """Only whole weights are held so; what divides or packs them needs another precision."""
+    """Only whole weights are held so; what divides or packs them stores them otherwise."""
     what = job(
         "llama-2-13b",
         adapter=LORA,
-        train={"precision": "fp8-base", "micro_batch": 1, "gradient_checkpointing": "full"},
+        model={"quantization": "fp8"},
+        train={"micro_batch": 1, "gradient_checkpointing": "full"},
     )
     change = smallest_change(what, known_model("llama-2-13b"), parse_cluster("2xRTX4090"))
     assert change is not None
-    assert change.values["train.precision"] == "bf16"
+    assert change.values["model.quantization"] == "none"
     assert change.values["strategy.type"] == "fsdp"
     assert not change.same_result
 

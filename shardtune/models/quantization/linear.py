@@ -14,17 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardtune.config.job import ModelSection
-from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 
 PLACE = "model.quantization"
 Quantised = Literal["nf4", "int8", "fp8"]
-
-
-def stored_as(section: ModelSection, precision: Precision) -> Literal["none"] | Quantised:
-    """How frozen weights of linear layers are held, where it isn't as the computation is."""
-    return "fp8" if precision == "fp8-base" else section.quantization
 
 
 def quantisable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Module]:

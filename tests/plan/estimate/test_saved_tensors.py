@@ -21,6 +21,7 @@ SMALL, LARGE, HUGE = (f"meta-llama/Llama-{size}" for size in ("3.2-1B", "3.1-8B"
 SHAPE = known_model(LARGE)
 COMPILED = Workload(8, 2048, adapter=Adapter(16), kernels="compiled", counted=True, autocast=True)
 LORA = {"type": "lora", "rank": 16}
+FP8 = {"quantization": "fp8"}
 LEVELS = ("none", "mlp", "most", "full")
 
 
@@ -65,9 +66,9 @@ def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
     [
         # One H200, torch 2.11, our own path.
         (lora(), 63.4, 919, 0.05),
-        (lora(precision="fp8-base"), 63.4, 627, 0.05),
+        (foretold(adapter=LORA, model=FP8), 63.4, 627, 0.05),
         (long_rows(), 63.4, 1097, 0.05),
-        (long_rows(precision="fp8-base"), 63.4, 804, 0.05),
+        (foretold(adapter=LORA, rows=2, length=8192, model=FP8), 63.4, 804, 0.05),
         (long_rows(gradient_checkpointing="mlp", keep_layers=8), 42.4, 1233, 0.05),
         (nf4(), 53.7, 950, 0.05),
         (lora(gradient_checkpointing="most", offload_activations=True), 19.2, 1207, 0.06),
@@ -138,10 +139,7 @@ def test_products_that_are_not_wide_are_kept() -> None:
 
 def test_an_8_bit_base_needs_a_gpu_that_multiplies_so() -> None:
     for gpu, faster in (("H200", True), ("H100", True), ("RTX4090", True), ("A100-80GB", False)):
-        wide, narrow = (
-            foretold(adapter=LORA, gpu=gpu, train={"precision": precision})
-            for precision in ("bf16", "fp8-base")
-        )
+        wide, narrow = (foretold(adapter=LORA, gpu=gpu, model=model) for model in ({}, FP8))
         assert (narrow.speed.step.total < 0.9 * wide.speed.step.total) is faster
         # As much for two directions as for one in 16 bits, and 64 columns more of 4096 and 14336.
         more = narrow.memory.gpu["params"] - wide.memory.gpu["params"]
