@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +256,9 @@ def on_an_h200(rows: int, **train: Any) -> Forecast:
         train={"steps": 100, "global_batch": rows, **train},
     )
     shape, cluster = shape_of(job.model), parse_cluster("1xH200")
-    resolved = resolve(job, Machine(cores=16, gpus=1), 1)
-    return forecast(within_memory(resolved, shape, cluster).job, shape, cluster)
+    planner = partial(within_memory, shape=shape, cluster=cluster)
+    chosen = resolve(job, Machine(cores=16, gpus=1), 1, planner=planner).job
+    return forecast(chosen, shape, cluster)
 
 
 def rows_at_once() -> str:

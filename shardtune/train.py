@@ -24,7 +24,7 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.packed_attention import agreed, how_kept_apart
 from shardtune.models.packing_check import require_isolation
 from shardtune.models.quantization.fp8 import how_multiplied
-from shardtune.plan.this_machine import look
+from shardtune.plan.this_machine import forecast_here
 from shardtune.report.live import RunView
 from shardtune.training.agreement import require_agreement
 from shardtune.training.engine_setup import make_plan
@@ -75,7 +75,10 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
             )
             keep, background = job.save.keep, job.save.background
             saver = Saver(files.checkpoints, world, keep=keep, background=background)
-            digests, foretold = inputs.data.digests(), look(job, Machine.here(), world.nodes)
+            digests, foretold = (
+                inputs.data.digests(),
+                forecast_here(job, Machine.here(), world.nodes),
+            )
             run = Run(job, world, engine, judge, files, view, digests, saver, foretold)
             rehearse(run, data)
             progress = run.resume() if resume else run.begin()

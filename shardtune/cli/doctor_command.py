@@ -21,7 +21,6 @@ from shardtune.measure.bandwidth import Link, receive, send
 from shardtune.measure.node_checks import CLOCK, Finding, findings, local_facts
 
 if TYPE_CHECKING:
-    from shardtune.config.auto import ResolvedJob
     from shardtune.config.job import Job
     from shardtune.launch.multi_node import Meeting, Node
 
@@ -79,22 +78,17 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace, nodes: int) -> tuple[Job | None, list[Finding]]:
     """The job as it would run, and what is wrong with it."""
+    from shardtune.cli.train_command import resolve_here
     from shardtune.config.job_file import load_job
 
     if arguments.job is None:
         return None, []
     loaded = load_job(arguments.job, arguments.overrides)
     try:
-        return _resolved(arguments, nodes).job, []
+        return resolve_here(loaded, runs_here=True, nodes=nodes).job, []
     except ShardtuneError as error:
         problems = error.problems
         return loaded.job, [Finding("bad", each.place, each.fact, each.fix) for each in problems]
-
-
-def _resolved(arguments: argparse.Namespace, nodes: int) -> ResolvedJob:
-    from shardtune.cli.train_command import read_job
-
-    return read_job(arguments, runs_here=True, nodes=nodes)[1]
 
 
 @contextmanager
@@ -173,16 +167,16 @@ def _need(job: Job, nodes: int, slowest: Link) -> Finding:
     """What the slowest link means for the job."""
     from shardtune.core.machine import Machine
     from shardtune.plan.model_config import shape_of
-    from shardtune.plan.this_machine import look
+    from shardtune.plan.this_machine import forecast_here
 
-    foretold = look(job, Machine.here(), nodes)
+    predicted = forecast_here(job, Machine.here(), nodes)
     parameters = shape_of(job.model).parameters
     if gathers_everywhere(job):
         bits = RULE_BITS * parameters / nodes
         how = f"48 bits x {parameters / 1e6:,.3g} M parameters / {nodes} nodes"
-    elif foretold is not None:
-        per_gpu = foretold.summary()["traffic"]["inter_node"] * 2**30
-        bits = per_gpu * 8 * foretold.cluster.gpus_per_node
+    elif predicted is not None:
+        per_gpu = predicted.summary()["traffic"]["inter_node"] * 2**30
+        bits = per_gpu * 8 * predicted.cluster.gpus_per_node
         how = f"{job.strategy.type} on {nodes} nodes"
     else:
         return Finding("good", "job", "what it sends can't be forecast for this model or device")
@@ -191,7 +185,7 @@ def _need(job: Job, nodes: int, slowest: Link) -> Finding:
         f"about {bits / 1e9:.3g} Gbit leave each node in a step ({how}): {seconds:.3g} s at "
         f"{slowest.gbps:.3g} Gbit/s"
     )
-    computing = foretold.speed.step.compute if foretold is not None else None
+    computing = predicted.speed.step.compute if predicted is not None else None
     if computing is None or seconds <= computing:
         return Finding("good", "job", fact)
     fact += f", and a step computes for about {computing:.3g} s: the network limits the run"

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from shardtune.cli.arguments import Commands, add_command, add_job, add_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardtune.config.auto import ResolvedJob
+    from shardtune.config.auto import Planner, ResolvedJob
     from shardtune.config.job import Job
     from shardtune.config.job_file import LoadedJob
     from shardtune.core.model.shape import ModelShape
@@ -75,8 +76,8 @@ def estimate(arguments: argparse.Namespace) -> int:
     from shardtune.plan.forecast import forecast
     from shardtune.plan.this_machine import offer, shortage
 
-    loaded, resolved, shape, cluster = _given(arguments)
-    job = _spread(resolved, shape, cluster)
+    loaded, shape, cluster = _given(arguments)
+    job = _resolved(loaded, cluster, partial(_spread, shape=shape, cluster=cluster))
     check(job, _place(loaded))
     found = forecast(job, shape, cluster)
     summary = found.summary()
@@ -142,12 +143,14 @@ def plan(arguments: argparse.Namespace) -> int:
     from shardtune.plan.search import rank
     from shardtune.plan.this_machine import offer
 
-    loaded, resolved, shape, cluster = _given(arguments)
-    ranking = rank(resolved.job, shape, cluster, arguments.minimise)
-    if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
-        check(_spread(resolved, shape, cluster), _place(loaded))
-    best = ranking.best
-    fix = "" if best else offer(_spread(resolved, shape, cluster), shape, cluster)
+    loaded, shape, cluster = _given(arguments)
+    ranking = rank(_resolved(loaded, cluster), shape, cluster, arguments.minimise)
+    best, fix = ranking.best, ""
+    if best is None:
+        as_asked = _resolved(loaded, cluster, partial(_spread, shape=shape, cluster=cluster))
+        if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
+            check(as_asked, _place(loaded))
+        fix = offer(as_asked, shape, cluster)
     if arguments.json:
         print(json.dumps(_summary(ranking, fix), indent=2))
     else:
@@ -204,16 +207,11 @@ def _summary(ranking: Any, fix: str) -> dict[str, Any]:
     }
 
 
-def _given(
-    arguments: argparse.Namespace,
-) -> tuple[LoadedJob, ResolvedJob, ModelShape, Cluster]:
-    """The job, and as it would run on GPUs, its model's shape, and the cluster. Nothing is
-    opened."""
+def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluster]:
+    """The job, its model's shape, and the cluster. Nothing is opened."""
     from dataclasses import replace
 
-    from shardtune.config.auto import resolve
     from shardtune.config.job_file import load_job
-    from shardtune.core.machine import Machine
     from shardtune.errors import JobError, Problem
     from shardtune.plan.cluster import parse_cluster
     from shardtune.plan.model_config import shape_of
@@ -225,9 +223,16 @@ def _given(
             raise JobError(Problem("--price", fact, "give what a GPU costs for an hour"))
         cluster = replace(cluster, price_per_gpu_hour=arguments.price)
     loaded = load_job(arguments.job, arguments.overrides)
+    return loaded, shape_of(loaded.job.model), cluster
+
+
+def _resolved(loaded: LoadedJob, cluster: Cluster, planner: Planner | None = None) -> Job:
+    """The job as it would run on all GPUs of the cluster."""
+    from shardtune.config.auto import resolve
+    from shardtune.core.machine import Machine
+
     machine = Machine(cores=16 * cluster.gpus_per_node, gpus=cluster.gpus)
-    resolved = resolve(loaded.job, machine, cluster.gpus, nodes=cluster.nodes)
-    return loaded, resolved, shape_of(resolved.job.model), cluster
+    return resolve(loaded.job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner).job
 
 
 def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:
@@ -235,17 +240,17 @@ def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:
     return lambda path: "--cluster" if path[0] == "launch" else loaded.place(path)
 
 
-def _spread(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) -> Job:
+def _spread(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
     """The job with the strategy that it asks for; `auto` is the best, or DDP where nothing fits.
     Likewise with its micro-batch and what it computes again."""
+    from shardtune.config.auto import ResolvedJob
     from shardtune.parallel import DDP, AutoStrategy
     from shardtune.plan.memory_budget import within_memory
     from shardtune.plan.search import rank
 
-    job = resolved.job
     if not isinstance(job.strategy, AutoStrategy):
-        return within_memory(resolved, shape, cluster).job
+        return within_memory(job, shape, cluster)
     best = rank(job, shape, cluster).best
     if best is not None and best.found is not None:
-        return best.found.job
-    return job.model_copy(update={"strategy": DDP()})
+        return ResolvedJob(best.found.job, {})
+    return ResolvedJob(job.model_copy(update={"strategy": DDP()}), {})

@@ -28,9 +28,8 @@ from shardtune.launch.slurm_env import slurm_step
 if TYPE_CHECKING:
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.auto import ResolvedJob
-    from shardtune.config.job import Job
+    from shardtune.config.job import Job, RayLaunch
     from shardtune.config.job_file import LoadedJob
-    from shardtune.core.machine import Machine
     from shardtune.core.yaml_document import KeyPath
     from shardtune.launch.multi_node import Node
     from shardtune.launch.peers import Company
@@ -66,64 +65,50 @@ def add_parser(commands: Commands) -> None:
     )
 
 
-def read_job(
-    arguments: argparse.Namespace, *, runs_here: bool = False, nodes: int = 1
-) -> tuple[LoadedJob, ResolvedJob]:
-    """The job, checked; where it is to run here, against what this machine has, too."""
-    from shardtune.config.auto import resolve
+def read_job(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
+    """The job, checked."""
     from shardtune.config.job_file import load_job
+
+    loaded = load_job(arguments.job, arguments.overrides)
+    return loaded, resolve_here(loaded)
+
+
+def resolve_here(
+    loaded: LoadedJob, *, runs_here: bool = False, nodes: int = 1, resume: bool = False
+) -> ResolvedJob:
+    """The job with a value for each `auto`, checked; where it is to run here, against what this
+    machine has, too."""
+    from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.config.auto import resolve
     from shardtune.config.rules import check
     from shardtune.core.machine import Machine
-    from shardtune.plan.this_machine import planned
+    from shardtune.plan.this_machine import planner_here
 
-    loaded, machine = load_job(arguments.job, arguments.overrides), Machine.here()
+    job, machine = loaded.job, Machine.here()
     nodes = max(nodes, outside_nodes())
-    resolved = resolve(loaded.job, machine, outside_ranks(), nodes=nodes)
-    if resolved.rows_open and getattr(arguments, "resume", False):
-        resolved = _as_begun(resolved, machine, nodes)
-    resolved = planned(resolved, machine, nodes)
+    begun = RunDir(Path(job.save.directory).expanduser()).read_job if resume else None
+    planner = planner_here(machine, nodes, begun)
+    resolved = resolve(job, machine, outside_ranks(), nodes=nodes, planner=planner)
     check(resolved.job, loaded.place, machine if runs_here else None)
-    return loaded, resolved
-
-
-def _as_begun(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
-    """With the micro-batch that the run has had so far, if it is on as many ranks and fits: another
-    one would add up in another order."""
-    from dataclasses import replace
-
-    from shardtune.checkpoint.run_dir import RunDir
-    from shardtune.plan.this_machine import look
-
-    job = resolved.job
-    begun = RunDir(Path(job.save.directory).expanduser()).read_job()
-    if begun is None or begun.launch.processes != job.launch.processes:
-        return resolved
-    train = job.train.model_copy(update={"micro_batch": begun.train.micro_batch})
-    job = job.model_copy(update={"train": train})
-    found = look(job, machine, nodes)
-    if found is not None and not found.fits:
-        return resolved
-    reasons: dict[KeyPath, str] = {("train", "micro_batch"): "as the run was begun"}
-    return replace(resolved, job=job, reasons=resolved.reasons | reasons, rows_open=False)
+    return resolved
 
 
 def start(arguments: argparse.Namespace) -> int:
     """The command `train`."""
+    from shardtune.config.job import RayLaunch
+    from shardtune.config.job_file import load_job
+
     node = this_node(arguments)
     if outside_ranks() is not None:
         return _as_rank(arguments)
-    if on_ray := _for_ray(arguments):
-        if node is not None:
-            fact = "a job with `launch: {type: ray}` runs on the nodes that Ray has"
-            raise JobError(Problem("--nodes", fact, "leave it out, or set launch.type: local"))
-        from shardtune.cli.train_on_ray import start_on_ray
-
-        return start_on_ray(arguments, on_ray, _run_directory(arguments, on_ray, on_ray.job))
-    nodes = node.count if node else 1
-    loaded, resolved = read_job(arguments, runs_here=True, nodes=nodes)
-    job, first = resolved.job, node is None or node.number == 0
+    loaded = load_job(arguments.job, arguments.overrides)
+    if isinstance(loaded.job.launch, RayLaunch):
+        return _start_on_ray(arguments, loaded, loaded.job.launch, node)
+    nodes, first = node.count if node else 1, node is None or node.number == 0
+    resolved = resolve_here(loaded, runs_here=True, nodes=nodes, resume=arguments.resume)
+    job = resolved.job
     run = _run_directory(arguments, loaded, job, first=first)
-    foretold = _foretold(arguments, job, nodes)
+    predicted = _predicted(arguments, job, nodes)
 
     from shardtune.core.yaml_document import dump_document
     from shardtune.launch.supervisor import run_local
@@ -131,7 +116,7 @@ def start(arguments: argparse.Namespace) -> int:
 
     with _company(node, job) as company, _locked(run, first), tempfile.TemporaryDirectory() as temp:
         with _telling(company):
-            inputs = _open(job, resolved, foretold if first else None, quiet=not first)
+            inputs = _open(job, resolved, predicted if first else None, quiet=not first)
             if first:
                 run.prepare(overwrite=arguments.overwrite)
             _agree_on(company, job, inputs, run)
@@ -145,7 +130,7 @@ def start(arguments: argparse.Namespace) -> int:
             processes=int(job.launch.processes) // nodes,
             threads=int(job.launch.threads),
             logs=run.logs,
-            policy=_policy(resolved, resume=arguments.resume),
+            policy=_policy(loaded.job, job, predicted, resume=arguments.resume),
             again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
             company=company,
         )
@@ -154,28 +139,29 @@ def start(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _for_ray(arguments: argparse.Namespace) -> LoadedJob | None:
-    """The job, if it is one for Ray and can be run here."""
-    from shardtune.config.job import RayLaunch
-    from shardtune.config.job_file import load_job
-
-    loaded = load_job(arguments.job, arguments.overrides)
-    if not isinstance(loaded.job.launch, RayLaunch):
-        return None
+def _start_on_ray(
+    arguments: argparse.Namespace, loaded: LoadedJob, launch: RayLaunch, node: Node | None
+) -> int:
+    """A job for Ray, if it can be run here."""
     if find_spec("ray") is None:
         place = loaded.place(("launch", "type"))
         raise JobError(Problem(place, "ray is not installed", "pip install 'shardtune[ray]'"))
+    if node is not None:
+        fact = "a job with `launch: {type: ray}` runs on the nodes that Ray has"
+        raise JobError(Problem("--nodes", fact, "leave it out, or set launch.type: local"))
     # Ray reads these when it is imported. Nothing is sent home; a Ray of our own listens on the
     # loopback address only.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if loaded.job.launch.address is None:
+    if launch.address is None:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # on a busy machine
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    return loaded
+    from shardtune.cli.train_on_ray import start_on_ray
+
+    return start_on_ray(arguments, loaded, _run_directory(arguments, loaded, loaded.job))
 
 
-def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: bool) -> Inputs:
+def _open(job: Job, resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> Inputs:
     """Opens what the run reads, and prints what it will do."""
     from shardtune.report.opening import print_opening
     from shardtune.report.plan_table import print_outlook
@@ -189,26 +175,29 @@ def _open(job: Job, resolved: ResolvedJob, foretold: Forecast | None, *, quiet: 
     if not quiet:
         sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
         print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
-    if foretold is not None:
-        print_outlook(foretold, steps)
+    if predicted is not None:
+        print_outlook(predicted, steps)
     return inputs
 
 
-def _policy(resolved: ResolvedJob, *, resume: bool) -> Policy:
-    """What doesn't fit although we chose it is halved unasked, as long as no step has been taken
-    with it."""
+def _policy(asked: Job, job: Job, predicted: Forecast | None, *, resume: bool) -> Policy:
+    """What doesn't fit although the forecast chose it is halved unasked, as long as no step has
+    been taken with it. `asked` is the job as it was written."""
+    from shardtune.config.auto import memory_decides
     from shardtune.config.job import LocalLaunch
+    from shardtune.core.machine import Machine
     from shardtune.launch.restart_policy import Policy
 
-    launch, train = resolved.job.launch, resolved.job.train
+    launch, train = job.launch, job.train
     assert isinstance(launch, LocalLaunch)
     most = int(train.micro_batch).bit_length() - 1
+    chosen = memory_decides(asked, Machine.here(), int(launch.processes))
     return Policy(
         launch.restarts,
         launch.patience,
         launch.grace,
         halvings=most if train.on_oom == "reduce_micro_batch" else 0,
-        halvings_at_start=most if resolved.rows_chosen and not resume else 0,
+        halvings_at_start=most if chosen and predicted is not None and not resume else 0,
     )
 
 
@@ -226,12 +215,12 @@ def _model_reasons(job: Job) -> dict[KeyPath, str]:
     return {("model", "add_tokens"): str(growth(job.model))}
 
 
-def _foretold(arguments: argparse.Namespace, job: Job, nodes: int) -> Forecast | None:
+def _predicted(arguments: argparse.Namespace, job: Job, nodes: int) -> Forecast | None:
     """What the run will take here; refuses what doesn't fit, before anything is opened."""
     from shardtune.core.machine import Machine
-    from shardtune.plan.this_machine import look, require_fit
+    from shardtune.plan.this_machine import forecast_here, require_fit
 
-    found = look(job, Machine.here(), nodes)
+    found = forecast_here(job, Machine.here(), nodes)
     if found is not None and not arguments.ignore_forecast:
         require_fit(found)
     return found
@@ -265,13 +254,15 @@ def _locked(run: RunDir, first: bool) -> AbstractContextManager[None]:
 
 def _as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, torchrun or Slurm has started."""
+    from shardtune.config.job_file import load_job
     from shardtune.core.parent_death import die_with_parent
     from shardtune.launch.error_file import leaving_last_words
 
     if (launcher := os.environ.get(STARTED_BY_US)) is not None:  # before anything that takes time
         die_with_parent(int(launcher))
     with leaving_last_words():
-        loaded, resolved = read_job(arguments, runs_here=True)
+        loaded = load_job(arguments.job, arguments.overrides)
+        resolved = resolve_here(loaded, runs_here=True, resume=arguments.resume)
         if STARTED_BY_US not in os.environ:
             _look_first(arguments, loaded, resolved.job)
 
@@ -296,7 +287,7 @@ def _alone(job: Job) -> AbstractContextManager[None]:
 def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
     """What our own launcher does before it starts ranks. No rank writes before all have joined."""
     _run_directory(arguments, loaded, job)
-    _foretold(arguments, job, outside_nodes())
+    _predicted(arguments, job, outside_nodes())
 
 
 # Several nodes -----------------------------------------------------------------------------------

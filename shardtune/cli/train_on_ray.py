@@ -67,11 +67,13 @@ def _resolved(loaded: LoadedJob, workers: Workers, *, here: bool) -> ResolvedJob
     """The job for what Ray gives it, checked."""
     gpus = workers.count if workers.gpu else 0
     machine = Machine(cores=workers.cpus * workers.count, gpus=gpus)
-    resolved = resolve(loaded.job, machine, workers.count)
+    unknown = "which GPUs the workers have isn't known here"
+    resolved = resolve(
+        loaded.job, machine, workers.count, planner=lambda job: leanest(job, unknown)
+    )
     if loaded.job.launch.processes == "auto":
         reason = f"one for each GPU of the Ray cluster, {workers.count} found"
         resolved.reasons["launch", "workers"] = reason
-    resolved = leanest(resolved, "which GPUs the workers have isn't known here")
     check(resolved.job, loaded.place, machine if here else None)
     return resolved
 

@@ -1,18 +1,26 @@
-"""Replaces every `auto` once, in a new job, and keeps the reason for each."""
+"""Replaces every `auto` of a job once, in a new job, and keeps the reason for each.
+
+Some follow from what the machine has, some from the job itself. What only a forecast can tell (the
+strategy, the micro-batch on GPUs, what is recomputed) stays `auto` until a planner has spoken:
+`plan/this_machine.py` has the one of a run.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from shardtune.config.job import Job, RayLaunch, Source
+from shardtune.config.job import Job, RayLaunch
 from shardtune.core.machine import Machine
 from shardtune.core.mesh import Mesh
 from shardtune.core.setup import OptimizerSetup
 from shardtune.core.yaml_document import KeyPath
-from shardtune.parallel import DeepSpeed, Strategy
+from shardtune.parallel import AutoStrategy, DeepSpeed, Strategy
 from shardtune.parallel.deepspeed import json_file as deepspeed_json
 
-MICRO_BATCH_TOKENS = 4096  # of a CPU, and where no forecast can be made (`budget.py` makes it)
+MICRO_BATCH: KeyPath = ("train", "micro_batch")
+MICRO_BATCH_TOKENS = 4096  # of a CPU, and where no forecast can be made
 MICRO_BATCHES_A_STAGE = 4  # a rank then waits for at most a fifth of its time
 
 
@@ -22,89 +30,172 @@ class ResolvedJob:
 
     job: Job
     reasons: dict[KeyPath, str]
-    rows_open: bool = False
-    """Whether a forecast may choose another micro-batch: it was `auto`, and there are GPUs."""
-    rows_chosen: bool = False
-    """Whether it has."""
 
 
-def resolve(job: Job, machine: Machine, ranks: int | None = None, *, nodes: int = 1) -> ResolvedJob:
+Planner = Callable[[Job], ResolvedJob]
+"""Replaces what a forecast decides; what it can't decide it leaves `auto`."""
+
+
+def resolve(
+    job: Job,
+    machine: Machine,
+    ranks: int | None = None,
+    *,
+    nodes: int = 1,
+    planner: Planner | None = None,
+) -> ResolvedJob:
     """`ranks` is the number of processes that run already (under torchrun), where they do; `nodes`
-    that of machines like this one. A resolved job counts the processes of all of them."""
-    reasons: dict[KeyPath, str] = {}
+    that of machines like this one. A resolved job counts the processes of all of them.
 
-    launch = job.launch
+    Without a planner the strategy and what is recomputed stay as they are.
+    """
+    draft = _Draft(job)
+    _resolve_launch(draft, machine, ranks, nodes)
+    _resolve_length(draft)
+    _resolve_kernels(draft, machine)
+    _resolve_offload(draft, machine)
+    _resolve_evaluation(draft)
+    _resolve_names(draft)
+    if not memory_decides(draft.job, machine, draft.ranks):
+        _resolve_micro_batch(draft)
+    _resolve_deepspeed_file(draft)
+    if planner is not None and _is_open(draft.job):
+        draft.take(planner(draft.job))
+    _resolve_micro_batch(draft)  # where no planner could tell
+    return ResolvedJob(draft.job, draft.reasons)
+
+
+@dataclass
+class _Draft:
+    """A job whose values are being replaced."""
+
+    job: Job
+    reasons: dict[KeyPath, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return int(self.job.launch.processes)
+
+    def put(self, path: KeyPath, value: Any, reason: str) -> None:
+        self.job = _with_value(self.job, path, value)
+        self.reasons[path] = reason
+
+    def take(self, resolved: ResolvedJob) -> None:
+        self.job = resolved.job
+        self.reasons |= resolved.reasons
+
+
+def _with_value(section: Any, path: KeyPath, value: Any) -> Any:
+    """A copy of `section` with another value at `path`."""
+    if not path:
+        return value
+    part, rest = path[0], path[1:]
+    if isinstance(part, int):
+        items = list(section)
+        items[part] = _with_value(items[part], rest, value)
+        return tuple(items)
+    return section.model_copy(update={part: _with_value(getattr(section, part), rest, value)})
+
+
+def _is_open(job: Job) -> bool:
+    """Whether a planner has something to decide."""
+    train = job.train
+    return isinstance(job.strategy, AutoStrategy) or "auto" in (
+        train.micro_batch, train.gradient_checkpointing,
+    )  # fmt: skip
+
+
+# What the machine and the job decide --------------------------------------------------------------
+
+
+def _resolve_launch(draft: _Draft, machine: Machine, ranks: int | None, nodes: int) -> None:
+    launch = draft.job.launch
     counted: KeyPath = ("launch", "workers" if isinstance(launch, RayLaunch) else "processes")
     if ranks is not None:
+        here = max(1, ranks // nodes)
         if launch.processes != ranks:
-            reasons[counted] = f"{ranks} processes were started from outside"
-        launch = launch.with_processes(ranks)
-    elif launch.processes == "auto":
-        processes = max(1, machine.gpus)
-        reasons[counted] = (
-            f"one per GPU, {machine.gpus} found" if machine.gpus else "no GPU found: one process"
-        )
-        launch = launch.with_processes(processes)
-    here = int(launch.processes) if ranks is None else max(1, ranks // nodes)
-    if ranks is None and nodes > 1:
-        reasons[counted] = f"{nodes} nodes x {here} processes"
-        launch = launch.with_processes(nodes * here)
-    processes = int(launch.processes)
+            draft.put(counted, ranks, f"{ranks} processes were started from outside")
+    else:
+        here = max(1, machine.gpus) if launch.processes == "auto" else launch.processes
+        if nodes > 1:
+            draft.put(counted, nodes * here, f"{nodes} nodes x {here} processes")
+        elif launch.processes == "auto":
+            found = f"one per GPU, {machine.gpus} found"
+            draft.put(counted, here, found if machine.gpus else "no GPU found: one process")
     if launch.threads == "auto":
         threads = max(1, machine.cores // here)
-        reasons["launch", "threads"] = f"{machine.cores} cores / {here} processes"
-        launch = launch.model_copy(update={"threads": threads})
+        draft.put(("launch", "threads"), threads, f"{machine.cores} cores / {here} processes")
 
-    train = job.train
-    if train.steps is None and train.epochs is None:
-        reasons["train", "epochs"] = "neither steps nor epochs is given: one pass"
-        train = train.model_copy(update={"epochs": 1.0})
-    rows_open = train.micro_batch == "auto" and machine.gpus > 0 and _by_memory(job, processes)
-    if train.micro_batch == "auto":
-        micro_batch, reasons["train", "micro_batch"] = _micro_batch(job, processes)
-        train = train.model_copy(update={"micro_batch": micro_batch})
 
-    for field, fast, slow in (("loss", "fused", "plain"), ("kernels", "compiled", "eager")):
-        if getattr(train, field) == "auto":
-            chosen, reasons["train", field] = _fast_path(job, machine, processes, fast, slow)
-            train = train.model_copy(update={field: chosen})
+def _resolve_length(draft: _Draft) -> None:
+    if draft.job.train.steps is None and draft.job.train.epochs is None:
+        draft.put(("train", "epochs"), 1.0, "neither steps nor epochs is given: one pass")
+
+
+def _resolve_kernels(draft: _Draft, machine: Machine) -> None:
+    """Layers that are cut, or that DeepSpeed hooks into, are left as transformers writes them."""
+    strategy = draft.job.strategy
+    fast, reason = True, "a GPU was found"
+    if not machine.gpus:
+        fast, reason = False, "no GPU was found"
+    elif leaves_layers_alone(strategy, strategy.mesh(draft.ranks)):
+        fast, reason = False, f"strategy {strategy.type} works on layers as they are"
+    if draft.job.train.loss == "auto":
+        draft.put(("train", "loss"), "fused" if fast else "plain", reason)
+    if draft.job.train.kernels == "auto":
+        draft.put(("train", "kernels"), "compiled" if fast else "eager", reason)
+
+
+def leaves_layers_alone(strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether an engine needs layers as transformers writes them: it cuts them or hooks into them,
+    and can't be given compiled ones, nor a loss that is fused with the head."""
+    return isinstance(strategy, DeepSpeed) or mesh.data_ranks != mesh.size
+
+
+def _resolve_offload(draft: _Draft, machine: Machine) -> None:
+    """Without a GPU all memory is one."""
+    if machine.gpus:
+        return
+    job, reason = draft.job, "no GPU was found"
     # Under other strategies it is refused, here as where there is a GPU.
-    if train.offload_activations and not machine.gpus and job.strategy.type in ("ddp", "auto"):
-        reasons["train", "offload_activations"] = "no GPU was found"
-        train = train.model_copy(update={"offload_activations": False})
-    if job.pages_states(processes) and not machine.gpus:
-        reasons["train", "optimizer", "paged"] = "no GPU was found"
-        rule = train.optimizer.model_copy(update={"paged": False})
-        train = train.model_copy(update={"optimizer": rule})
+    if job.train.offload_activations and job.strategy.type in ("ddp", "auto"):
+        draft.put(("train", "offload_activations"), False, reason)
+    if job.pages_states(draft.ranks):
+        draft.put(("train", "optimizer", "paged"), False, reason)
 
-    evaluate = job.evaluate
-    if evaluate.every == "auto":
-        reasons["evaluate", "every"] = "as often as save.every"
-        evaluate = evaluate.model_copy(update={"every": job.save.every})
 
-    data = job.data.model_copy(
-        update={
-            side: tuple(
-                _named(source, ("data", side, index), reasons)
-                for index, source in enumerate(sources)
-            )
-            for side, sources in (("train", job.data.train), ("eval", job.data.eval))
-        }
+def _resolve_evaluation(draft: _Draft) -> None:
+    if draft.job.evaluate.every == "auto":
+        draft.put(("evaluate", "every"), draft.job.save.every, "as often as save.every")
+
+
+def _resolve_names(draft: _Draft) -> None:
+    data = draft.job.data
+    for side, sources in (("train", data.train), ("eval", data.eval)):
+        for index, source in enumerate(sources):
+            if source.name == "auto":
+                draft.put(("data", side, index, "name"), source.label, "the file's name")
+
+
+# The micro-batch ----------------------------------------------------------------------------------
+
+
+def memory_decides(job: Job, machine: Machine, ranks: int) -> bool:
+    """Whether a forecast chooses the micro-batch, because only memory and speed speak for one: it
+    is `auto`, there are GPUs, and no file, no kernel and no pipeline wants another."""
+    mesh = job.strategy.mesh(ranks)
+    return (
+        job.train.micro_batch == "auto"
+        and machine.gpus > 0
+        and not _file(job)
+        and not _one_row(job)
+        and mesh.data_ranks == mesh.size
     )
-    resolved = job.model_copy(
-        update={"launch": launch, "train": train, "evaluate": evaluate, "data": data}
-    )
-    if file := _file(job):
-        found = deepspeed_json.read(file, _facts(resolved))
-        resolved = resolved.model_copy(update={"strategy": found.strategy})
-        reasons = found.reasons | reasons
-    return ResolvedJob(resolved, reasons, rows_open)
 
 
-def _file(job: Job) -> DeepSpeed | None:
-    """The strategy, where it is described by a DeepSpeed file."""
-    strategy = job.strategy
-    return strategy if isinstance(strategy, DeepSpeed) and strategy.config is not None else None
+def _resolve_micro_batch(draft: _Draft) -> None:
+    if draft.job.train.micro_batch == "auto":
+        draft.put(MICRO_BATCH, *_micro_batch(draft.job, draft.ranks))
 
 
 def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
@@ -133,31 +224,25 @@ def rows_of(job: Job, ranks: int) -> int:
     return max(1, job.train.global_batch // job.strategy.mesh(ranks).data_ranks)
 
 
-def _by_memory(job: Job, processes: int) -> bool:
-    """Whether only memory and speed speak for a micro-batch: no file, no kernel and no pipeline."""
-    mesh = job.strategy.mesh(processes)
-    return not _file(job) and not _one_row(job) and mesh.data_ranks == mesh.size
-
-
 def _one_row(job: Job) -> bool:
     """Whether packed documents can be kept apart in micro-batches of one row only."""
     return job.data.packing and job.model.attention == "flash_attention_2"
 
 
-def _fast_path(job: Job, machine: Machine, processes: int, fast: str, slow: str) -> tuple[str, str]:
-    """Layers that are cut, or that DeepSpeed hooks into, are left as transformers writes them."""
-    if not machine.gpus:
-        return slow, "no GPU was found"
-    mesh = job.strategy.mesh(processes)
-    if leaves_layers_alone(job.strategy, mesh):
-        return slow, f"strategy {job.strategy.type} works on layers as they are"
-    return fast, "a GPU was found"
+# A DeepSpeed file ---------------------------------------------------------------------------------
 
 
-def leaves_layers_alone(strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether an engine needs layers as transformers writes them: it cuts them or hooks into them,
-    and can't be given compiled ones, nor a loss that is fused with the head."""
-    return isinstance(strategy, DeepSpeed) or mesh.data_ranks != mesh.size
+def _file(job: Job) -> DeepSpeed | None:
+    """The strategy, where it is described by a DeepSpeed file."""
+    strategy = job.strategy
+    return strategy if isinstance(strategy, DeepSpeed) and strategy.config is not None else None
+
+
+def _resolve_deepspeed_file(draft: _Draft) -> None:
+    if file := _file(draft.job):
+        found = deepspeed_json.read(file, _facts(draft.job))
+        draft.job = draft.job.model_copy(update={"strategy": found.strategy})
+        draft.reasons = found.reasons | draft.reasons
 
 
 def _facts(job: Job) -> deepspeed_json.Facts:
@@ -175,11 +260,3 @@ def _facts(job: Job) -> deepspeed_json.Facts:
         warmup_steps=train.warmup_steps,
         steps=train.steps,
     )
-
-
-def _named(source: Source, path: KeyPath, reasons: dict[KeyPath, str]) -> Source:
-    if source.name != "auto":
-        return source
-    key: KeyPath = (*path, "name")
-    reasons[key] = "the file's name"
-    return source.model_copy(update={"name": source.label})

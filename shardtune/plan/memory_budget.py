@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardtune.config.auto import ResolvedJob, leaves_layers_alone, rows_of
+from shardtune.config.auto import MICRO_BATCH, ResolvedJob, leaves_layers_alone, rows_of
 from shardtune.config.job import Job
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Recompute
@@ -26,9 +26,8 @@ LEVELS: tuple[Recompute, ...] = ("none", "mlp", "most", "full")
 SPARE = 0.03
 """Share of the memory that is left free where there is a choice."""
 BETWEEN: tuple[Recompute, ...] = ("mlp", "most")
-KEY: KeyPath = ("train", "gradient_checkpointing")
-ROWS: KeyPath = ("train", "micro_batch")
-ALIKE = 0.02
+CHECKPOINTING: KeyPath = ("train", "gradient_checkpointing")
+ABOUT_AS_FAST = 0.02
 """Share of a step's time that is no reason to take more rows."""
 
 
@@ -42,6 +41,10 @@ def levels_of(job: Job, ranks: int) -> tuple[Recompute, ...]:
 def at_level(job: Job, level: Recompute, kept: int = 0) -> Job:
     update = {"gradient_checkpointing": level, "keep_layers": kept}
     return job.model_copy(update={"train": job.train.model_copy(update=update)})
+
+
+def with_rows(job: Job, rows: int) -> Job:
+    return job.model_copy(update={"train": job.train.model_copy(update={"micro_batch": rows})})
 
 
 def has_room(found: Forecast) -> bool:
@@ -77,21 +80,28 @@ def least(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     return min(found, key=lambda each: max(each.over, each.host_over))
 
 
-def within_memory(resolved: ResolvedJob, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
+def within_memory(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
     """The job with a micro-batch and a level in the place of `auto`, and the numbers that speak for
     them."""
-    if resolved.rows_open:
-        found = best_rows(resolved.job, shape, cluster)
-        job = _with_rows(resolved.job, found.work.micro_batch)
-        reasons = {**resolved.reasons, ROWS: _why_rows(found)}
-        resolved = ResolvedJob(job, reasons, rows_chosen=True)
-    if resolved.job.train.gradient_checkpointing != "auto":
-        return resolved
-    found = least(resolved.job, shape, cluster)
-    reasons = {**resolved.reasons, KEY: _reason(found)}
-    if found.job.train.keep_layers:
-        reasons["train", "keep_layers"] = f"of {shape.layers} layers, as many as fit"
-    return replace(resolved, job=found.job, reasons=reasons)
+    reasons: dict[KeyPath, str] = {}
+    if job.train.micro_batch == "auto":
+        found = best_rows(job, shape, cluster)
+        job = with_rows(job, found.work.micro_batch)
+        reasons[MICRO_BATCH] = _why_rows(found)
+    if job.train.gradient_checkpointing == "auto":
+        found = least(job, shape, cluster)
+        job = found.job
+        reasons[CHECKPOINTING] = _why_level(found)
+        if job.train.keep_layers:
+            reasons["train", "keep_layers"] = f"of {shape.layers} layers, as many as fit"
+    return ResolvedJob(job, reasons)
+
+
+def leanest(job: Job, why: str) -> ResolvedJob:
+    """The job with `full` in place of `auto`, where nothing can be predicted."""
+    if job.train.gradient_checkpointing != "auto":
+        return ResolvedJob(job, {})
+    return ResolvedJob(at_level(job, "full"), {CHECKPOINTING: f"{why}, and this takes least"})
 
 
 def best_rows(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
@@ -101,13 +111,13 @@ def best_rows(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     unmeasured = replace(cluster, measured=Measured())
     auto = job.train.gradient_checkpointing == "auto"
     found = [
-        (least if auto else forecast)(_with_rows(job, rows), shape, unmeasured)
+        (least if auto else forecast)(with_rows(job, rows), shape, unmeasured)
         for rows in _sizes(job, cluster.gpus)
     ]
     roomy = [each for each in found if has_room(each)]
     if not roomy:
         return min(found, key=lambda each: max(each.over, each.host_over))
-    enough = (1 + ALIKE) * min(each.speed.step.total for each in roomy)
+    enough = (1 + ABOUT_AS_FAST) * min(each.speed.step.total for each in roomy)
     return next(each for each in roomy if each.speed.step.total <= enough)
 
 
@@ -127,10 +137,6 @@ def _sizes(job: Job, ranks: int) -> list[int]:
     return sorted({-(-rows // each) for each in rounds})
 
 
-def _with_rows(job: Job, rows: int) -> Job:
-    return job.model_copy(update={"train": job.train.model_copy(update={"micro_batch": rows})})
-
-
 def _why_rows(found: Forecast) -> str:
     ranks, taken = found.cluster.gpus, found.work.micro_batch
     rows, size = rows_of(found.job, ranks), found.memory.required / GIB
@@ -143,22 +149,13 @@ def _why_rows(found: Forecast) -> str:
     larger = [each for each in _sizes(found.job, ranks) if each > asked]
     if not larger:
         return f"{start} GiB"
-    more = forecast(_with_rows(found.job, larger[0]), found.shape, found.cluster)
+    more = forecast(with_rows(found.job, larger[0]), found.shape, found.cluster)
     if has_room(more):
         return f"{start} GiB, and more rows gain little"
     return f"{start} GiB, {larger[0]} rows would take {more.memory.required / GIB:.1f}"
 
 
-def leanest(resolved: ResolvedJob, why: str) -> ResolvedJob:
-    """The job with `full` in place of `auto`, where nothing can be foretold."""
-    if resolved.job.train.gradient_checkpointing != "auto":
-        return resolved
-    reason = f"{why}, and this takes least"
-    reasons = {**resolved.reasons, KEY: reason}
-    return replace(resolved, job=at_level(resolved.job, "full"), reasons=reasons)
-
-
-def _reason(found: Forecast) -> str:
+def _why_level(found: Forecast) -> str:
     level = found.job.train.gradient_checkpointing
     takes = f"takes {found.memory.required / GIB:.1f} of {found.capacity / GIB:.1f} GiB"
     if not found.fits:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardtune.config.auto import ResolvedJob
+from shardtune.config.auto import MICRO_BATCH, Planner, ResolvedJob
 from shardtune.config.job import Job
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
@@ -18,7 +19,7 @@ from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import GIB, Forecast, forecast
 from shardtune.plan.machine_profile import LinkKind
-from shardtune.plan.memory_budget import leanest, within_memory
+from shardtune.plan.memory_budget import leanest, with_rows, within_memory
 from shardtune.plan.model_config import shape_of
 from shardtune.plan.remedies import smallest_change, smallest_cluster
 from shardtune.plan.search import rank
@@ -56,7 +57,7 @@ def cluster_here(machine: Machine, ranks: int, nodes: int = 1) -> Cluster:
     return Cluster(name, gpu, nodes, processes, link, host_gib=host)
 
 
-def look(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None:
+def forecast_here(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None:
     """The forecast of a job on this machine; None for what the estimator doesn't know."""
     try:
         cluster = cluster_here(machine, int(job.launch.processes), nodes)
@@ -101,30 +102,49 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
     return "no cluster of such devices that we know of would do"
 
 
-def planned(resolved: ResolvedJob, machine: Machine, nodes: int = 1) -> ResolvedJob:
-    """The job with the best strategy in place of `auto`, or else with the micro-batch and the least
-    recomputation that fit, and why."""
-    if not isinstance(resolved.job.strategy, AutoStrategy):
-        return _fitted(resolved, machine, nodes)
-    return _with_strategy(resolved, machine, nodes)
+def planner_here(
+    machine: Machine, nodes: int = 1, begun: Callable[[], Job | None] | None = None
+) -> Planner:
+    """Chooses by forecasts for this machine: the best strategy in place of `auto`, or else the
+    micro-batch and the least recomputation that fit. `begun` finds the job of a run that goes on.
+    """
+
+    def plan(job: Job) -> ResolvedJob:
+        if isinstance(job.strategy, AutoStrategy):
+            return _with_strategy(job, shape_of(job.model), _cluster(job, machine, nodes))
+        kept = _as_begun(job, machine, nodes, begun) if begun is not None else None
+        job, reasons = (kept.job, kept.reasons) if kept is not None else (job, {})
+        try:
+            found = within_memory(job, shape_of(job.model), _cluster(job, machine, nodes))
+        except (JobError, ModelError) as error:
+            found = leanest(job, f"there is no forecast ({error.problems[0].fact})")
+        return ResolvedJob(found.job, reasons | found.reasons)
+
+    return plan
 
 
-def _fitted(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
-    job = resolved.job
-    if job.train.gradient_checkpointing != "auto" and not resolved.rows_open:
-        return resolved
-    try:
-        shape = shape_of(job.model)
-        cluster = cluster_here(machine, int(job.launch.processes), nodes)
-        return within_memory(resolved, shape, cluster)
-    except (JobError, ModelError) as error:
-        return leanest(resolved, f"there is no forecast ({error.problems[0].fact})")
+def _cluster(job: Job, machine: Machine, nodes: int) -> Cluster:
+    return cluster_here(machine, int(job.launch.processes), nodes)
 
 
-def _with_strategy(resolved: ResolvedJob, machine: Machine, nodes: int) -> ResolvedJob:
-    job = resolved.job
-    shape = shape_of(job.model)
-    cluster = cluster_here(machine, int(job.launch.processes), nodes)
+def _as_begun(
+    job: Job, machine: Machine, nodes: int, begun: Callable[[], Job | None]
+) -> ResolvedJob | None:
+    """With the micro-batch that the run has had so far, if it is on as many ranks and fits: another
+    one would add up in another order."""
+    if job.train.micro_batch != "auto":
+        return None
+    before = begun()
+    if before is None or before.launch.processes != job.launch.processes:
+        return None
+    job = with_rows(job, int(before.train.micro_batch))
+    found = forecast_here(job, machine, nodes)
+    if found is not None and not found.fits:
+        return None
+    return ResolvedJob(job, {MICRO_BATCH: "as the run was begun"})
+
+
+def _with_strategy(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
     ranking = rank(job, shape, cluster, deepspeed=find_spec("deepspeed") is not None)
     best = ranking.best
     if best is None or best.found is None:
@@ -136,8 +156,8 @@ def _with_strategy(resolved: ResolvedJob, machine: Machine, nodes: int) -> Resol
     reason = f"planned: {best.name} {best.why}"
     if runner_up is not None:
         reason += f"; {runner_up.name}: {runner_up.why}"
-    reasons: dict[KeyPath, str] = {**resolved.reasons, ("strategy", "type"): reason}
-    for key in ("micro_batch", "gradient_checkpointing", "keep_layers"):
+    reasons: dict[KeyPath, str] = {("strategy", "type"): reason}
+    for key in ("micro_batch", "gradient_checkpointing", "keep_layers", "loss", "kernels"):
         if getattr(best.found.job.train, key) != getattr(job.train, key):
             reasons["train", key] = f"planned with {best.name}"
-    return ResolvedJob(best.found.job, reasons, rows_chosen=True)
+    return ResolvedJob(best.found.job, reasons)

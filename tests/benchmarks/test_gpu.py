@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,9 @@ def test_the_command_is_told_only_what_to_train_and_on_what(row: str, tmp_path: 
     # What is chosen on such a card comes to the settings that the engine is given.
     shape, h200 = find_model(CASES[row].model), parse_cluster("1xH200")
     known = job.model_copy(update={"model": engines.model})
-    resolved = resolve(known, Machine(cores=16, gpus=1))
-    chosen = within_memory(resolved, known_model(shape.name), h200).job.train
+    model, machine = known_model(shape.name), Machine(cores=16, gpus=1)
+    planner = partial(within_memory, shape=model, cluster=h200)
+    chosen = resolve(known, machine, planner=planner).job.train
     for name in ("micro_batch", "kernels", "loss", "gradient_checkpointing", "precision"):
         assert getattr(chosen, name) == getattr(engines.train, name), name
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.cli.train_command import _policy, read_job
+from shardtune.cli.train_command import _policy, resolve_here
 from shardtune.config.auto import ResolvedJob
+from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine
 from shardtune.core.yaml_document import dump_document
+from shardtune.launch.restart_policy import Policy
+from shardtune.plan.this_machine import forecast_here
 from tests.jobs import write_job
 from tests.plan.test_this_machine import write_config
 
@@ -34,8 +36,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(job: Path, *overrides: str, resume: bool = False) -> ResolvedJob:
-    given = argparse.Namespace(job=job, overrides=list(overrides), resume=resume)
-    return read_job(given)[1]
+    return resolve_here(load_job(job, overrides), resume=resume)
+
+
+def policy(job: Path, *overrides: str, resume: bool = False) -> Policy:
+    """How a run is started again."""
+    asked, chosen = load_job(job, overrides).job, read(job, *overrides, resume=resume).job
+    return _policy(asked, chosen, forecast_here(chosen, GPU), resume=resume)
 
 
 def begin(resolved: ResolvedJob, rows: int) -> None:
@@ -50,12 +57,11 @@ def begin(resolved: ResolvedJob, rows: int) -> None:
 def test_a_run_goes_on_with_the_rows_that_it_was_begun_with(job: Path) -> None:
     fresh = read(job)
     assert fresh.job.train.micro_batch == 16
-    assert fresh.rows_chosen
+    assert "tokens take" in fresh.reasons["train", "micro_batch"]
     begin(fresh, rows=3)
     again = read(job, resume=True)
     assert again.job.train.micro_batch == 3
     assert again.reasons["train", "micro_batch"] == "as the run was begun"
-    assert not again.rows_chosen
     assert read(job).job.train.micro_batch == 16  # another run
     assert read(job, "train.micro_batch=2", resume=True).job.train.micro_batch == 2
 
@@ -68,13 +74,13 @@ def test_on_other_ranks_rows_are_chosen_again(job: Path) -> None:
 def test_only_rows_that_we_chose_are_halved_unasked(job: Path) -> None:
     asked = "train.on_oom=reduce_micro_batch"
     found = [
-        _policy(read(job, *overrides), resume=False)
+        policy(job, *overrides)
         for overrides in ([], [asked], ["train.micro_batch=8"], ["train.micro_batch=8", asked])
     ]
     assert [(each.halvings, each.halvings_at_start) for each in found] == [
         (0, 4), (4, 4), (0, 0), (3, 0),
     ]  # fmt: skip
-    assert _policy(read(job), resume=True).halvings_at_start == 0  # steps have been taken with it
+    assert policy(job, resume=True).halvings_at_start == 0  # steps have been taken with it
 
 
 def test_rows_that_do_not_fit_any_more_are_chosen_again(job: Path) -> None:
@@ -82,4 +88,4 @@ def test_rows_that_do_not_fit_any_more_are_chosen_again(job: Path) -> None:
     assert read(job, resume=True).job.train.micro_batch == 16
     less = read(job, "train.memory_gib=40", resume=True)
     assert less.job.train.micro_batch == 4
-    assert less.rows_chosen
+    assert "tokens take" in less.reasons["train", "micro_batch"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardtune.config.auto import resolve
+from shardtune.config.auto import ResolvedJob, memory_decides
 from shardtune.config.job import Job, TrainSection
 from shardtune.core.machine import Machine
 from shardtune.core.model.known_models import known_model
@@ -17,10 +17,17 @@ from shardtune.data.sampler import Document
 from shardtune.errors import JobError
 from shardtune.plan.cluster import Cluster, parse_cluster
 from shardtune.plan.forecast import GIB, Forecast, forecast
-from shardtune.plan.memory_budget import ALIKE, at_level, best_rows, has_room, least, levels_of
-from shardtune.plan.this_machine import cluster_here, planned, profile_path, require_fit
+from shardtune.plan.memory_budget import (
+    ABOUT_AS_FAST,
+    at_level,
+    best_rows,
+    has_room,
+    least,
+    levels_of,
+)
+from shardtune.plan.this_machine import cluster_here, profile_path, require_fit
 from tests.jobs import make_job
-from tests.plan.test_this_machine import write_config
+from tests.plan.test_this_machine import planned, write_config
 
 NAME = "meta-llama/Llama-3.1-8B"
 SHAPE, H200 = known_model(NAME), parse_cluster("1xH200")
@@ -106,20 +113,20 @@ def test_the_reason_names_the_numbers(tmp_path: Path) -> None:
         data={"sequence_length": 2048},
         train=train | {"global_batch": 8},
     )
-    found = planned(resolve(given, MACHINE), MACHINE)
+    found = planned(given, MACHINE)
     assert found.job.train.gradient_checkpointing == "mlp"
     assert 0 < found.job.train.keep_layers < 32
     reason = found.reasons["train", "gradient_checkpointing"]
     assert reason.startswith("the least that fits: it takes 4")
     assert "of 44.0 GiB, where none would take 6" in reason
     assert found.reasons["train", "keep_layers"] == "of 32 layers, as many as fit"
-    assert planned(found, MACHINE) is found
+    assert planned(found.job, MACHINE) == ResolvedJob(found.job, {})  # nothing is left to decide
 
 
 def test_what_nobody_knows_takes_least(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "of-my-own"}', encoding="utf-8")
     given = make_job(model={"name": str(tmp_path)}, train={"gradient_checkpointing": "auto"})
-    found = planned(resolve(given, MACHINE), MACHINE)
+    found = planned(given, MACHINE)
     assert found.job.train.gradient_checkpointing == "full"
     assert "there is no forecast" in found.reasons["train", "gradient_checkpointing"]
 
@@ -154,10 +161,10 @@ def test_memory_decides_the_micro_batch(
     folder = write_config(tmp_path / "model", NAME)
     given = open_job(memory_gib=memory_gib)
     given = given.model_copy(update={"model": given.model.model_copy(update={"name": str(folder)})})
-    found = planned(resolve(given, MACHINE), MACHINE)
+    found = planned(given, MACHINE)
     assert found.job.train.micro_batch == rows
     assert found.reasons["train", "micro_batch"].startswith(told)
-    assert planned(found, MACHINE) is found
+    assert planned(found.job, MACHINE) == ResolvedJob(found.job, {})  # nothing is left to decide
 
 
 def as_shared_out(given: Job, rows: int, where: Cluster) -> float | None:
@@ -207,7 +214,7 @@ def test_levels_are_tried_with_each_micro_batch() -> None:
     assert found.job.train.gradient_checkpointing in ("none", "mlp")
     for level in ("none", "full"):
         other = best_rows(open_job(gradient_checkpointing=level, memory_gib=44), SHAPE, H200)
-        assert found.speed.step.total <= other.speed.step.total * (1 + ALIKE)
+        assert found.speed.step.total <= other.speed.step.total * (1 + ABOUT_AS_FAST)
 
 
 def test_nodes_with_and_without_a_profile_come_to_the_same_rows(
@@ -219,7 +226,7 @@ def test_nodes_with_and_without_a_profile_come_to_the_same_rows(
     given = given.model_copy(update={"model": given.model.model_copy(update={"name": str(folder)})})
 
     def rows() -> int | str:
-        return planned(resolve(given, MACHINE), MACHINE).job.train.micro_batch
+        return planned(given, MACHINE).job.train.micro_batch
 
     without = rows()
     profile_path().parent.mkdir(parents=True)
@@ -247,7 +254,7 @@ def test_where_memory_does_not_decide(
     model = {"name": str(folder)} | sections.get("model", {})
     train = {"global_batch": 16} | sections.get("train", {})
     given = make_job(**(sections | {"model": model, "train": train}), data=LONG)
-    found = planned(resolve(given, machine), machine)
+    found = planned(given, machine)
     assert found.job.train.micro_batch == rows
 
 
@@ -255,15 +262,14 @@ def test_a_deepspeed_file_keeps_its_micro_batch(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}', encoding="utf-8")
     strategy = {"type": "deepspeed", "config": str(tmp_path / "ds.json")}
     given = make_job(strategy=strategy, train={"global_batch": 16}, launch={"processes": 1})
-    resolved = resolve(given, MACHINE)
-    assert not resolved.rows_open
-    assert planned(resolved, MACHINE).job.train.micro_batch == 2
+    assert not memory_decides(given, MACHINE, 1)
+    assert planned(given, MACHINE).job.train.micro_batch == 2
 
 
 def test_without_a_forecast_tokens_decide(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "of-my-own"}', encoding="utf-8")
     given = make_job(model={"name": str(tmp_path)}, train={"global_batch": 16}, data=LONG)
-    found = planned(resolve(given, MACHINE), MACHINE)
+    found = planned(given, MACHINE)
     assert found.job.train.micro_batch == 4
     assert found.job.train.gradient_checkpointing == "none"
     assert found.reasons["train", "micro_batch"].endswith("stay within 4096")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.config.auto import resolve
+from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, ModelSection
 from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine
@@ -20,7 +20,7 @@ from shardtune.errors import JobError
 from shardtune.parallel import FSDP
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.model_config import shape_of
-from shardtune.plan.this_machine import cluster_here, look, planned, require_fit
+from shardtune.plan.this_machine import cluster_here, forecast_here, planner_here, require_fit
 from tests.jobs import job_text, make_job
 
 HERE = Machine(cores=8, gpus=0, memory=64 << 30)
@@ -33,6 +33,11 @@ def write_config(folder: Path, name: str) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def planned(job: Job, machine: Machine) -> ResolvedJob:
+    """The job as it would run on a machine."""
+    return resolve(job, machine, planner=planner_here(machine))
 
 
 def resolved(job: Job, machine: Machine) -> Job:
@@ -63,18 +68,18 @@ def test_the_change_that_is_offered_fits(tmp_path: Path, model: str) -> None:
     folder = write_config(tmp_path / "model", model)
     path = tmp_path / "job.yaml"
     path.write_text(job_text(model=f"{{name: {folder}}}"), encoding="utf-8")
-    found = look(resolved(load_job(path, []).job, HERE), HERE)
+    found = forecast_here(resolved(load_job(path, []).job, HERE), HERE)
     assert found is not None
     with pytest.raises(JobError) as caught:
         require_fit(found)
     words = str(caught.value.problems[0].fix).split("  (")[0].split()
-    changed = look(resolved(load_job(path, words).job, HERE), HERE)
+    changed = forecast_here(resolved(load_job(path, words).job, HERE), HERE)
     assert changed is not None
     require_fit(changed)
 
 
 def test_what_fits_is_let_through() -> None:
-    found = look(resolved(make_job(), HERE), HERE)
+    found = forecast_here(resolved(make_job(), HERE), HERE)
     assert found is not None
     require_fit(found)
 
@@ -82,29 +87,29 @@ def test_what_fits_is_let_through() -> None:
 def test_a_model_that_nobody_knows_is_no_reason_to_refuse(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "of-my-own"}', encoding="utf-8")
     job = resolved(make_job(model={"name": str(tmp_path)}), HERE)
-    assert look(job, HERE) is None
+    assert forecast_here(job, HERE) is None
 
 
 def test_auto_is_replaced_by_the_best_strategy_with_its_reason(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B")
     job = make_job(model={"name": str(folder)}, strategy={"type": "auto"})
-    found = planned(resolve(job, GPUS), GPUS)
+    found = planned(job, GPUS)
     assert found.job.strategy.type in ("fsdp", "deepspeed")  # 120 GiB of states, 80 on a GPU
     assert found.reasons["strategy", "type"].startswith("planned: ")
-    require_fit(look(found.job, GPUS) or pytest.fail("a known model on known GPUs"))
+    require_fit(forecast_here(found.job, GPUS) or pytest.fail("a known model on known GPUs"))
 
 
 def test_auto_says_what_would_do_where_nothing_fits(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-70B")
     job = make_job(model={"name": str(folder)}, strategy={"type": "auto"})
     with pytest.raises(JobError, match="no strategy fits on this machine"):
-        planned(resolve(job, HERE), HERE)
+        planned(job, HERE)
 
 
 def test_a_strategy_that_is_given_stays() -> None:
-    given = resolve(make_job(strategy={"type": "fsdp"}), HERE)
-    assert planned(given, HERE) is given
-    assert isinstance(given.job.strategy, FSDP)
+    given = make_job(strategy={"type": "fsdp"})
+    assert planned(given, HERE) == resolve(given, HERE)
+    assert isinstance(given.strategy, FSDP)
 
 
 def test_this_machine_is_found_in_the_catalogue() -> None:
