@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu_cases import LORA, TINY_BATCH, Case
 from benchmarks.gpu_data import Batch, batches, config_of, flops
 from shardtune.core.yaml_document import dump_document
-from shardtune.launch.torch_env import torch_settings
+from shardtune.launch.torch_env import torch_environment
 
 STOP = 2  # the token that ends a document, by the tokenizer below
 SHOWN = 2_000  # characters of a failed run's output
@@ -106,7 +106,7 @@ def documents_of(batch: Batch) -> Iterable[list[int]]:
 def _run(folder: Path) -> None:
     """With the compiler's cache of every run, but with no data or profile of an earlier one."""
     command = [sys.executable, "-m", "shardtune", "train", str(folder / "job.yaml")]
-    apart = torch_settings(os.environ) | {"XDG_CACHE_HOME": str(folder / "cache")}
+    apart = torch_environment(os.environ) | {"XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(
         command,
         env=os.environ | apart,

@@ -13,12 +13,12 @@ from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
 from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
-from shardtune.core.stop_request import Wish
+from shardtune.core.stop_request import StopRequest
 from shardtune.core.world import World
 from shardtune.data.dataset import PreparedData
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
-from shardtune.launch.process_group import join
+from shardtune.launch.process_group import join_process_group
 from shardtune.models import load
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.packed_attention import agreed, how_kept_apart
@@ -28,19 +28,19 @@ from shardtune.plan.this_machine import forecast_here
 from shardtune.report.live import RunView
 from shardtune.training.agreement import require_agreement
 from shardtune.training.engine_setup import make_plan
-from shardtune.training.evaluation import Judge
-from shardtune.training.health import naming_memory
+from shardtune.training.evaluation import Evaluator
+from shardtune.training.health import explain_oom
 from shardtune.training.meter import Meter
-from shardtune.training.pending_steps import Unread
+from shardtune.training.pending_steps import PendingSteps
 from shardtune.training.rehearsal import rehearse
 from shardtune.training.run import Run
 
 
 def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Trains `job` on the ranks of which this process is one; returns the report, which is empty
-    if the run was told to leave at once. With `overwrite` an earlier run makes room for it."""
+    if the run was preempted. With `overwrite` an earlier run makes room for it."""
     inputs = open_inputs(job, quiet=True)
-    with join(int(job.launch.threads)) as world:
+    with join_process_group(int(job.launch.threads)) as world:
         require_agreement(world, job)
         files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
         if overwrite and world.is_main:
@@ -61,10 +61,10 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
             )
         with engine, view:
             if world.device.startswith("cuda"):
-                view.say(agreed(world.gather(how_kept_apart(engine.module()))))
+                view.say(agreed(world.all_gather(how_kept_apart(engine.module()))))
             if job.model.quantization == "fp8":
                 view.say(how_multiplied(world.device))
-            judge = Judge(
+            evaluator = Evaluator(
                 engine,
                 inputs.data.eval,
                 data.evaluation,
@@ -75,17 +75,17 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
             )
             keep, background = job.save.keep, job.save.background
             saver = Saver(files.checkpoints, world, keep=keep, background=background)
-            digests, foretold = (
+            digests, predicted = (
                 inputs.data.digests(),
                 forecast_here(job, Machine.here(), world.nodes),
             )
-            run = Run(job, world, engine, judge, files, view, digests, saver, foretold)
+            run = Run(job, world, engine, evaluator, files, view, digests, saver, predicted)
             rehearse(run, data)
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
-            world.pulse.enter("finish")
-            if progress.left:
-                view.say(f"left after step {progress.step}, with a checkpoint")
+            world.heartbeat.enter("finish")
+            if progress.preempted:
+                view.say(f"preempted after step {progress.step}, with a checkpoint")
                 return {}
             return run.finish(progress, probe=next(data.steps(0, 1))[0])
 
@@ -99,23 +99,25 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
     """
     job, world, first = run.job, run.world, progress.step + 1
     meter = Meter(steps - progress.step, world.device)
-    world.pulse.begin(first)
+    world.heartbeat.begin(first)
     batches = data.steps(progress.step, steps, run.engine.stage)
-    with Unread(run, data, meter, progress) as unread:
+    with PendingSteps(run, data, meter, progress) as pending:
         for step, microbatches in enumerate(batches, first):
-            with naming_memory(world, f"at step {step}", microbatches, job.train):
+            with explain_oom(world, f"at step {step}", microbatches, job.train):
                 # Forward, backward, clip, update, schedule.
-                unread.add(run.engine.step(microbatches))
-            world.pulse.enter("collective")
-            wish = world.wish() if step < steps else Wish.NONE  # the last one ends anyway
-            last = step == steps or wish is not Wish.NONE
+                pending.add(run.engine.step(microbatches))
+            world.heartbeat.enter("collective")
+            stop = (
+                world.stop_request() if step < steps else StopRequest.NONE
+            )  # the last one ends anyway
+            last = step == steps or stop is not StopRequest.NONE
             evaluating = due(step, int(job.evaluate.every)) and not last
             saving = due(step, job.save.every) or last
             # These need what came out of this very step.
             whole = evaluating or saving or step == first or job.save.trace
             if whole or due(step, job.train.log_every):
-                progress = unread.look(wish, whole=whole)  # waits, logs, checks each step
-            world.pulse.enter("save")
+                progress = pending.flush(stop, whole=whole)  # waits, logs, checks each step
+            world.heartbeat.enter("save")
             if step == first:
                 run.prepare_saving()
             run.keep_saving()
@@ -127,8 +129,8 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
                     run.save(progress)
             if progress.stopped:
                 break
-            world.pulse.begin(step + 1)
-    world.pulse.enter("save")
+            world.heartbeat.begin(step + 1)
+    world.heartbeat.enter("save")
     run.saved()
     return progress
 

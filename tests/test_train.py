@@ -33,8 +33,8 @@ from shardtune.models import tiny
 from shardtune.models.hf_folder import write_folder
 from shardtune.report.live import RunView
 from shardtune.train import due, fit, train
-from shardtune.training.evaluation import Judge
-from shardtune.training.health import HOPELESS
+from shardtune.training.evaluation import Evaluator
+from shardtune.training.health import MOST_SKIPPED_IN_A_ROW
 from shardtune.training.run import Run
 from tests.synthetic import make_job, numbered, prepared
 
@@ -52,7 +52,7 @@ class Interrupted(FakeEngine):
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         result = super().step(microbatches)
         if len(self.seen) == self.at:
-            self.world.interrupt.on_signal(2, None)
+            self.world.stop_signals.on_signal(2, None)
         return result
 
 
@@ -72,11 +72,13 @@ def loader(job: Job) -> Loader:
 def make_run(folder: Path, engine: Engine, **sections: dict[str, Any]) -> tuple[Run, Loader]:
     job = make_job(str(folder), **sections)
     data = loader(job)
-    judge = Judge(engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate)
+    evaluator = Evaluator(
+        engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate
+    )
     view = RunView(STEPS, console=Console(file=io.StringIO()))
     files, world = RunDir(folder), JoinedWorld()
     saver = Saver(files.checkpoints, world, keep=job.save.keep, background=job.save.background)
-    return Run(job, world, engine, judge, files, view, {"train/d": "digest"}, saver), data
+    return Run(job, world, engine, evaluator, files, view, {"train/d": "digest"}, saver), data
 
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -345,8 +347,10 @@ def test_a_run_that_learns_nothing_does_not_end_well(tmp_path: Path) -> None:
             return replace(super().step(microbatches), applied=False, grad_norm=float("nan"))
 
     run, data = make_run(tmp_path, Broken())
-    with pytest.raises(RunError, match=f"the last {HOPELESS} gradients were not finite"):
-        fit(run, data, run.begin(), 2 * HOPELESS)
+    with pytest.raises(
+        RunError, match=f"the last {MOST_SKIPPED_IN_A_ROW} gradients were not finite"
+    ):
+        fit(run, data, run.begin(), 2 * MOST_SKIPPED_IN_A_ROW)
     assert metrics(tmp_path, "step")[-1]["grad_norm"] is None  # JSON has no NaN
 
 

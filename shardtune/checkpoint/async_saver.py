@@ -38,7 +38,7 @@ class Ranks(Protocol):
         """True on all ranks if `flag` is true on one of them."""
         ...
 
-    def gather(self, text: str) -> list[str]:
+    def all_gather(self, text: str) -> list[str]:
         """What each rank says, on all of them."""
         ...
 
@@ -180,7 +180,7 @@ class Saver:
 
     def _finish(self, writing: _Writing) -> None:
         self._writing = None
-        answers = [loaded(text) for text in self.ranks.gather(dumped(writing.answer))]
+        answers = [loaded(text) for text in self.ranks.all_gather(dumped(writing.answer))]
         step = writing.facts.identity.step
         failures = [answer for answer in answers if isinstance(answer, str)]
         shares = [answer for answer in answers if isinstance(answer, Share)]
@@ -223,7 +223,7 @@ class Saver:
                 act()
             except OSError as error:
                 said = error.strerror or str(error)
-        said = self.ranks.gather(said)[0]
+        said = self.ranks.all_gather(said)[0]
         if said:
             raise self._failed(step, said)
 

@@ -32,7 +32,9 @@ def newest(folder: Path, run: str, ranks: Ranks) -> Found:
     RunError if there are checkpoints and none of them is good, or if one is of a newer version.
     """
     damaged: list[tuple[Path, str]] = []
-    names = json.loads(ranks.gather(json.dumps([path.name for _, path in checkpoints(folder)]))[0])
+    names = json.loads(
+        ranks.all_gather(json.dumps([path.name for _, path in checkpoints(folder)]))[0]
+    )
     for name in reversed(names):
         path = folder / name
         manifest, wrong = None, ""
@@ -44,7 +46,7 @@ def newest(folder: Path, run: str, ranks: Ranks) -> Found:
         except Newer as error:
             fix = "use the version of shardtune that wrote it"
             raise RunError(Problem(str(path), str(error), fix)) from None
-        reasons = [reason for reason in ranks.gather(wrong) if reason]
+        reasons = [reason for reason in ranks.all_gather(wrong) if reason]
         if manifest is not None and not reasons:
             return Found((path, manifest), tuple(damaged))
         damaged.append((path, reasons[0]))

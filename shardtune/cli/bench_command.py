@@ -57,12 +57,12 @@ def _bench_as_rank(target: Path) -> int:
     from rich.console import Console
 
     from shardtune.core.yaml_document import dump_document
-    from shardtune.launch.error_file import leaving_last_words
-    from shardtune.launch.process_group import join
+    from shardtune.launch.error_file import reporting_errors
+    from shardtune.launch.process_group import join_process_group
     from shardtune.measure.bench import bench as measure
     from shardtune.report.bench_table import draw_bench, print_bench
 
-    with leaving_last_words(), join(int(os.environ.get("OMP_NUM_THREADS", 1))) as world:
+    with reporting_errors(), join_process_group(int(os.environ.get("OMP_NUM_THREADS", 1))) as world:
         target.parent.mkdir(parents=True, exist_ok=True)
         profile = measure(world, target.parent, lambda text: print(f"measuring {text}", flush=True))
         if world.is_main:

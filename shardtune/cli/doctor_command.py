@@ -22,7 +22,7 @@ from shardtune.measure.node_checks import CLOCK, Finding, findings, local_facts
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
-    from shardtune.launch.multi_node import Meeting, Node
+    from shardtune.launch.multi_node import MultiNode, Node
 
 WAIT = 120.0  # seconds that nodes wait for each other
 AS_EXPECTED = 0.85
@@ -56,10 +56,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     from shardtune.report.doctor_table import print_findings
 
     node = this_node(arguments)
-    with _meeting(node) as meeting:
+    with _launchers(node) as launchers:
         job, wrong = _job(arguments, node.count if node else 1)
-        everywhere = _exchange(meeting, "facts", local_facts(job))
-        links = _links(meeting) if meeting is not None and node is not None else []
+        everywhere = _exchange(launchers, "facts", local_facts(job))
+        links = _links(launchers) if launchers is not None and node is not None else []
         if node is not None and node.number > 0:
             print("node 0 shows what was found")
             return 0
@@ -92,8 +92,8 @@ def _job(arguments: argparse.Namespace, nodes: int) -> tuple[Job | None, list[Fi
 
 
 @contextmanager
-def _meeting(node: Node | None) -> Iterator[Meeting | None]:
-    from shardtune.launch.multi_node import Meeting
+def _launchers(node: Node | None) -> Iterator[MultiNode | None]:
+    from shardtune.launch.multi_node import MultiNode
 
     if node is None:
         yield None
@@ -102,19 +102,19 @@ def _meeting(node: Node | None) -> Iterator[Meeting | None]:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    with closing(Meeting(node, 1, wait=WAIT, say=say)) as meeting:
-        yield meeting
+    with closing(MultiNode(node, 1, wait=WAIT, say=say)) as launchers:
+        yield launchers
 
 
-def _exchange(meeting: Meeting | None, name: str, mine: Any) -> list[Any]:
-    if meeting is None:
+def _exchange(launchers: MultiNode | None, name: str, mine: Any) -> list[Any]:
+    if launchers is None:
         return [mine]
-    return [json.loads(text) for text in meeting.exchange(name, json.dumps(mine))]
+    return [json.loads(text) for text in launchers.all_gather(name, json.dumps(mine))]
 
 
-def _links(meeting: Meeting) -> list[Link]:
+def _links(launchers: MultiNode) -> list[Link]:
     """From each node to the next, in both directions; the last one's next is the first."""
-    node, found = meeting.node, []
+    node, found = launchers.node, []
     own = node.head if node.number == 0 else own_address(node.head)
     pairs = [(a, (a + 1) % node.count) for a in range(node.count)]
     ways = list(dict.fromkeys(way for a, b in pairs for way in ((a, b), (b, a))))
@@ -125,7 +125,7 @@ def _links(meeting: Meeting) -> list[Link]:
         if listener is not None:
             listener.listen()
         place = listener.getsockname() if listener is not None else None
-        address, port = _exchange(meeting, f"place {name}", place)[target]
+        address, port = _exchange(launchers, f"place {name}", place)[target]
         try:
             if listener is not None:
                 with listener:
@@ -136,7 +136,7 @@ def _links(meeting: Meeting) -> list[Link]:
             fact = f"the link from node {source} to node {target} failed: {error}"
             fix = "open all ports between the nodes, or mend the network"
             raise LaunchError(Problem("link", fact, fix)) from None
-        told = _exchange(meeting, f"link {name}", asdict(link) if link is not None else None)
+        told = _exchange(launchers, f"link {name}", asdict(link) if link is not None else None)
         found.append(Link(**told[source]))
     return found
 

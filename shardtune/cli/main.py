@@ -30,7 +30,7 @@ from shardtune.cli import (
     verify_command,
 )
 from shardtune.errors import Problem, ShardtuneError, did_you_mean
-from shardtune.launch import INTERRUPTED, STARTED_BY_US
+from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 
 COMMANDS = (
     train_command, doctor_command, slurm_command, plan_command, bench_command, data_command,
@@ -73,7 +73,7 @@ def leave(code: int) -> NoReturn:
     one with a thread that may still wait for a node that is gone: it would abort the interpreter.
     """
     waiting = any(thread.daemon for thread in threading.enumerate())
-    if code > 128 or waiting or STARTED_BY_US in os.environ:
+    if code > 128 or waiting or LAUNCHER_PID in os.environ:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

@@ -38,7 +38,7 @@ def slurm(arguments: argparse.Namespace) -> int:
     from shardtune.config.rules import check
     from shardtune.core.machine import Machine
     from shardtune.errors import JobError, Problem
-    from shardtune.launch.sbatch import Wanted, sbatch_script
+    from shardtune.launch.sbatch import SlurmRequest, sbatch_script
 
     counts = {"--nodes": arguments.nodes, "--gpus": arguments.gpus}
     wrong = [
@@ -63,7 +63,7 @@ def slurm(arguments: argparse.Namespace) -> int:
     machine = Machine(cores=16 * arguments.gpus, gpus=arguments.gpus)
     job = resolve(loaded.job, machine, ranks, nodes=arguments.nodes).job
     check(job, loaded.place)
-    wanted = Wanted(
+    wanted = SlurmRequest(
         arguments.nodes, arguments.gpus, arguments.time, arguments.partition, arguments.account
     )
     print(

@@ -22,7 +22,7 @@ from shardtune import __version__
 from shardtune.cli.arguments import Commands, add_command, add_job, add_nodes
 from shardtune.core.world import World, outside_nodes, outside_ranks
 from shardtune.errors import JobError, Problem, ShardtuneError
-from shardtune.launch import STARTED_BY_US
+from shardtune.launch import LAUNCHER_PID
 from shardtune.launch.slurm_env import slurm_step
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from shardtune.config.job_file import LoadedJob
     from shardtune.core.yaml_document import KeyPath
     from shardtune.launch.multi_node import Node
-    from shardtune.launch.peers import Company
-    from shardtune.launch.restart_policy import Policy
+    from shardtune.launch.peers import Launchers
+    from shardtune.launch.restart_policy import RestartPolicy
     from shardtune.plan.forecast import Forecast
     from shardtune.train import Inputs
 
@@ -114,12 +114,16 @@ def start(arguments: argparse.Namespace) -> int:
     from shardtune.launch.supervisor import run_local
     from shardtune.report.summary import print_summary
 
-    with _company(node, job) as company, _locked(run, first), tempfile.TemporaryDirectory() as temp:
-        with _telling(company):
+    with (
+        _launchers(node, job) as launchers,
+        _locked(run, first),
+        tempfile.TemporaryDirectory() as temp,
+    ):
+        with _telling(launchers):
             inputs = _open(job, resolved, predicted if first else None, quiet=not first)
             if first:
                 run.prepare(overwrite=arguments.overwrite)
-            _agree_on(company, job, inputs, run)
+            _agree_on(launchers, job, inputs, run)
         # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
         # lies in the directory that was just cleared, must not matter.
         checked = Path(temp) / arguments.job.name
@@ -132,7 +136,7 @@ def start(arguments: argparse.Namespace) -> int:
             logs=run.logs,
             policy=_policy(loaded.job, job, predicted, resume=arguments.resume),
             again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
-            company=company,
+            launchers=launchers,
         )
     if first and (report := run.read_report()) is not None:
         print_summary(report)
@@ -180,19 +184,19 @@ def _open(job: Job, resolved: ResolvedJob, predicted: Forecast | None, *, quiet:
     return inputs
 
 
-def _policy(asked: Job, job: Job, predicted: Forecast | None, *, resume: bool) -> Policy:
+def _policy(asked: Job, job: Job, predicted: Forecast | None, *, resume: bool) -> RestartPolicy:
     """What doesn't fit although the forecast chose it is halved unasked, as long as no step has
     been taken with it. `asked` is the job as it was written."""
     from shardtune.config.auto import memory_decides
     from shardtune.config.job import LocalLaunch
     from shardtune.core.machine import Machine
-    from shardtune.launch.restart_policy import Policy
+    from shardtune.launch.restart_policy import RestartPolicy
 
     launch, train = job.launch, job.train
     assert isinstance(launch, LocalLaunch)
     most = int(train.micro_batch).bit_length() - 1
     chosen = memory_decides(asked, Machine.here(), int(launch.processes))
-    return Policy(
+    return RestartPolicy(
         launch.restarts,
         launch.patience,
         launch.grace,
@@ -256,20 +260,20 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, torchrun or Slurm has started."""
     from shardtune.config.job_file import load_job
     from shardtune.core.parent_death import die_with_parent
-    from shardtune.launch.error_file import leaving_last_words
+    from shardtune.launch.error_file import reporting_errors
 
-    if (launcher := os.environ.get(STARTED_BY_US)) is not None:  # before anything that takes time
+    if (launcher := os.environ.get(LAUNCHER_PID)) is not None:  # before anything that takes time
         die_with_parent(int(launcher))
-    with leaving_last_words():
+    with reporting_errors():
         loaded = load_job(arguments.job, arguments.overrides)
         resolved = resolve_here(loaded, runs_here=True, resume=arguments.resume)
-        if STARTED_BY_US not in os.environ:
+        if LAUNCHER_PID not in os.environ:
             _look_first(arguments, loaded, resolved.job)
 
         from shardtune.train import train
 
         # Our launcher has cleared the directory already; any other rank only after all have met.
-        clears = arguments.overwrite and STARTED_BY_US not in os.environ
+        clears = arguments.overwrite and LAUNCHER_PID not in os.environ
         with _alone(resolved.job):
             train(resolved.job, resume=arguments.resume, overwrite=clears)
     return 0
@@ -279,7 +283,7 @@ def _alone(job: Job) -> AbstractContextManager[None]:
     """Keeps other runs out of the directory. Our own launcher does that for its ranks."""
     from shardtune.checkpoint.run_dir import RunDir
 
-    if STARTED_BY_US in os.environ or os.environ["RANK"] != "0":
+    if LAUNCHER_PID in os.environ or os.environ["RANK"] != "0":
         return nullcontext()
     return RunDir(Path(job.save.directory).expanduser()).locked()
 
@@ -323,7 +327,7 @@ def _node(nodes: int, number: int, head: str, interface: str | None) -> Node:
 
 
 @contextmanager
-def _company(node: Node | None, job: Job) -> Iterator[Company | None]:
+def _launchers(node: Node | None, job: Job) -> Iterator[Launchers | None]:
     """The launchers of the other nodes. They hear of us before we open anything: that may take
     long, and they shall know that we are there."""
     from shardtune.config.job import LocalLaunch
@@ -331,7 +335,7 @@ def _company(node: Node | None, job: Job) -> Iterator[Company | None]:
     if node is None:
         yield None
         return
-    from shardtune.launch.multi_node import Meeting
+    from shardtune.launch.multi_node import MultiNode
 
     assert isinstance(job.launch, LocalLaunch)
 
@@ -339,37 +343,37 @@ def _company(node: Node | None, job: Job) -> Iterator[Company | None]:
         print(text, file=sys.stderr, flush=True)
 
     processes = int(job.launch.processes) // node.count
-    yield Meeting(node, processes, wait=job.launch.rejoin, say=say)
+    yield MultiNode(node, processes, wait=job.launch.rejoin, say=say)
 
 
 @contextmanager
-def _telling(company: Company | None) -> Iterator[None]:
+def _telling(launchers: Launchers | None) -> Iterator[None]:
     """What is wrong here ends the wait of the others."""
-    from shardtune.launch.multi_node import Meeting
+    from shardtune.launch.multi_node import MultiNode
 
     try:
         yield
     except ShardtuneError as error:
-        if isinstance(company, Meeting):
-            company.refuse(error.problems)
-            company.close()
+        if isinstance(launchers, MultiNode):
+            launchers.announce_refusal(error.problems)
+            launchers.close()
         raise
 
 
-def _agree_on(company: Company | None, job: Job, inputs: Inputs, run: RunDir) -> None:
+def _agree_on(launchers: Launchers | None, job: Job, inputs: Inputs, run: RunDir) -> None:
     """What has to be the same on all nodes."""
     import torch
 
-    from shardtune.launch.multi_node import Meeting
+    from shardtune.launch.multi_node import MultiNode
 
-    if isinstance(company, Meeting):
+    if isinstance(launchers, MultiNode):
         said = job.model_dump_json(exclude={"launch"})
-        company.facts = {
+        launchers.must_match = {
             "the job": hashlib.sha256(said.encode()).hexdigest()[:12],
-            "the number of processes": company.processes,
+            "the number of processes": launchers.processes,
             "shardtune": __version__,
             "Python": ".".join(platform.python_version_tuple()[:2]),
             "torch": torch.__version__,
             **{f"data set {name}": digest[:12] for name, digest in inputs.data.digests().items()},
         }
-        company.share(run.path)
+        launchers.require_shared_folder(run.path)

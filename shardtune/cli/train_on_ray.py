@@ -15,9 +15,9 @@ from shardtune.config.job import Job, RayLaunch
 from shardtune.config.rules import check
 from shardtune.core.machine import Machine
 from shardtune.errors import LaunchError, Problem
-from shardtune.launch.error_file import leaving_last_words
-from shardtune.launch.ray import Workers, ray_cluster, run_ray
-from shardtune.launch.restart_policy import Policy
+from shardtune.launch.error_file import reporting_errors
+from shardtune.launch.ray import RayResources, ray_cluster, run_ray
+from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.memory_budget import leanest
 from shardtune.report.opening import print_opening
 from shardtune.report.summary import print_summary
@@ -52,7 +52,7 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
             launch,
             workers,
             logs=run.logs.absolute(),
-            policy=Policy(restarts=launch.max_failures, halvings=halvings),
+            policy=RestartPolicy(restarts=launch.max_failures, halvings=halvings),
             step=lambda: _last_step(run),
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
@@ -63,7 +63,7 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
     return 0
 
 
-def _resolved(loaded: LoadedJob, workers: Workers, *, here: bool) -> ResolvedJob:
+def _resolved(loaded: LoadedJob, workers: RayResources, *, here: bool) -> ResolvedJob:
     """The job for what Ray gives it, checked."""
     gpus = workers.count if workers.gpu else 0
     machine = Machine(cores=workers.cpus * workers.count, gpus=gpus)
@@ -88,7 +88,7 @@ def on_worker(config: dict[str, Any]) -> None:
         micro_batch = int(job.train.micro_batch) >> config["halvings"]
         smaller = job.train.model_copy(update={"micro_batch": micro_batch})
         job = job.model_copy(update={"train": smaller})
-    with leaving_last_words():
+    with reporting_errors():
         train(job, resume=config["resume"])
 
 

@@ -42,14 +42,14 @@ class Engine(Protocol):
         """Loss and token accuracy over all ranks' micro-batches. Changes nothing."""
         ...
 
-    def suspects(
+    def offending_samples(
         self, step: int, microbatches: Sequence[MicroBatch], result: StepResult
     ) -> tuple[str, ...]:
         """This rank's samples that are to blame for a step that wasn't applied, as far as that can
         be told. Steps count from 1. Every rank has to ask."""
         ...
 
-    def broken(self) -> tuple[str, ...]:
+    def nonfinite_weights(self) -> tuple[str, ...]:
         """The trained weights that hold something on this rank that is no number."""
         ...
 

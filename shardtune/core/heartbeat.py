@@ -1,9 +1,9 @@
-"""A rank's pulse: where it is in its work, written where its launcher can always read it.
+"""A rank's heartbeat: where it is in its work, written where its launcher can always read it.
 
 The place is memory that both processes share, 72 bytes a rank. A rank that is stopped, or whose
 interpreter is locked, can't answer a question; but what it wrote last is still there, and that it
 writes no more tells the rest. A reader may catch a slot half written: it looks again soon, and acts
-only on a pulse that stands still.
+only on a heartbeat that stands still.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank wrote last."""
+    """What a rank's heartbeat says: what it wrote last."""
 
     beats: int = 0
     """How often it has written."""
@@ -54,8 +54,8 @@ class Beat:
         return f"step {self.step} ({self.phase})" if self.step else "the start"
 
 
-class Pulse:
-    """The writing end. Without a place to write to it beats for itself."""
+class Heartbeat:
+    """The writing end of a heartbeat. Without a place to write to it beats for itself."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None, rank: int = 0) -> None:
         self._memory = bytearray(_SLOT.size) if memory is None else memory
@@ -112,8 +112,8 @@ class Pulse:
         return self._step
 
 
-class Pulses:
-    """The reading end: all ranks of a run, in memory that has no name and so leaves nothing."""
+class Heartbeats:
+    """The reading end: the heartbeats of all ranks of a run, in nameless shared memory."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -139,37 +139,37 @@ class Pulses:
         os.close(self.file)
 
 
-def open_pulse(file: int, rank: int, ranks: int) -> Pulse:
-    """The pulse of a rank that inherited the open file; it is of no further use then."""
+def open_heartbeat(file: int, rank: int, ranks: int) -> Heartbeat:
+    """The heartbeat of a rank that inherited the open file; it is of no further use then."""
     global _own
     memory = mmap.mmap(file, ranks * _SLOT.size)
     os.close(file)
-    _own = Pulse(memory, rank)
+    _own = Heartbeat(memory, rank)
     return _own
 
 
-_own = Pulse()
+_own = Heartbeat()
 
 
-def own_pulse() -> Pulse:
-    """This process's, for what happens far from whoever has opened it: compilers."""
+def own_heartbeat() -> Heartbeat:
+    """This process's heartbeat, for what happens far from whoever has opened it: compilers."""
     return _own
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
     """Inside, this process may take its time."""
-    pulse = own_pulse()
-    pulse.compile_began()
+    heartbeat = own_heartbeat()
+    heartbeat.compile_began()
     try:
         yield
     finally:
-        pulse.compile_ended()
+        heartbeat.compile_ended()
 
 
 def _nameless_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("shardtune-pulse")
+        return os.memfd_create("shardtune-heartbeat")
     import tempfile
 
     with tempfile.TemporaryFile() as file:

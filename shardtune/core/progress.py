@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardtune.core.step import Reading, StepResult
-from shardtune.core.stop_request import Wish
+from shardtune.core.stop_request import StopRequest
 
-_NOT_KEPT = ("step", "stopped", "left")
+_NOT_KEPT = ("step", "stopped", "preempted")
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Progress:
     """Steps whose gradient wasn't finite."""
     skipped_in_a_row: int = 0
     stopped: bool = False
-    """Ended before its last step, because somebody wished it."""
-    left: bool = False
-    """Stopped in such a hurry that nothing but a checkpoint was made."""
+    """Ended before its last step, because a person or the cluster asked for it."""
+    preempted: bool = False
+    """Preempted: nothing but a checkpoint was made."""
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the step; a loss that is no number is left out."""
@@ -47,8 +47,10 @@ class Progress:
         known = Progress().facts().keys()
         return Progress(step, **{key: facts[key] for key in known & facts.keys()})
 
-    def after(self, result: StepResult, reading: Reading, wish: Wish = Wish.NONE) -> Progress:
-        """The progress after one more step; `wish` says whether it shall be the last."""
+    def after(
+        self, result: StepResult, reading: Reading, stop: StopRequest = StopRequest.NONE
+    ) -> Progress:
+        """The progress after one more step; `stop` says whether it shall be the last."""
         return replace(
             self,
             step=self.step + 1,
@@ -60,6 +62,6 @@ class Progress:
             utilisation=reading.utilisation,
             skipped=self.skipped + (not result.applied),
             skipped_in_a_row=0 if result.applied else self.skipped_in_a_row + 1,
-            stopped=wish > Wish.NONE,
-            left=wish is Wish.LEAVE,
+            stopped=stop > StopRequest.NONE,
+            preempted=stop is StopRequest.PREEMPT,
         )

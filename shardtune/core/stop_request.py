@@ -1,15 +1,15 @@
-"""How a person, or a cluster, wants a run to end before its end."""
+"""Stop requests: how a person, or a cluster, asks a run to end early."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 
-class Wish(IntEnum):
-    """The stronger wish is the larger number."""
+class StopRequest(IntEnum):
+    """What a run is asked to do; the stronger request is the larger number."""
 
     NONE = 0
     STOP = 1
     """After this step: checkpoint, result and summary."""
-    LEAVE = 2
-    """After this step: a checkpoint and nothing else, the machine is about to be taken away."""
+    PREEMPT = 2
+    """Preemption: a checkpoint after this step and nothing else, the machine is taken away."""

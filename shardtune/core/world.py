@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from shardtune.core.heartbeat import Pulse
+from shardtune.core.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     device: str = "cpu"
-    pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False, repr=False)
     """Where an engine says what it is doing."""
     nodes: int = 1
     """Machines that the ranks are on."""

@@ -40,12 +40,12 @@ class FakeEngine:
         labels = sum(batch.labels for batch in microbatches)
         return EvalResult(name, labels / (1 + len(self.seen)), labels // 2, labels)
 
-    def suspects(
+    def offending_samples(
         self, step: int, microbatches: Sequence[MicroBatch], result: StepResult
     ) -> tuple[str, ...]:
         return tuple(sample for batch in microbatches for sample in batch.samples)
 
-    def broken(self) -> tuple[str, ...]:
+    def nonfinite_weights(self) -> tuple[str, ...]:
         return ()
 
     def module(self) -> nn.Module:

@@ -118,9 +118,9 @@ class NativeEngine:
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
         scale = (self.peers.size / counts[1].clamp(min=1).double()).float()
         total = self._backward(microbatches, scale)
-        self.world.pulse.enter("collective")
+        self.world.heartbeat.enter("collective")
         self.peers.sum(total)
-        self.world.pulse.enter("update")
+        self.world.heartbeat.enter("update")
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -157,7 +157,7 @@ class NativeEngine:
         self._losses = []
         for index, batch in enumerate(microbatches):
             torch.manual_seed(self._seed_of(index))
-            self.world.pulse.forward(*batch.input_ids.shape)
+            self.world.heartbeat.forward(*batch.input_ids.shape)
             with self._stopwatch.running():
                 loss = self._pass(batch, scale, last=index == len(microbatches) - 1)
             self._losses.append(loss)
@@ -209,7 +209,7 @@ class NativeEngine:
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in microbatches:
-            self.world.pulse.enter("evaluate")
+            self.world.heartbeat.enter("evaluate")
             with self._autocast():
                 sums[:2] += self._judge(batch)
             sums[2] += batch.labels
@@ -218,7 +218,7 @@ class NativeEngine:
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
 
-    def suspects(
+    def offending_samples(
         self, step: int, microbatches: Sequence[MicroBatch], result: StepResult
     ) -> tuple[str, ...]:
         guilty = [not math.isfinite(loss) for loss in result.losses]
@@ -231,7 +231,7 @@ class NativeEngine:
         wrong = (batch for batch, bad in zip(microbatches, guilty, strict=False) if bad)
         return tuple(sample for batch in wrong for sample in batch.samples)
 
-    def broken(self) -> tuple[str, ...]:
+    def nonfinite_weights(self) -> tuple[str, ...]:
         parts = ((name, local(parameter.detach())) for name, parameter in self.trained.items())
         return tuple(name for name, part in parts if not part.isfinite().all())
 
@@ -365,7 +365,7 @@ class NativeEngine:
         with self._synchronising(last=last):
             with self._autocast(), self._saving():
                 loss = self._loss(batch)
-            self.world.pulse.enter("backward")
+            self.world.heartbeat.enter("backward")
             self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
         if self._away is not None:
             self._away.done()
@@ -413,7 +413,7 @@ class NativeEngine:
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
-        self.world.pulse.enter("collective")
+        self.world.heartbeat.enter("collective")
         tokens, labels = sum(b.tokens for b in microbatches), sum(b.labels for b in microbatches)
         counts = sent(torch.tensor([tokens, labels]), self.device)
         self.peers.sum(counts)

@@ -1,7 +1,7 @@
 """Starts `train(job)` on several processes, and sees them to their end. Knows no strategy."""
 
 # Not settings: how our launcher speaks to the ranks that it starts.
-STARTED_BY_US = "SHARDTUNE_LAUNCHER_PID"  # tells a rank that its parent is ours
-PULSE = "SHARDTUNE_PULSE_FD"  # the open file in which it shows what it is doing
-STACK = "SHARDTUNE_STACK_FILE"  # where it writes its stack when it is asked to
+LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"  # tells a rank that its parent is ours
+HEARTBEAT_FD = "SHARDTUNE_PULSE_FD"  # the open file in which it shows what it is doing
+STACK_FILE = "SHARDTUNE_STACK_FILE"  # where it writes its stack when it is asked to
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C

@@ -1,4 +1,4 @@
-"""How a rank that fails tells its launcher why: a small file, in the place that torch gave it.
+"""The error file: how a rank that fails tells its launcher why, where torchrun looks for it.
 
 No torch here: its import takes seconds, in which a rank can be interrupted too.
 """
@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardtune.errors import FailureKind, Problem, ShardtuneError
-from shardtune.launch import INTERRUPTED, STARTED_BY_US
+from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 @dataclass(frozen=True)
-class LastWords:
+class ErrorReport:
     """Why a rank ended. `problems` is empty unless a person can act on it."""
 
     time: float
@@ -32,19 +32,19 @@ class LastWords:
 
 
 @contextmanager
-def leaving_last_words() -> Iterator[None]:
+def reporting_errors() -> Iterator[None]:
     """Writes down what ends the block early, and leaves the talking to our launcher."""
     try:
         yield
-    except KeyboardInterrupt:  # before `join`, from which on a first signal is a wish
-        if STARTED_BY_US not in os.environ:
+    except KeyboardInterrupt:  # before `join_process_group`, which makes a first signal a request
+        if LAUNCHER_PID not in os.environ:
             raise
         sys.exit(INTERRUPTED)
     except Exception as error:
         path = os.environ.get(ERROR_FILE)
         if path:
             _write(Path(path), error)
-        if STARTED_BY_US not in os.environ:
+        if LAUNCHER_PID not in os.environ:
             raise
         # At once: to take a large interpreter down can take seconds, in which the others wait.
         sys.stdout.flush()
@@ -52,13 +52,13 @@ def leaving_last_words() -> Iterator[None]:
         os._exit(getattr(error, "exit_code", 1))
 
 
-def read_last_words(path: Path) -> LastWords | None:
+def read_error_report(path: Path) -> ErrorReport | None:
     """None where a rank died without any."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         problems = tuple(Problem(**problem) for problem in found["problems"])
         text = found["message"]["extraInfo"]["py_callstack"]
-        return LastWords(float(found["time"]), str(text).strip(), problems, found["kind"])
+        return ErrorReport(float(found["time"]), str(text).strip(), problems, found["kind"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

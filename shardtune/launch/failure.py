@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from shardtune.core.heartbeat import Beat
 from shardtune.errors import FailureKind, Problem
-from shardtune.launch.error_file import LastWords
-from shardtune.launch.process_info import ask_for_stack, memory_kills
-from shardtune.launch.watchdog import Hung
-from shardtune.launch.workers import Group
+from shardtune.launch.error_file import ErrorReport
+from shardtune.launch.process_info import oom_kills, request_stack
+from shardtune.launch.watchdog import HungRank
+from shardtune.launch.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Failure:
     rank: int | None
     step: int
     problems: tuple[Problem, ...]
-    told: bool = True
+    reported: bool = True
     """Whether a rank has said so itself; one that is killed can't."""
 
     @property
@@ -34,54 +34,54 @@ class Failure:
         return f"{first.place}: {first.fact}".strip().splitlines()[0]
 
 
-def of_dead_ranks(group: Group, codes: Mapping[int, int], kills_before: int) -> Failure:
-    """The rank that failed first. Who was killed, or left without a word, comes before those that
+def failure_of_dead_ranks(workers: Workers, codes: Mapping[int, int], kills_before: int) -> Failure:
+    """The rank that failed first. Who was killed, or died without a report, comes before those that
     complain: they have only lost their peer."""
     failed = {rank: code for rank, code in codes.items() if code != 0}
-    words = {rank: said for rank in failed if (said := group.words(rank))}
+    words = {rank: said for rank in failed if (said := workers.error_report(rank))}
     mute = [rank for rank in failed if rank not in words]
     if mute:
         rank = min(mute, key=lambda rank: failed[rank])  # signals are negative
-        return _of_mute(group, rank, failed[rank], out_of_memory=memory_kills() > kills_before)
+        return _of_mute(workers, rank, failed[rank], out_of_memory=oom_kills() > kills_before)
     rank, said = min(words.items(), key=lambda item: item[1].time)
-    return _of_words(group, rank, said)
+    return _of_words(workers, rank, said)
 
 
-def of_hung_rank(group: Group, hung: Hung) -> Failure:
+def failure_of_hung_rank(workers: Workers, hung: HungRank) -> Failure:
     """Who hangs, who waits for it and where, and the stack, if the rank can still write it."""
-    alive = group.alive()
-    stacks = {rank: ask_for_stack(pid, group.stack_file(rank)) for rank, pid in alive.items()}
+    alive = workers.alive()
+    stacks = {rank: request_stack(pid, workers.stack_file(rank)) for rank, pid in alive.items()}
     for_how_long = f"hung for {hung.seconds:.1f} s in {hung.beat}"
-    waiting = _waiting(group, stacks, hung.rank)
+    waiting = _waiting(workers, stacks, hung.rank)
     if hung.rank is None:
         text = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items() if stack)
         fact = f"{for_how_long}; they wait for each other: {waiting}\n{text}"
-        place = numbered(range(group.pulses.ranks))
+        place = rank_ranges(range(workers.heartbeats.ranks))
     else:
         place = f"rank {hung.rank}"
         fact = f"{for_how_long}; {waiting}" if waiting else for_how_long
         if hung.stopped:
             fact += ": the process is stopped (SIGSTOP), so it can't show its stack"
-        elif hung.rank not in group.ranks:
+        elif hung.rank not in workers.ranks:
             fact += "; it runs on another node, which didn't report it"
         elif stack := stacks.get(hung.rank):
             fact += f"; its stack, innermost first:\n{stack}"
         else:
             fact += "; it gave no stack"
-    fix = f"the stacks of all ranks are in {group.logs}"
+    fix = f"the stacks of all ranks are in {workers.logs}"
     return Failure("fault", hung.rank, hung.beat.step, (Problem(place, fact, fix),))
 
 
-def _waiting(group: Group, stacks: Mapping[int, str], blamed: int | None) -> str:
+def _waiting(workers: Workers, stacks: Mapping[int, str], blamed: int | None) -> str:
     """Where the other ranks are: `ranks 0-2 wait in all-reduce of step 7 (backward)`. Of ranks on
-    other nodes only the pulse is known."""
+    other nodes only the heartbeat is known."""
     places: dict[str, list[int]] = {}
-    for rank in range(group.pulses.ranks):
+    for rank in range(workers.heartbeats.ranks):
         if rank != blamed:
-            where, op = str(group.pulses.read(rank)), collective(stacks.get(rank, ""))
+            where, op = str(workers.heartbeats.read(rank)), collective_in(stacks.get(rank, ""))
             places.setdefault(f"{op} of {where}" if op else where, []).append(rank)
     return ", ".join(
-        f"{numbered(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {where}"
+        f"{rank_ranges(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {where}"
         for where, ranks in places.items()
     )
 
@@ -93,13 +93,13 @@ _COLLECTIVE = re.compile(
 )
 
 
-def collective(stack: str) -> str:
+def collective_in(stack: str) -> str:
     """The collective that a stack is in, innermost first; empty if it is in none that we know."""
     found = _COLLECTIVE.search(stack)
     return found[1].replace("_", "-") if found else ""
 
 
-def numbered(ranks: Sequence[int]) -> str:
+def rank_ranges(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -111,35 +111,35 @@ def numbered(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _of_words(group: Group, rank: int, words: LastWords) -> Failure:
-    beat = group.pulses.read(rank)
+def _of_words(workers: Workers, rank: int, words: ErrorReport) -> Failure:
+    beat = workers.heartbeats.read(rank)
     if words.problems:
         # Where ranks judge together, all of them say who is to blame, and any may be the first.
         named = re.fullmatch(r"rank (\d+)", words.problems[0].place)
         blamed = int(named[1]) if named else rank
         return Failure(words.kind, blamed, beat.step, words.problems)
-    fix = f"this is a fault of shardtune or of a library; the ranks' own output is in {group.logs}"
+    fix = f"a bug of shardtune or of a library; the ranks' own output is in {workers.logs}"
     problem = Problem(f"rank {rank}", words.traceback, fix)
     # What fails before the first step does so each time.
     return Failure("fault" if beat.step else "problem", rank, beat.step, (problem,))
 
 
-def _of_mute(group: Group, rank: int, code: int, *, out_of_memory: bool) -> Failure:
-    beat = group.pulses.read(rank)
+def _of_mute(workers: Workers, rank: int, code: int, *, out_of_memory: bool) -> Failure:
+    beat = workers.heartbeats.read(rank)
     killed = code == -signal.SIGKILL
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    fact = f"{how} without a word in {beat}"
-    fix = f"see the ranks' own output in {group.logs}"
+    fact = f"{how} without an error report in {beat}"
+    fix = f"see the ranks' own output in {workers.logs}"
     if killed and out_of_memory:
-        fact = f"was killed by the kernel, out of memory, in {beat}: {batch(beat)}"
+        fact = f"was killed by the kernel, out of memory, in {beat}: {describe_batch(beat)}"
         fix = "lower train.micro_batch (the result stays the same) or start fewer processes"
     elif killed:
-        fact += f" ({batch(beat)})" if beat.rows else ""
+        fact += f" ({describe_batch(beat)})" if beat.rows else ""
         fix = "if the machine ran out of memory, lower train.micro_batch or start fewer processes"
     kind: FailureKind = "memory" if killed and out_of_memory else "fault"
-    return Failure(kind, rank, beat.step, (Problem(f"rank {rank}", fact, fix),), told=False)
+    return Failure(kind, rank, beat.step, (Problem(f"rank {rank}", fact, fix),), reported=False)
 
 
-def batch(beat: Beat) -> str:
+def describe_batch(beat: Beat) -> str:
     """The micro-batch in work."""
     return f"its micro-batch had {beat.rows} rows of up to {beat.width} tokens"

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardtune.core.heartbeat import Pulses
+from shardtune.core.heartbeat import Heartbeats
 from shardtune.core.network import LOOPBACK, interface_of, listen
 from shardtune.launch.failure import Failure
-from shardtune.launch.workers import Seat
+from shardtune.launch.workers import Assignment
 
 
-class Company(Protocol):
+class Launchers(Protocol):
     """The launchers of a run, as one of them sees them."""
 
     @property
@@ -26,36 +26,36 @@ class Company(Protocol):
         """Of this node."""
         ...
 
-    def gather(self, given_up: Callable[[], bool]) -> Seat | None:
-        """Returns when every node is ready for an attempt; None if `given_up` says so meanwhile."""
+    def wait_for_nodes(self, cancelled: Callable[[], bool]) -> Assignment | None:
+        """Returns when every node is ready for an attempt; None if `cancelled` says so before."""
         ...
 
-    def failures(self) -> list[Failure]:
+    def past_failures(self) -> list[Failure]:
         """What ended the attempts before this one, the same on every node."""
         ...
 
-    def show(self, pulses: Pulses | None) -> None:
+    def publish_heartbeats(self, heartbeats: Heartbeats | None) -> None:
         """From now on the others see the pulses of this node's ranks, and theirs are seen here."""
         ...
 
-    def remote(self) -> dict[int, int]:
+    def remote_ranks(self) -> dict[int, int]:
         """The ranks of other nodes, each with a process id that nobody has."""
         ...
 
-    def suspects(self) -> bool:
+    def any_node_silent(self) -> bool:
         """Whether some node is silent, so that what hangs here may only be waiting for it."""
         ...
 
-    def trouble(self, step: int) -> Failure | None:
+    def remote_failure(self, step: int) -> Failure | None:
         """What another node has reported, or that it is lost."""
         ...
 
-    def agree(self, own: Failure) -> Failure:
+    def agree_on_cause(self, own: Failure) -> Failure:
         """One cause for all nodes."""
         ...
 
-    def next_attempt(self, given_up: Callable[[], bool]) -> bool:
-        """Goes on to another attempt; False if `given_up` says so before."""
+    def next_attempt(self, cancelled: Callable[[], bool]) -> bool:
+        """Goes on to another attempt; False if `cancelled` says so before."""
         ...
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Company(Protocol):
 
 
 @dataclass
-class Alone:
+class SingleNode:
     """One machine. The store of its ranks is new for each attempt, on the loopback address only."""
 
     processes: int
@@ -72,7 +72,7 @@ class Alone:
     _past: list[Failure] = field(default_factory=list)
     _store: TCPStore | None = None
 
-    def gather(self, given_up: Callable[[], bool]) -> Seat:
+    def wait_for_nodes(self, cancelled: Callable[[], bool]) -> Assignment:
         listener = listen(LOOPBACK, 0)  # a port that the kernel chose can't be in use
         port = listener.getsockname()[1]
         self._store = TCPStore(
@@ -84,28 +84,28 @@ class Alone:
             master_listen_fd=listener.detach(),
         )
         ranks, interface = range(self.processes), interface_of(LOOPBACK)
-        return Seat(ranks, self.processes, LOOPBACK, port, interface, len(self._past))
+        return Assignment(ranks, self.processes, LOOPBACK, port, interface, len(self._past))
 
-    def failures(self) -> list[Failure]:
+    def past_failures(self) -> list[Failure]:
         return list(self._past)
 
-    def show(self, pulses: Pulses | None) -> None:
+    def publish_heartbeats(self, heartbeats: Heartbeats | None) -> None:
         pass
 
-    def remote(self) -> dict[int, int]:
+    def remote_ranks(self) -> dict[int, int]:
         return {}
 
-    def suspects(self) -> bool:
+    def any_node_silent(self) -> bool:
         return False
 
-    def trouble(self, step: int) -> Failure | None:
+    def remote_failure(self, step: int) -> Failure | None:
         return None
 
-    def agree(self, own: Failure) -> Failure:
+    def agree_on_cause(self, own: Failure) -> Failure:
         self._past.append(own)
         return own
 
-    def next_attempt(self, given_up: Callable[[], bool]) -> bool:
+    def next_attempt(self, cancelled: Callable[[], bool]) -> bool:
         return True
 
     def close(self) -> None:

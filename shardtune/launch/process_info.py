@@ -12,29 +12,29 @@ import signal
 import time
 from pathlib import Path
 
-from shardtune.launch import STACK
+from shardtune.launch import STACK_FILE
 
-ASK = signal.SIGUSR2
+STACK_SIGNAL = signal.SIGUSR2
 STOPPED = "T"
 _EXITING = 0x4  # PF_EXITING of the kernel's sched.h
 _STACK_LINES = 14
 _MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
-def answer_with_stack() -> None:
+def dump_stack_on_signal() -> None:
     """From now on this process writes its stack down when asked; also while it holds the GIL."""
-    path = os.environ.get(STACK)
+    path = os.environ.get(STACK_FILE)
     if path is not None:
         file = Path(path).open("w")  # noqa: SIM115  as long as the process lives
-        faulthandler.register(ASK, file=file, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
-def ask_for_stack(pid: int, file: Path, *, wait: float = 0.5) -> str:
+def request_stack(pid: int, file: Path, *, wait: float = 0.5) -> str:
     """The innermost lines of a process's stack; empty if it gave no answer."""
-    if state(pid) == STOPPED:
+    if process_state(pid) == STOPPED:
         return ""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, ASK)
+        os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -44,7 +44,7 @@ def ask_for_stack(pid: int, file: Path, *, wait: float = 0.5) -> str:
     return ""
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """R running, S sleeping, D waiting for a disk, T stopped, Z dead; empty where unknown."""
     fields = _stat(pid)
     return fields[0] if fields else ""
@@ -63,7 +63,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
-def seconds_in_queue(pid: int) -> float:
+def runqueue_seconds(pid: int) -> float:
     """The time for which a process was ready to run and had no processor; 0 where unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
@@ -71,7 +71,7 @@ def seconds_in_queue(pid: int) -> float:
         return 0.0
 
 
-def memory_kills() -> int:
+def oom_kills() -> int:
     """How many processes of our group the kernel has killed for memory, as far as it tells."""
     try:
         lines = _MEMORY_EVENTS.read_text(encoding="ascii").splitlines()

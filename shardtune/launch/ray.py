@@ -2,8 +2,8 @@
 done.
 
 Ray places and starts the workers and tells them where rank 0 is; they join as ranks anywhere do. A
-worker that fails leaves its last words beside the run's logs, and the same policy as on one machine
-decides whether all are started again from the last checkpoint.
+worker that fails leaves an error report beside the run's logs, and the same policy as on one
+machine decides whether all are started again from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -31,15 +31,21 @@ from shardtune.config.job import RayLaunch
 from shardtune.core.machine import Machine
 from shardtune.core.network import LOOPBACK
 from shardtune.errors import LaunchError, Problem
-from shardtune.launch.error_file import ERROR_FILE, read_last_words
+from shardtune.launch.error_file import ERROR_FILE, read_error_report
 from shardtune.launch.failure import Failure
-from shardtune.launch.restart_policy import Policy, attempts, faults, halvings, refuse_restart
+from shardtune.launch.restart_policy import (
+    RestartPolicy,
+    count_faults,
+    halvings,
+    past_attempts,
+    refuse_restart,
+)
 
 _PRINTED = "rank-0.log"
 
 
 @dataclass(frozen=True)
-class Workers:
+class RayResources:
     """What the job gets of the cluster."""
 
     count: int
@@ -49,7 +55,7 @@ class Workers:
 
 
 @contextmanager
-def ray_cluster(launch: RayLaunch) -> Iterator[Workers]:
+def ray_cluster(launch: RayLaunch) -> Iterator[RayResources]:
     """A Ray to run on, which ends with the block if it was started here."""
     here = launch.address is None
     folder = tempfile.mkdtemp(prefix="shardtune-ray-") if here else None
@@ -88,7 +94,7 @@ def _connect(address: str) -> None:
         raise LaunchError(Problem("launch.address", fact, fix)) from None
 
 
-def _workers(launch: RayLaunch, has: Mapping[str, float]) -> Workers:
+def _workers(launch: RayLaunch, has: Mapping[str, float]) -> RayResources:
     gpus, each = int(has.get("GPU", 0)), launch.resources_per_worker
     gpu = gpus > 0 if launch.use_gpu == "auto" else launch.use_gpu
     count = gpus if launch.workers == "auto" else launch.workers
@@ -109,17 +115,17 @@ def _workers(launch: RayLaunch, has: Mapping[str, float]) -> Workers:
             problems.append(Problem("launch", fact, fix))
     if problems:
         raise LaunchError(problems)
-    return Workers(count, gpu, max(1, int(cpus)))
+    return RayResources(count, gpu, max(1, int(cpus)))
 
 
 def run_ray(
     body: Callable[[dict[str, Any]], None],
     config: dict[str, Any],
     launch: RayLaunch,
-    workers: Workers,
+    workers: RayResources,
     *,
     logs: Path,
-    policy: Policy,
+    policy: RestartPolicy,
     step: Callable[[], int],
     say: Callable[[str], None],
 ) -> None:
@@ -129,7 +135,7 @@ def run_ray(
     the run has come. `logs` has to be seen by all workers, and here.
     """
     failures: list[Failure] = []
-    earlier = attempts(logs)
+    earlier = past_attempts(logs)
     while True:
         folder = logs / f"attempt-{earlier + len(failures)}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +153,7 @@ def run_ray(
         refused = None if reduced else refuse_restart(failures, policy)
         if refused is not None:
             raise LaunchError([*last.problems, *refused])
-        what = "half the micro-batch" if reduced else f"restart {faults(failures)}"
+        what = "half the micro-batch" if reduced else f"restart {count_faults(failures)}"
         say(f"{last.cause}\ngoing on from the last checkpoint ({what} of {policy.restarts})")
 
 
@@ -155,7 +161,7 @@ def _fit(
     body: Callable[[dict[str, Any]], None],
     config: dict[str, Any],
     launch: RayLaunch,
-    workers: Workers,
+    workers: RayResources,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:  # for Ray's own notes: the run directory is ours
         trainer = TorchTrainer(
@@ -212,24 +218,26 @@ def _shown(file: Path) -> Iterator[None]:
 
 
 def _failure(error: Exception, folder: Path, step: int) -> Failure:
-    """The worker that failed first: one that died without a word comes before those that complain,
-    because they have only lost their peer."""
+    """The worker that failed first: one that died without a report comes before those that
+    complain, because they have only lost their peer."""
     failed = dict(error.worker_failures) if isinstance(error, WorkerGroupError) else {}
     words = {
         rank: said
         for rank in failed
-        if (said := read_last_words(folder / f"error-{rank}.json")) is not None
+        if (said := read_error_report(folder / f"error-{rank}.json")) is not None
     }
     mute = sorted(failed.keys() - words.keys())
     if mute:
         rank = mute[0]
         why = str(failed[rank]).strip().splitlines()[0]
         fix = "see Ray's logs of that worker; if its node ran out of memory, lower micro_batch"
-        problem = Problem(f"rank {rank}", f"its Ray worker died without a word: {why}", fix)
+        problem = Problem(
+            f"rank {rank}", f"its Ray worker died without an error report: {why}", fix
+        )
         return Failure("fault", rank, step, (problem,))
     if words:
         rank, said = min(words.items(), key=lambda item: item[1].time)
-        fix = "this is a fault of shardtune or of a library"
+        fix = "a bug of shardtune or of a library"
         told = said.problems or (Problem(f"rank {rank}", said.traceback, fix),)
         return Failure(said.kind if said.problems or step else "problem", rank, step, told)
     problem = Problem("Ray", str(error).strip(), "see Ray's logs")

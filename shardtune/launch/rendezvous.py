@@ -25,11 +25,11 @@ from shardtune.core.network import (
     socket_environment,
 )
 
-PATIENCE = timedelta(days=7)
+RENDEZVOUS_TIMEOUT = timedelta(days=7)
 """Whoever started the ranks ends them all when one of them dies."""
 
 
-def meet(rank: int, size: int, timeout: timedelta) -> PrefixStore:
+def rendezvous(rank: int, size: int, timeout: timedelta) -> PrefixStore:
     """The store of the ranks, when all have come. Sets over which interface they will talk."""
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
     address = address_of(os.environ["MASTER_ADDR"], "MASTER_ADDR")
@@ -47,7 +47,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> PrefixStore:
     ours = PrefixStore(f"shardtune/{attempt}", store)
     if ours.add("here", 1) == size:
         ours.set("all here", "yes")
-    ours.wait(["all here"], PATIENCE)
+    ours.wait(["all here"], RENDEZVOUS_TIMEOUT)
     store.set_timeout(timeout)
     return ours
 
@@ -55,7 +55,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> PrefixStore:
 def _host(address: str, port: int) -> TCPStore:
     listener = listen(address, port, "MASTER_PORT")
     return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,
+        address, port, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
 
@@ -68,7 +68,9 @@ def _find(address: str, port: int) -> TCPStore:
                 break
         except OSError:
             time.sleep(0.1)
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+    return TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
+    )
 
 
 def _outward() -> str:

@@ -16,7 +16,7 @@ SAME_STEP = 3  # failures at one step that end a run
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     """How much a run is helped along."""
 
     restarts: int = 0
@@ -32,26 +32,26 @@ class Policy:
     the kernel kills has taken too much main memory."""
 
 
-def attempts(logs: Path) -> int:
-    """How many the run has had before it was resumed. Each has a folder of its own: last words of
-    an earlier one, read again, would tell a wrong cause."""
+def past_attempts(logs: Path) -> int:
+    """How many the run has had before it was resumed. Each has a folder of its own: the error
+    report of an earlier one, read again, would name a wrong cause."""
     return sum(1 for _ in logs.glob("attempt-*"))
 
 
-def halvings(failures: Sequence[Failure], policy: Policy) -> int:
+def halvings(failures: Sequence[Failure], policy: RestartPolicy) -> int:
     """How often the micro-batch has to be halved after these."""
     early = takewhile(lambda failure: failure.step == 0, failures)
-    at_start = sum(failure.kind == "memory" and failure.told for failure in early)
+    at_start = sum(failure.kind == "memory" and failure.reported for failure in early)
     short = sum(failure.kind == "memory" for failure in failures)
     return max(min(policy.halvings, short), min(policy.halvings_at_start, at_start))
 
 
-def faults(failures: Sequence[Failure]) -> int:
+def count_faults(failures: Sequence[Failure]) -> int:
     """How many of them may pass when the run is started again."""
     return sum(failure.kind == "fault" for failure in failures)
 
 
-def refuse_restart(failures: Sequence[Failure], policy: Policy) -> list[Problem] | None:
+def refuse_restart(failures: Sequence[Failure], policy: RestartPolicy) -> list[Problem] | None:
     """None if the run may be started again; else what is to be said about that besides."""
     last = failures[-1]
     if last.kind != "fault" or policy.restarts == 0:
@@ -61,7 +61,7 @@ def refuse_restart(failures: Sequence[Failure], policy: Policy) -> list[Problem]
     if same >= SAME_STEP:
         fact = f"failed {same} times: that is no chance, so the run was not started again"
         return [Problem(f"step {last.step}", fact, fix)]
-    if faults(failures) > policy.restarts:
+    if count_faults(failures) > policy.restarts:
         fact = f"the run was started again {policy.restarts} times, and failed again"
         return [Problem("launch.restarts", fact, fix)]
     return None

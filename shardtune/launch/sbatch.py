@@ -11,7 +11,7 @@ ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SlurmRequest:
     """What to ask Slurm for."""
 
     nodes: int
@@ -22,7 +22,7 @@ class Wanted:
     account: str | None = None
 
 
-def sbatch_script(job: Path, overrides: Sequence[str], run: Path, wanted: Wanted) -> str:
+def sbatch_script(job: Path, overrides: Sequence[str], run: Path, wanted: SlurmRequest) -> str:
     """The script. `run` is the job's run directory."""
     lines = {
         "job-name": job.stem,

@@ -24,21 +24,26 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shardtune.core.network import listen
 from shardtune.errors import LaunchError, Problem
 
-LOST = 10.0  # seconds of silence after which the other end is given up
-BEAT = 0.5  # seconds between two signs of life
-ANSWER = 1.0  # seconds that a question waits for its answer
+LOST_AFTER = 10.0  # seconds of silence after which the other end is given up
+HEARTBEAT_PERIOD = 0.5  # seconds between two signs of life
+ANSWER_TIMEOUT = 1.0  # seconds that a question waits for its answer
 
 
-class Line:
+class StoreClient:
     """An open line. `pulse()` is what this node shows of itself; `others` hear what theirs do."""
 
     def __init__(
-        self, head: str, port: int, me: int, pulse: Callable[[], str], others: dict[int, Heard]
+        self,
+        head: str,
+        port: int,
+        me: int,
+        heartbeat: Callable[[], str],
+        others: dict[int, PeerHeartbeat],
     ) -> None:
         with socket.create_connection((head, port), timeout=2.0):
             pass  # TCPStore would try for minutes, and complain on stderr
         self._store = _store(head, port)
-        self._me, self._pulse, self._others = me, pulse, others
+        self._me, self._heartbeat, self._others = me, heartbeat, others
         self._questions: Queue[tuple[Callable[[TCPStore], Any], Future[Any]]] = Queue()
         self._closed = False
         self.answered = time.monotonic()
@@ -63,7 +68,7 @@ class Line:
         """Ends the thread, unless it waits for an answer that will not come. An interpreter that
         ends while a thread comes back from C++ would abort."""
         self.abandon()
-        self._thread.join(timeout=2 * ANSWER)
+        self._thread.join(timeout=2 * ANSWER_TIMEOUT)
 
     def abandon(self) -> None:
         """Leaves a line on which nobody answers to itself."""
@@ -74,7 +79,7 @@ class Line:
         answer: Future[Any] = Future()
         self._questions.put((question, answer))
         try:
-            return answer.result(timeout=ANSWER)
+            return answer.result(timeout=ANSWER_TIMEOUT)
         except (OSError, RuntimeError, TimeoutError, FutureTimeout):
             return None
 
@@ -86,7 +91,7 @@ class Line:
                 wait = max(0.0, next_beat - time.monotonic())
                 question, answer = self._questions.get(timeout=wait)
             except Empty:
-                beats, next_beat = beats + 1, time.monotonic() + BEAT
+                beats, next_beat = beats + 1, time.monotonic() + HEARTBEAT_PERIOD
                 with suppress(OSError, RuntimeError):  # whoever looks at us will notice
                     self._beat(beats)
                     self.answered = time.monotonic()
@@ -97,13 +102,13 @@ class Line:
                 answer.set_exception(error)
 
     def _beat(self, count: int) -> None:
-        self._store.set(f"beat/{self._me}", f"{count} {self._pulse()}")
+        self._store.set(f"beat/{self._me}", f"{count} {self._heartbeat()}")
         for number, other in self._others.items():
             if self._store.check([f"beat/{number}"]):
                 other.hear(self._store.get(f"beat/{number}").decode())
 
 
-class Heard:
+class PeerHeartbeat:
     """What was last heard of another node."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
@@ -123,7 +128,7 @@ class Heard:
         self.at = None
 
 
-def host(head: str, port: int) -> TCPStore:
+def serve_store(head: str, port: int) -> TCPStore:
     """The place where the notes lie, listening on the head's address only."""
     listener = listen(head, port)
     store = _store(head, port, master_listen_fd=listener.detach(), is_master=True)
@@ -132,22 +137,22 @@ def host(head: str, port: int) -> TCPStore:
     return store
 
 
-def dial(
+def connect(
     head: str,
     port: int,
     me: int,
-    pulse: Callable[[], str],
-    others: dict[int, Heard],
+    heartbeat: Callable[[], str],
+    others: dict[int, PeerHeartbeat],
     *,
     wait: float,
     say: Callable[[str], None],
-) -> Line:
+) -> StoreClient:
     """Opens a line, trying for `wait` seconds."""
     deadline = time.monotonic() + wait
     told = False
     while True:
         try:
-            return Line(head, port, me, pulse, others)
+            return StoreClient(head, port, me, heartbeat, others)
         except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
                 fact = f"no launcher of node 0 answers at {head}:{port} ({error})"
@@ -156,11 +161,11 @@ def dial(
         if not told:
             told = True
             say(f"waiting for node 0 at {head}:{port}")
-        time.sleep(BEAT)
+        time.sleep(HEARTBEAT_PERIOD)
 
 
 def _store(head: str, port: int, **settings: Any) -> TCPStore:
-    timeout = timedelta(seconds=LOST)
+    timeout = timedelta(seconds=LOST_AFTER)
     return TCPStore(
         head, port, **{"is_master": False} | settings, wait_for_workers=False, timeout=timeout
     )

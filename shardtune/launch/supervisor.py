@@ -19,16 +19,22 @@ from types import FrameType
 
 from shardtune.errors import LaunchError
 from shardtune.launch import INTERRUPTED
-from shardtune.launch.failure import Failure, of_dead_ranks, of_hung_rank
-from shardtune.launch.peers import Alone, Company
-from shardtune.launch.process_info import memory_kills
-from shardtune.launch.restart_policy import Policy, attempts, faults, halvings, refuse_restart
-from shardtune.launch.watchdog import Hung, Watcher
-from shardtune.launch.workers import Group
+from shardtune.launch.failure import Failure, failure_of_dead_ranks, failure_of_hung_rank
+from shardtune.launch.peers import Launchers, SingleNode
+from shardtune.launch.process_info import oom_kills
+from shardtune.launch.restart_policy import (
+    RestartPolicy,
+    count_faults,
+    halvings,
+    past_attempts,
+    refuse_restart,
+)
+from shardtune.launch.watchdog import HungRank, Watchdog
+from shardtune.launch.workers import Workers
 
-PERIOD = 0.1  # seconds between two looks at the ranks
-ELSEWHERE = 30.0  # seconds in which another node has to report its own hung rank
-HANG_UP = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
+POLL_SECONDS = 0.1  # seconds between two looks at the ranks
+REMOTE_REPORT_SECONDS = 30.0  # seconds in which another node has to report its own hung rank
+HANGUP_GRACE = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,27 +44,29 @@ def run_local(
     processes: int,
     threads: int,
     logs: Path,
-    policy: Policy | None = None,
+    policy: RestartPolicy | None = None,
     again: Callable[[int], Sequence[str]] | None = None,
-    company: Company | None = None,
+    launchers: Launchers | None = None,
 ) -> int:
     """Runs `python COMMAND...` once per rank. Returns the exit code; LaunchError if it failed.
 
     `again(halvings)` is the command that goes on from the last checkpoint. SIGINT and SIGTERM ask
-    the ranks to stop after their step, a second signal kills them. With `company` these are the
+    the ranks to stop after their step, a second signal kills them. With `launchers` these are the
     ranks of one node of several, which all do the same.
     """
-    policy, company = policy or Policy(), company or Alone(processes)
-    events = Events(logs / (f"events-{company.number}.jsonl" if company.number else "events.jsonl"))
-    earlier = attempts(logs)
-    with _heeding_signals() as signals, closing(company):
-        while (seat := company.gather(signals.given_up)) is not None:
-            failures = company.failures()
+    policy, launchers = policy or RestartPolicy(), launchers or SingleNode(processes)
+    events = Events(
+        logs / (f"events-{launchers.number}.jsonl" if launchers.number else "events.jsonl")
+    )
+    earlier = past_attempts(logs)
+    with _heeding_signals() as signals, closing(launchers):
+        while (assignment := launchers.wait_for_nodes(signals.cancelled)) is not None:
+            failures = launchers.past_failures()
             if failures and again is not None:
                 command = again(halvings(failures, policy))
-            folder = logs / f"attempt-{earlier + seat.attempt}"
-            group = Group(command, seat, threads, folder)
-            outcome = _attempt(group, company, policy, signals, events)
+            folder = logs / f"attempt-{earlier + assignment.attempt}"
+            workers = Workers(command, assignment, threads, folder)
+            outcome = _attempt(workers, launchers, policy, signals, events)
             if isinstance(outcome, int):
                 return outcome
             failures.append(outcome)
@@ -67,11 +75,11 @@ def run_local(
             if again is None or signals.came or refused is not None:
                 events.tell("failed", outcome, outcome.cause, said=False)
                 raise LaunchError([*outcome.problems, *(refused or [])])
-            what = "half the micro-batch" if reduced else f"restart {faults(failures)}"
+            what = "half the micro-batch" if reduced else f"restart {count_faults(failures)}"
             limit = "" if reduced else f" of {policy.restarts}"
             text = f"{_in_full(outcome)}\ngoing on from the last checkpoint ({what}{limit})"
             events.tell("restart", outcome, text)
-            if not company.next_attempt(signals.given_up):
+            if not launchers.next_attempt(signals.cancelled):
                 break
         return signals.code
 
@@ -82,7 +90,7 @@ class Signals:
 
     came: list[int] = field(default_factory=list)
 
-    def given_up(self) -> bool:
+    def cancelled(self) -> bool:
         return bool(self.came)
 
     @property
@@ -106,22 +114,22 @@ def _heeding_signals() -> Iterator[Signals]:
 
 
 def _attempt(
-    group: Group, company: Company, policy: Policy, signals: Signals, events: Events
+    workers: Workers, launchers: Launchers, policy: RestartPolicy, signals: Signals, events: Events
 ) -> int | Failure:
     """Sees one group of ranks to its end: the exit code, or how it failed."""
-    kills = memory_kills()
-    company.show(group.pulses)
-    watcher = Watcher(group.pulses, policy.patience, time.monotonic())
+    kills = oom_kills()
+    launchers.publish_heartbeats(workers.heartbeats)
+    watcher = Watchdog(workers.heartbeats, policy.patience, time.monotonic())
     deadline: float | None = None
     try:
         while True:
-            codes = group.codes()
+            codes = workers.exit_codes()
             if any(codes.values()):
-                codes = group.settled_codes()
+                codes = workers.final_exit_codes()
                 if signals.came and _were_interrupted(codes):
                     return signals.code
-                return company.agree(of_dead_ranks(group, codes, kills))
-            alive = group.alive()
+                return launchers.agree_on_cause(failure_of_dead_ranks(workers, codes, kills))
+            alive = workers.alive()
             if not alive:
                 return signals.code
             now = time.monotonic()
@@ -129,38 +137,42 @@ def _attempt(
                 _say_left(signals, policy)
                 return signals.code
             if signals.came and deadline is None:
-                deadline = now + _ask_to_stop(group, signals, policy)
-            if (trouble := company.trouble(watcher.step)) is not None:
-                return trouble
-            hung = watcher.hung(alive | company.remote(), now)
-            if hung is not None and not company.suspects() and _ours_to_report(hung, group):
-                return company.agree(of_hung_rank(group, hung))
+                deadline = now + _ask_to_stop(workers, signals, policy)
+            if (reported := launchers.remote_failure(watcher.step)) is not None:
+                return reported
+            hung = watcher.hung(alive | launchers.remote_ranks(), now)
+            if (
+                hung is not None
+                and not launchers.any_node_silent()
+                and _ours_to_report(hung, workers)
+            ):
+                return launchers.agree_on_cause(failure_of_hung_rank(workers, hung))
             if (slow := watcher.slow()) is not None:
                 events.slow(slow.rank, slow.phase, slow.seconds, slow.others)
-            time.sleep(PERIOD)
+            time.sleep(POLL_SECONDS)
     finally:
-        company.show(None)
-        group.close()
+        launchers.publish_heartbeats(None)
+        workers.close()
         _restore_terminal()
 
 
-def _ours_to_report(hung: Hung, group: Group) -> bool:
+def _ours_to_report(hung: HungRank, workers: Workers) -> bool:
     """A rank of another node is reported there, with its stack, if that node can."""
-    return hung.rank is None or hung.rank in group.ranks or hung.overdue > ELSEWHERE
+    return hung.rank is None or hung.rank in workers.ranks or hung.overdue > REMOTE_REPORT_SECONDS
 
 
-def _ask_to_stop(group: Group, signals: Signals, policy: Policy) -> float:
-    """Passes the wish on; returns the seconds that the ranks have to fulfil it."""
+def _ask_to_stop(workers: Workers, signals: Signals, policy: RestartPolicy) -> float:
+    """Passes the request on; returns the seconds that the ranks have for it."""
     first = signals.came[0]
     if first == signal.SIGINT:
         _say("\nstopping after this step; once more to stop at once")
-        group.tell(signal.SIGINT)
+        workers.send_signal(signal.SIGINT)
         return float("inf")  # a person is there to press again
-    group.tell(signal.SIGTERM)
-    return policy.grace if first == signal.SIGTERM else HANG_UP
+    workers.send_signal(signal.SIGTERM)
+    return policy.grace if first == signal.SIGTERM else HANGUP_GRACE
 
 
-def _say_left(signals: Signals, policy: Policy) -> None:
+def _say_left(signals: Signals, policy: RestartPolicy) -> None:
     if len(signals.came) == 1 and signals.came[0] == signal.SIGTERM:
         _say(f"the step did not end within launch.grace ({policy.grace:g} s): stopped in it")
 

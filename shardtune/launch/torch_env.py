@@ -8,11 +8,11 @@ from shardtune.core.cache import cache_dir
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where torch looks for it: the name of today, and two older ones."""
-COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "compiled", "TRITON_CACHE_DIR": "kernels"}
+COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "compiled", "TRITON_CACHE_DIR": "kernels"}
 """Where torch's compiler and triton keep what they have made, and what they have found fastest."""
 
 
-def torch_settings(environment: Mapping[str, str]) -> dict[str, str]:
+def torch_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that `environment` lacks. What a person has set in it is left alone.
 
     Rows differ in length, and with them every tensor of a step: segments that can grow leave no
@@ -22,7 +22,7 @@ def torch_settings(environment: Mapping[str, str]) -> dict[str, str]:
     found = {}
     if not any(name in environment for name in ALLOCATOR):
         found[ALLOCATOR[0]] = "expandable_segments:True"
-    for name, folder in COMPILED.items():
+    for name, folder in COMPILER_CACHES.items():
         if name not in environment:
             found[name] = str(cache_dir() / folder)
     return found

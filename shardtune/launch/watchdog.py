@@ -1,12 +1,12 @@
-"""Watches the pulses of the ranks from outside: who is hung, who is slow.
+"""The watchdog: reads the heartbeats of the ranks from outside, and finds who is hung or slow.
 
-A rank is hung when its pulse stands still for longer than it may. Inside a step that is a few
+A rank is hung when its heartbeat stands still for longer than it may. Inside a step that is a few
 seconds, or a few steps where these are long; the first step, compiling, evaluating and saving may
 take their time. A rank that the kernel reports as stopped is hung wherever it is. Time in which
 a rank waited for a processor doesn't count: a machine that is too busy hangs nobody.
 
-When one rank is hung the others soon wait for it, so all pulses stand still. The one to blame is
-stopped, or the furthest behind, or the only one that computes. While it moves, it is only slow.
+When one rank is hung the others soon wait for it, so all heartbeats stand still. The one to blame
+is stopped, or the furthest behind, or the only one that computes. While it moves, it is only slow.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from shardtune.core.heartbeat import IN_A_STEP, Beat, Pulses
-from shardtune.launch.process_info import STOPPED, cpu_seconds, seconds_in_queue, state
+from shardtune.core.heartbeat import IN_A_STEP, Beat, Heartbeats
+from shardtune.launch.process_info import STOPPED, cpu_seconds, process_state, runqueue_seconds
 
-STEPS = 2.5  # median steps that a rank may stay in one phase of a step
-PAUSE = 30 * 60.0  # seconds for what takes its time; the collectives themselves give up then
+HUNG_AFTER_STEPS = 2.5  # median steps that a rank may stay in one phase of a step
+LONGEST_PAUSE = (
+    30 * 60.0
+)  # seconds for what takes its time; the collectives themselves give up then
 STOPPED_FOR = 2.0  # seconds
-SUSPICIOUS = 1.0  # seconds of silence after which we look closer
-WINDOW = 10  # steps over which ranks are compared
-SLOWER = 1.6  # times the median of the others
-SHARE = 0.2  # and so much of a step's time, or it isn't worth a word
+SUSPECT_AFTER_SILENCE = 1.0  # seconds of silence after which we look closer
+STRAGGLER_WINDOW = 10  # steps over which ranks are compared
+STRAGGLER_RATIO = 1.6  # times the median of the others
+STRAGGLER_SHARE = 0.2  # and so much of a step's time, or it isn't worth a word
 
 
 @dataclass(frozen=True)
-class Hung:
-    """A rank whose pulse stands still; no rank where all wait for each other."""
+class HungRank:
+    """A rank whose heartbeat stands still; no rank where all wait for each other."""
 
     rank: int | None
     beat: Beat
@@ -41,8 +43,8 @@ class Hung:
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A rank that makes the others wait, step after step."""
+class SlowRank:
+    """A straggler: a rank that makes the others wait, step after step."""
 
     rank: int
     phase: str
@@ -77,42 +79,42 @@ class _Mark:
         return seconds
 
 
-class Watcher:
+class Watchdog:
     """Looks at all ranks; `patience` is the least silence, in seconds, that makes a rank hung."""
 
-    def __init__(self, pulses: Pulses, patience: float, now: float) -> None:
-        self.pulses = pulses
+    def __init__(self, heartbeats: Heartbeats, patience: float, now: float) -> None:
+        self.heartbeats = heartbeats
         self.patience = patience
-        self._ranks = {rank: _Seen(Beat(), now) for rank in range(pulses.ranks)}
+        self._ranks = {rank: _Seen(Beat(), now) for rank in range(heartbeats.ranks)}
         self._last_look = now
         self._steps: deque[float] = deque(maxlen=31)
         self._step_begun: float | None = None
         self._step = 0
-        self._marks: deque[_Mark] = deque(maxlen=WINDOW + 1)
+        self._marks: deque[_Mark] = deque(maxlen=STRAGGLER_WINDOW + 1)
         self._told: set[tuple[int, str]] = set()
 
     def beat(self, rank: int) -> Beat:
-        return self.pulses.read(rank)
+        return self.heartbeats.read(rank)
 
     @property
     def step(self) -> int:
         """The step that every rank has begun."""
         return self._step
 
-    def hung(self, alive: Mapping[int, int], now: float) -> Hung | None:
+    def hung(self, alive: Mapping[int, int], now: float) -> HungRank | None:
         """The hung rank among those alive (rank to process id), if there is one by now."""
-        late = now - self._last_look > SUSPICIOUS  # we were stopped or starved ourselves
+        late = now - self._last_look > SUSPECT_AFTER_SILENCE  # we were stopped or starved ourselves
         self._last_look = now
         for rank in alive:
-            seen, beat = self._ranks[rank], self.pulses.read(rank)
+            seen, beat = self._ranks[rank], self.heartbeats.read(rank)
             if beat.beats != seen.beat.beats or late:
                 seen.beat, seen.changed, seen.cpu = beat, now, None
                 seen.first_step = seen.first_step or beat.step
         self._count_step(alive, now)
         silent = {rank: self._silence(self._ranks[rank], pid, now) for rank, pid in alive.items()}
         for rank, pid in alive.items():
-            if silent[rank] > STOPPED_FOR and state(pid) == STOPPED:
-                return Hung(rank, self._ranks[rank].beat, silent[rank], stopped=True)
+            if silent[rank] > STOPPED_FOR and process_state(pid) == STOPPED:
+                return HungRank(rank, self._ranks[rank].beat, silent[rank], stopped=True)
         beyond = {rank: silent[rank] - self._limit(self._ranks[rank]) for rank in alive}
         if max(beyond.values()) <= 0:
             return None
@@ -120,13 +122,14 @@ class Watcher:
         overdue = min(beyond[each] for each in blamed)
         if overdue <= 0:
             return None
-        guilty = blamed[0] if len(blamed) == 1 else None
+        culprit = blamed[0] if len(blamed) == 1 else None
         seconds = min(silent[each] for each in blamed)
-        return Hung(guilty, self._ranks[blamed[0]].beat, seconds, stopped=False, overdue=overdue)
+        beat = self._ranks[blamed[0]].beat
+        return HungRank(culprit, beat, seconds, stopped=False, overdue=overdue)
 
-    def slow(self) -> Slow | None:
+    def slow(self) -> SlowRank | None:
         """A rank that has become a straggler, said once for each phase."""
-        if len(self._marks) <= WINDOW:
+        if len(self._marks) <= STRAGGLER_WINDOW:
             return None
         first, last = self._marks[0], self._marks[-1]
         steps = last.step - first.step
@@ -136,26 +139,26 @@ class Watcher:
             }
             for rank, own in spent.items():
                 others = median(value for other, value in spent.items() if other != rank)
-                worth = own - others > SHARE * (last.time - first.time)
-                if own > SLOWER * others and worth and (rank, phase) not in self._told:
+                worth = own - others > STRAGGLER_SHARE * (last.time - first.time)
+                if own > STRAGGLER_RATIO * others and worth and (rank, phase) not in self._told:
                     self._told.add((rank, phase))
-                    return Slow(rank, phase, own / steps, others / steps)
+                    return SlowRank(rank, phase, own / steps, others / steps)
         return None
 
     def _silence(self, seen: _Seen, pid: int, now: float) -> float:
         """Seconds since it last moved, without those in which it wasn't given a processor."""
         silent = now - seen.changed
-        if silent <= SUSPICIOUS:
+        if silent <= SUSPECT_AFTER_SILENCE:
             return silent
         if seen.cpu is None:
-            seen.cpu, seen.queued = cpu_seconds(pid), seconds_in_queue(pid)
-        return silent - (seconds_in_queue(pid) - seen.queued)
+            seen.cpu, seen.queued = cpu_seconds(pid), runqueue_seconds(pid)
+        return silent - (runqueue_seconds(pid) - seen.queued)
 
     def _limit(self, seen: _Seen) -> float:
         beat = seen.beat
         if beat.phase not in IN_A_STEP or beat.step <= seen.first_step:
-            return PAUSE
-        return max(self.patience, STEPS * median(self._steps) if self._steps else 0.0)
+            return LONGEST_PAUSE
+        return max(self.patience, HUNG_AFTER_STEPS * median(self._steps) if self._steps else 0.0)
 
     def _count_step(self, alive: Mapping[int, int], now: float) -> None:
         """Takes a mark when the last rank has begun another step."""
@@ -185,4 +188,4 @@ class Watcher:
     def _burns(self, rank: int, pid: int) -> bool:
         """Whether it has used the processor since it became suspicious."""
         seen = self._ranks[rank]
-        return seen.cpu is not None and cpu_seconds(pid) - seen.cpu > SUSPICIOUS / 2
+        return seen.cpu is not None and cpu_seconds(pid) - seen.cpu > SUSPECT_AFTER_SILENCE / 2

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shardtune.core.heartbeat import Pulses
+from shardtune.core.heartbeat import Heartbeats
 from shardtune.core.network import socket_environment
-from shardtune.launch import PULSE, STACK, STARTED_BY_US
-from shardtune.launch.error_file import ERROR_FILE, LastWords, read_last_words
+from shardtune.launch import HEARTBEAT_FD, LAUNCHER_PID, STACK_FILE
+from shardtune.launch.error_file import ERROR_FILE, ErrorReport, read_error_report
 from shardtune.launch.process_info import is_dying
-from shardtune.launch.torch_env import torch_settings
+from shardtune.launch.torch_env import torch_environment
 
-DEATH = 10.0  # seconds in which the kernel has to have ended a killed process
+KILL_TIMEOUT = 10.0  # seconds in which the kernel has to have ended a killed process
 
 
 @dataclass(frozen=True)
-class Seat:
+class Assignment:
     """Where the ranks of this machine stand among all, and where they find the others."""
 
     ranks: range
@@ -43,49 +43,51 @@ class Seat:
     """Keeps what was written in the store in an earlier attempt apart."""
 
 
-class Group:
+class Workers:
     """The ranks of one attempt. `logs` gets what they print and, at need, their stacks."""
 
-    def __init__(self, command: Sequence[str], seat: Seat, threads: int, logs: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], assignment: Assignment, threads: int, logs: Path
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
-        self.pulses = Pulses(seat.world)
+        self.heartbeats = Heartbeats(assignment.world)
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            for rank in seat.ranks:
-                environment = os.environ | self._environment(rank, seat, threads)
+            for rank in assignment.ranks:
+                environment = os.environ | self._environment(rank, assignment, threads)
                 self.ranks[rank] = self._start(rank, command, environment)
         except BaseException:
             self.close()
             raise
 
-    def codes(self) -> dict[int, int]:
+    def exit_codes(self) -> dict[int, int]:
         """How those ended that have ended: an exit code, or the number of a signal, negative."""
         found = ((rank, process.poll()) for rank, process in self.ranks.items())
         return {rank: code for rank, code in found if code is not None}
 
     def alive(self) -> dict[int, int]:
         """The process ids of those that run."""
-        ended = self.codes()
+        ended = self.exit_codes()
         return {rank: each.pid for rank, each in self.ranks.items() if rank not in ended}
 
-    def settled_codes(self) -> dict[int, int]:
-        """`codes`, with those that are dying now: who complains of a lost peer can be the first to
-        be dead."""
-        deadline = time.monotonic() + DEATH
+    def final_exit_codes(self) -> dict[int, int]:
+        """`exit_codes`, with those of ranks that are dying now: one that complains of a lost peer
+        can be dead first."""
+        deadline = time.monotonic() + KILL_TIMEOUT
         while any(map(is_dying, self.alive().values())) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.codes()
+        return self.exit_codes()
 
-    def tell(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Sends a signal to every rank that runs."""
         for pid in self.alive().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def words(self, rank: int) -> LastWords | None:
+    def error_report(self, rank: int) -> ErrorReport | None:
         """What a rank left to say."""
-        return read_last_words(self._error_file(rank))
+        return read_error_report(self._error_file(rank))
 
     def stack_file(self, rank: int) -> Path:
         return self.logs / f"stack-{rank}.txt"
@@ -96,8 +98,8 @@ class Group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.ranks.values():
-            process.wait(timeout=DEATH)
-        self.pulses.close()
+            process.wait(timeout=KILL_TIMEOUT)
+        self.heartbeats.close()
 
     def _start(
         self, rank: int, command: Sequence[str], environment: Mapping[str, str]
@@ -113,29 +115,29 @@ class Group:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                pass_fds=(self.pulses.file,),
+                pass_fds=(self.heartbeats.file,),
             )
 
     def _error_file(self, rank: int) -> Path:
         return self.logs / f"error-{rank}.json"
 
-    def _environment(self, rank: int, seat: Seat, threads: int) -> dict[str, str]:
+    def _environment(self, rank: int, assignment: Assignment, threads: int) -> dict[str, str]:
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank - seat.ranks.start),
-            "WORLD_SIZE": str(seat.world),
-            "LOCAL_WORLD_SIZE": str(len(seat.ranks)),
-            "MASTER_ADDR": seat.head,
-            "MASTER_PORT": str(seat.port),
+            "LOCAL_RANK": str(rank - assignment.ranks.start),
+            "WORLD_SIZE": str(assignment.world),
+            "LOCAL_WORLD_SIZE": str(len(assignment.ranks)),
+            "MASTER_ADDR": assignment.head,
+            "MASTER_PORT": str(assignment.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: no rank opens another
-            "TORCHELASTIC_RESTART_COUNT": str(seat.attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(assignment.attempt),
             "TORCHELASTIC_RUN_ID": "ranks",
             "OMP_NUM_THREADS": str(threads),
-            **socket_environment(seat.interface),
+            **socket_environment(assignment.interface),
             "TOKENIZERS_PARALLELISM": "false",
-            **torch_settings(os.environ),
-            STARTED_BY_US: str(os.getpid()),
-            PULSE: str(self.pulses.file),
-            STACK: str(self.stack_file(rank)),
+            **torch_environment(os.environ),
+            LAUNCHER_PID: str(os.getpid()),
+            HEARTBEAT_FD: str(self.heartbeats.file),
+            STACK_FILE: str(self.stack_file(rank)),
             ERROR_FILE: str(self._error_file(rank)),
         }

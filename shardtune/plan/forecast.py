@@ -144,7 +144,7 @@ class Forecast:
             "reasons": list(self.reasons),
         }
 
-    def beside(
+    def compare(
         self, held: Held, *, peak: float | None, tokens_per_second: float | None
     ) -> dict[str, Any]:
         """Predicted beside measured, for a run's report. `peak` is in bytes; None where the device

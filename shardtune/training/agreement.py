@@ -17,7 +17,9 @@ def require_agreement(world: JoinedWorld, job: Job) -> None:
     if world.size == 1:
         return
     facts = leaves(job.model_dump(mode="json", exclude={"launch"}))
-    said = [json.loads(text) for text in world.gather(json.dumps({dotted(k): v for k, v in facts}))]
+    said = [
+        json.loads(text) for text in world.all_gather(json.dumps({dotted(k): v for k, v in facts}))
+    ]
     first = said[0]
     problems = [
         Problem(

@@ -26,7 +26,7 @@ class HeldOut(Protocol):
 
 
 @dataclass(frozen=True)
-class Judge:
+class Evaluator:
     """Judges the model that an engine holds. Every rank has to ask: the model may be spread."""
 
     engine: Engine

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 import torch
 
 from shardtune.config.job import TrainSection
-from shardtune.core.loss_spikes import Spikes
+from shardtune.core.loss_spikes import LossSpikes
 from shardtune.core.progress import Progress
 from shardtune.core.step import MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.errors import BrokenWeights, OutOfMemory, Problem, RunError
 from shardtune.training.run import Run
 
-HOPELESS = 20  # steps in a row without a finite gradient; fp16 needs some to find its loss scale
-SHOWN = 12  # samples that a line in the terminal names; the metrics name all
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+MOST_SKIPPED_IN_A_ROW = (
+    20  # steps in a row without a finite gradient; fp16 needs some to find its loss scale
+)
+SAMPLES_SHOWN = 12  # samples that a line in the terminal names; the metrics name all
+OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Health:
     """Looks at each step once it is done. Every rank looks, and all come to the same view."""
 
     run: Run
-    spikes: Spikes = field(default_factory=Spikes)
+    spikes: LossSpikes = field(default_factory=LossSpikes)
 
     def check(
         self,
@@ -51,26 +53,26 @@ class Health:
         self, progress: Progress, result: StepResult, microbatches: Sequence[MicroBatch]
     ) -> None:
         engine, world = self.run.engine, self.run.world
-        suspects = engine.suspects(progress.step, microbatches, result)
-        mine = {"samples": suspects, "weights": engine.broken()}
-        said = [json.loads(text) for text in world.gather(json.dumps(mine))]
+        samples = engine.offending_samples(progress.step, microbatches, result)
+        mine = {"samples": samples, "weights": engine.nonfinite_weights()}
+        said = [json.loads(text) for text in world.all_gather(json.dumps(mine))]
         blamed = {rank: found["samples"] for rank, found in enumerate(said) if found["samples"]}
         broken = {rank: found["weights"] for rank, found in enumerate(said) if found["weights"]}
         fact = "the gradient is not finite; the update was left out on every rank"
         for rank, ids in blamed.items():
-            more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-            fact += f"; rank {rank}, samples {', '.join(ids[:SHOWN])}{more}"
+            more = f" and {len(ids) - SAMPLES_SHOWN} more" if len(ids) > SAMPLES_SHOWN else ""
+            fact += f"; rank {rank}, samples {', '.join(ids[:SAMPLES_SHOWN])}{more}"
         self.run.note("not_finite", progress.step, fact, ranks=blamed, weights=broken)
         if broken:
             raise _broken_weights(progress.step, broken)
         if self.run.job.train.on_nan == "stop":
             raise RunError(Problem(f"step {progress.step}", fact, "look at these samples"))
-        if progress.skipped_in_a_row >= HOPELESS:
+        if progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
             raise _hopeless(progress)
 
 
 @contextmanager
-def naming_memory(
+def explain_oom(
     world: World, when: str, microbatches: Sequence[MicroBatch], train: TrainSection
 ) -> Iterator[None]:
     """Turns a want of memory inside the block into OutOfMemory, which names the batch."""
@@ -78,7 +80,7 @@ def naming_memory(
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(
-            words in str(error) for words in NO_MEMORY
+            words in str(error) for words in OOM_MESSAGES
         ):
             raise
         shapes = [tuple(batch.input_ids.shape) for batch in microbatches]

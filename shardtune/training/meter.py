@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from shardtune.core.step import Reading, StepResult
 
 GIB = 1 << 30
-WINDOW = 20  # steps over which throughput is averaged for the display
+THROUGHPUT_WINDOW = 20  # steps over which throughput is averaged for the display
 
 
 class Meter:
@@ -23,7 +23,7 @@ class Meter:
         self.device = device
         self._steps = 0
         self._compiled, self._compiling = compilations(), False
-        self._recent: deque[tuple[float, StepResult]] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[float, StepResult]] = deque(maxlen=THROUGHPUT_WINDOW)
         self._since = time.perf_counter()
         self._stood = 0.0  # since a step was counted
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from shardtune.core.progress import Progress
 from shardtune.core.step import LateResult, MicroBatch, Reading, StepResult
-from shardtune.core.stop_request import Wish
+from shardtune.core.stop_request import StopRequest
 from shardtune.data.loader import Loader
 from shardtune.training.health import Health
 from shardtune.training.meter import Meter
@@ -18,7 +18,7 @@ from shardtune.training.run import Run
 
 
 @dataclass
-class Unread:
+class PendingSteps:
     """Their results, which a device may still be computing. Every rank looks at the same time. What
     is left when something fails is logged on the way out."""
 
@@ -34,7 +34,7 @@ class Unread:
     def add(self, result: StepResult) -> None:
         self.results.append(result)
 
-    def __enter__(self) -> Unread:
+    def __enter__(self) -> PendingSteps:
         return self
 
     def __exit__(
@@ -50,10 +50,10 @@ class Unread:
         with suppress(Exception):  # the device may be what failed
             done = [each.read() for each in takewhile(lambda each: each.is_done(), self.results)]
             for result, reading in zip(done, self.meter.tick(done), strict=True):
-                self._log(result, reading, Wish.NONE)
+                self._log(result, reading, StopRequest.NONE)
 
-    def look(self, wish: Wish, *, whole: bool) -> Progress:
-        """Waits for these steps, logs and checks one after another. `wish` came with the last.
+    def flush(self, stop: StopRequest, *, whole: bool) -> Progress:
+        """Waits for these steps, logs and checks one after another. `stop` came with the last.
 
         A step that a device has only just been given is left to the next look, unless this is a
         `whole` one: the device computes it while the one before is read.
@@ -64,15 +64,15 @@ class Unread:
         for reading in self.meter.tick(self.results[:ready]):
             step, result = self.progress.step, self.results[0]
             ready -= 1
-            samples = self._log(result, reading, Wish.NONE if ready else wish)
+            samples = self._log(result, reading, StopRequest.NONE if ready else stop)
             self._health.check(self.progress, result, self._microbatches(step, result), samples)
         return self.progress
 
-    def _log(self, result: StepResult, reading: Reading, wish: Wish) -> Sequence[str]:
+    def _log(self, result: StepResult, reading: Reading, stop: StopRequest) -> Sequence[str]:
         """The first of them, and the samples of it."""
         step = self.progress.step
         samples, epoch = self.data.samples(step), self.data.epoch(step + 1)
-        self.progress = self.progress.after(result, reading, wish)
+        self.progress = self.progress.after(result, reading, stop)
         del self.results[0]
         self.run.log(self.progress, result, reading, epoch=epoch, samples=samples)
         return samples
@@ -81,12 +81,12 @@ class Unread:
         """The figures of all; a step that has come to its end is a sign of life."""
         world, found = self.run.world, []
         for result in results:
-            world.pulse.enter("update")
+            world.heartbeat.enter("update")
             found.append(result.read())
         busy = [result.busy for result in found if result.busy is not None]
         if not busy:
             return found
-        world.pulse.enter("collective")
+        world.heartbeat.enter("collective")
         means = world.mean(busy)
         return [replace(result, busy=mean) for result, mean in zip(found, means, strict=True)]
 

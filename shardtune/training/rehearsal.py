@@ -15,7 +15,7 @@ import torch
 
 from shardtune.data.loader import Loader
 from shardtune.errors import Problem, RunError
-from shardtune.training.health import naming_memory
+from shardtune.training.health import explain_oom
 from shardtune.training.run import Run
 
 WRITTEN = 1 << 20  # bytes that show whether a folder can be written to
@@ -34,10 +34,10 @@ def rehearse(run: Run, data: Loader) -> None:
     largest = data.largest()
     with (
         randomness_kept(world.device),
-        naming_memory(world, "in the rehearsal, before the first step", largest, job.train),
+        explain_oom(world, "in the rehearsal, before the first step", largest, job.train),
     ):
         run.engine.rehearse(largest)
-        for each in run.judge.sets:
+        for each in run.evaluator.sets:
             run.engine.evaluate(each.name, islice(data.evaluation(each.name), 1))
     rows, width = largest[0].input_ids.shape
     run.view.say(f"rehearsed: {rows} rows of {width} tokens, an evaluation, the disk")

@@ -32,7 +32,7 @@ from shardtune.models.quantization.gptq import E4M3
 from shardtune.plan.forecast import Forecast
 from shardtune.report.live import RunView
 from shardtune.training.environment import describe_environment
-from shardtune.training.evaluation import Judge
+from shardtune.training.evaluation import Evaluator
 from shardtune.training.meter import GIB, peak_memory
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class Run:
     job: Job
     world: JoinedWorld
     engine: Engine
-    judge: Judge
+    evaluator: Evaluator
     files: RunDir
     view: RunView
     data: Mapping[str, str]
     """The digest of each data set."""
     saver: Saver
-    foretold: Forecast | None = None
+    predicted: Forecast | None = None
     """What was predicted for it; None for a model or a device that the planner doesn't know."""
 
     def begin(self) -> Progress:
@@ -61,7 +61,7 @@ class Run:
         facts = {"run": secrets.token_hex(8), "data": dict(self.data)}
         self.files.begin(self.job, describe_environment(self.world) | facts)
         self.evaluate(Progress())
-        answers = self.judge.answers()
+        answers = self.evaluator.answers()
         if self.world.is_main:
             self.files.write_answers(answers)
         return Progress()
@@ -89,7 +89,7 @@ class Run:
         folder = self.files.checkpoints
         if self.world.is_main:
             sweep(folder)
-        self.world.wait()
+        self.world.barrier()
         if not self.world.any(folder.is_dir() and any(folder.iterdir())):
             return None
         found = newest(folder, self.files.require_run_id(), self.world)
@@ -97,14 +97,14 @@ class Run:
             if self.world.is_main:
                 set_aside(path)
             self.view.say(f"{path} is damaged: {why}; set aside as {path.name}.damaged", "yellow")
-        self.world.wait()
+        self.world.barrier()
         return found
 
     def _require_room(self) -> None:
         """Refuses a disk on which the run's checkpoints and result will not fit."""
         pieces, _ = self.engine.pieces()
         mine = sum(piece.cut.size for piece in pieces if piece.key.startswith("weight."))
-        trained = sum(map(int, self.world.gather(str(mine))))
+        trained = sum(map(int, self.world.all_gather(str(mine))))
         rule, save = self.job.train.optimizer, self.job.save
         whole = isinstance(self.job.adapter, NoAdapter)
         need = estimate(
@@ -141,7 +141,7 @@ class Run:
 
     def _trace(self, step: int, result: StepResult, samples: str) -> None:
         """The step to the bit, on all ranks together."""
-        drawn = "".join(self.world.gather(digest_of_random_state(self.world.device)))
+        drawn = "".join(self.world.all_gather(digest_of_random_state(self.world.device)))
         random = hashlib.sha256(drawn.encode()).hexdigest()
         tensors, _ = self.engine.state()
         if self.world.is_main:
@@ -151,7 +151,7 @@ class Run:
 
     def evaluate(self, progress: Progress) -> list[EvalResult]:
         """Loss, perplexity and accuracy of each held-out set, now."""
-        results = self.judge.losses()
+        results = self.evaluator.losses()
         self.view.evaluation(progress.step, results)
         for result in results:
             facts = {"set": result.name, **result.summary()}
@@ -200,9 +200,9 @@ class Run:
     def finish(self, progress: Progress, probe: MicroBatch) -> dict[str, Any]:
         """Evaluates, saves, reads back and compares; only then is a run done."""
         results = self.evaluate(progress)
-        peak = self.world.most(peak_memory(self.world.device)) / GIB
+        peak = self.world.max(peak_memory(self.world.device)) / GIB
         # What needs every rank comes first: a model that is spread answers only together.
-        answers = self.judge.answers()
+        answers = self.evaluator.answers()
         trained = self._trained_weights()
         logits = probe_logits(self.engine.module(), probe, self.world.device)
         report: dict[str, Any] = {}
@@ -224,15 +224,15 @@ class Run:
                 "forecast": self._beside_forecast(progress, peak),
             }
             self.files.write_report(report)
-        self.world.wait()
+        self.world.barrier()
         return report
 
     def _beside_forecast(self, progress: Progress, peak_gib: float) -> dict[str, Any] | None:
         """Predicted beside measured; of a processor we can measure only what the engine holds."""
-        if self.foretold is None:
+        if self.predicted is None:
             return None
         on_gpu = self.world.device != "cpu"
-        return self.foretold.beside(
+        return self.predicted.compare(
             self.engine.held(),
             peak=peak_gib * GIB if on_gpu else None,
             tokens_per_second=progress.tokens_per_second if on_gpu else None,
@@ -250,7 +250,7 @@ class Run:
         before = (self.files.read_answers() + [""] * len(after))[: len(after)]
         return [
             {**question, "before": old, "after": new}
-            for question, old, new in zip(self.judge.questions(), before, after, strict=True)
+            for question, old, new in zip(self.evaluator.questions(), before, after, strict=True)
         ]
 
     def _trained_weights(self) -> dict[str, Tensor]:
@@ -264,12 +264,12 @@ class Run:
     def _save_result(
         self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch
     ) -> float:
-        job, target, judge = self.job, self.files.result, self.judge
+        job, target, evaluator = self.job, self.files.result, self.evaluator
         written = save_result(
             self.engine.module(),
             trained,
-            judge.tokenizer,
-            judge.stops,
+            evaluator.tokenizer,
+            evaluator.stops,
             target,
             dtype=own_dtype(job.model),
         )

@@ -31,7 +31,7 @@ class ThreadRank:
     size: int
     table: _Table
 
-    def gather(self, text: str) -> list[str]:
+    def all_gather(self, text: str) -> list[str]:
         self.table.said[self.rank] = text
         self.table.barrier.wait()
         said = list(self.table.said)
@@ -39,7 +39,7 @@ class ThreadRank:
         return said
 
     def any(self, flag: bool) -> bool:
-        return any(map(bool, self.gather("1" * flag)))
+        return any(map(bool, self.all_gather("1" * flag)))
 
 
 def together(ranks: int, act: Callable[[ThreadRank], Answer]) -> list[Answer]:

@@ -12,7 +12,7 @@ from shardtune.config.auto import ResolvedJob
 from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine
 from shardtune.core.yaml_document import dump_document
-from shardtune.launch.restart_policy import Policy
+from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.this_machine import forecast_here
 from tests.jobs import write_job
 from tests.plan.test_this_machine import write_config
@@ -39,7 +39,7 @@ def read(job: Path, *overrides: str, resume: bool = False) -> ResolvedJob:
     return resolve_here(load_job(job, overrides), resume=resume)
 
 
-def policy(job: Path, *overrides: str, resume: bool = False) -> Policy:
+def policy(job: Path, *overrides: str, resume: bool = False) -> RestartPolicy:
     """How a run is started again."""
     asked, chosen = load_job(job, overrides).job, read(job, *overrides, resume=resume).job
     return _policy(asked, chosen, forecast_here(chosen, GPU), resume=resume)

@@ -41,11 +41,11 @@ def spoilt_step(world: World, strategy: str) -> dict[str, Any]:
         if data_rank == data_ranks - 1:
             handle = engine.module().get_output_embeddings().register_forward_hook(spoil)
         result = engine.step(steps[1])
-        blamed = engine.suspects(2, steps[1], result)
+        blamed = engine.offending_samples(2, steps[1], result)
         if handle is not None:
             handle.remove()
         after = digest_of(engine.state()[0])
-        broken = engine.broken()
+        broken = engine.nonfinite_weights()
         last = engine.step(steps[2])
         return {
             "applied": result.applied,

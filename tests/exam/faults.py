@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.heartbeat import Phase, Pulse
+from shardtune.core.heartbeat import Heartbeat, Phase
 
 SMALL_DISK = "small"
 
@@ -65,23 +65,23 @@ def install(path: str, rank: int) -> None:
     plan = [Fault(**each) for each in json.loads(Path(path).read_text("utf-8"))]
     mine = [(index, fault) for index, fault in enumerate(plan) if fault.rank == rank]
     passed: dict[int, tuple[int, int]] = {}
-    enter = Pulse.enter
+    enter = Heartbeat.enter
 
-    def striking(pulse: Pulse, phase: Phase) -> None:
+    def striking(heartbeat: Heartbeat, phase: Phase) -> None:
         for _, fault in mine:
             if fault.action == "slow":
-                _slow(fault, pulse, phase)
-        enter(pulse, phase)
+                _slow(fault, heartbeat, phase)
+        enter(heartbeat, phase)
         for index, fault in mine:
-            if (fault.step, fault.phase) != (pulse.step, phase) or fault.action == "slow":
+            if (fault.step, fault.phase) != (heartbeat.step, phase) or fault.action == "slow":
                 continue
             step, times = passed.get(index, (0, 0))
-            times = times + 1 if step == pulse.step else 1
-            passed[index] = (pulse.step, times)
+            times = times + 1 if step == heartbeat.step else 1
+            passed[index] = (heartbeat.step, times)
             if times == fault.nth and (_first(Path(path), index) or fault.always):
                 ACTIONS[fault.action](fault)
 
-    Pulse.enter = striking  # type: ignore[method-assign]
+    Heartbeat.enter = striking  # type: ignore[method-assign]
 
 
 def _first(path: Path, index: int) -> bool:
@@ -93,10 +93,10 @@ def _first(path: Path, index: int) -> bool:
     return True
 
 
-def _slow(fault: Fault, pulse: Pulse, phase: Phase) -> None:
+def _slow(fault: Fault, heartbeat: Heartbeat, phase: Phase) -> None:
     """Makes the phase that ends here `value` times as long, from its step on for 22 steps."""
-    if fault.step <= pulse.step < fault.step + 22 and pulse._phase == fault.phase:
-        time.sleep((fault.value - 1) * max(0.05, time.monotonic() - pulse._since))
+    if fault.step <= heartbeat.step < fault.step + 22 and heartbeat._phase == fault.phase:
+        time.sleep((fault.value - 1) * max(0.05, time.monotonic() - heartbeat._since))
 
 
 def _signal_self(number: signal.Signals) -> Callable[[Fault], None]:
@@ -119,7 +119,7 @@ def _eat_memory(fault: Fault) -> None:
     """Asks for more than this process may have; `value` rows or fewer still fit."""
     import torch
 
-    if _engine().world.pulse._rows <= fault.value:
+    if _engine().world.heartbeat._rows <= fault.value:
         return
     resource.setrlimit(resource.RLIMIT_AS, (1 << 35, resource.RLIM_INFINITY))
     torch.empty(1 << 36, dtype=torch.uint8)
@@ -171,7 +171,7 @@ def _spoil_gradient(fault: Fault) -> None:
     parameter = next(iter(engine.trained.values()))
 
     def spoil(gradient: Any) -> Any:
-        return gradient * float("inf") if engine.world.pulse.step == fault.step else gradient
+        return gradient * float("inf") if engine.world.heartbeat.step == fault.step else gradient
 
     parameter.register_hook(spoil)
 

@@ -73,7 +73,7 @@ def advance(world: World, folder: str, until: int, meeting: str = "") -> str:
     path = Path(folder)
     if world.rank == 0:
         sweep(path)
-    ranks.wait()
+    ranks.barrier()
     found = newest(path, "run", ranks)
     saver = Saver(path, ranks, keep=LAST, background=True)
     step = 0

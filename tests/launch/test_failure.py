@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.heartbeat import Pulses, open_pulse
-from shardtune.launch.failure import collective, numbered, of_hung_rank
-from shardtune.launch.watchdog import Hung
+from shardtune.core.heartbeat import Heartbeats, open_heartbeat
+from shardtune.launch.failure import collective_in, failure_of_hung_rank, rank_ranges
+from shardtune.launch.watchdog import HungRank
 
 # As faulthandler writes it, from a rank of two that waited for the other with gloo.
 STACK = """\
@@ -29,14 +29,14 @@ SHARDS = """\
     [(STACK, "all-reduce"), (SHARDS, "all-gather"), ("  File x, line 3 in forward\n", "")],
 )
 def test_the_collective_of_a_stack(stack: str, expected: str) -> None:
-    assert collective(stack) == expected
+    assert collective_in(stack) == expected
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")]
 )
 def test_ranks_in_words(ranks: list[int], expected: str) -> None:
-    assert numbered(ranks) == expected
+    assert rank_ranges(ranks) == expected
 
 
 class FakeGroup:
@@ -44,7 +44,7 @@ class FakeGroup:
 
     def __init__(self, folder: Path) -> None:
         self.logs = folder
-        self.pulses = Pulses(4)
+        self.heartbeats = Heartbeats(4)
         self.ranks = {0: None, 1: None}
 
     def alive(self) -> dict[int, int]:
@@ -55,15 +55,15 @@ class FakeGroup:
 
 
 def test_who_waits_for_whom_is_one_sentence(tmp_path: Path) -> None:
-    group = FakeGroup(tmp_path)
+    workers = FakeGroup(tmp_path)
     for rank in range(4):
-        pulse = open_pulse(os.dup(group.pulses.file), rank, 4)
-        pulse.begin(5)
+        heartbeat = open_heartbeat(os.dup(workers.heartbeats.file), rank, 4)
+        heartbeat.begin(5)
         if rank != 3:
-            pulse.enter("backward")
-    hung = Hung(3, group.pulses.read(3), 4.2, stopped=False)
-    failure = of_hung_rank(group, hung)  # type: ignore[arg-type]
-    group.pulses.close()
+            heartbeat.enter("backward")
+    hung = HungRank(3, workers.heartbeats.read(3), 4.2, stopped=False)
+    failure = failure_of_hung_rank(workers, hung)  # type: ignore[arg-type]
+    workers.heartbeats.close()
     assert failure.cause == (
         "rank 3: hung for 4.2 s in step 5 (data); ranks 0-2 wait in step 5 (backward); it runs on "
         "another node, which didn't report it"

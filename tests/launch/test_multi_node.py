@@ -13,7 +13,7 @@ import pytest
 
 from shardtune.errors import JobError
 from shardtune.launch.multi_node import Node
-from shardtune.launch.store_client import LOST
+from shardtune.launch.store_client import LOST_AFTER
 from tests.hosts import Host, two_hosts
 
 PORT = 29400
@@ -23,17 +23,17 @@ from pathlib import Path
 from shardtune.cli.main import leave
 from shardtune.errors import ShardtuneError
 from shardtune.launch.supervisor import Policy, run_local
-from shardtune.launch.multi_node import Meeting, Node
+from shardtune.launch.multi_node import MultiNode, Node
 folder, number, restarts, wait = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), 20
 try:
     node = Node.parse(2, number, "10.217.0.1:29400")
-    meeting = Meeting(node, 2, wait=wait, say=lambda text: print(text, flush=True))
-    meeting.facts = {"the job": sys.argv[4]}
+    launchers = MultiNode(node, 2, wait=wait, say=lambda text: print(text, flush=True))
+    launchers.must_match = {"the job": sys.argv[4]}
     command = [str(folder / "rank.py"), str(folder)]
     code = run_local(
         [*command, "first"], processes=2, threads=1, logs=folder / "logs",
         policy=Policy(restarts=restarts), again=lambda halvings: [*command, "again"],
-        company=meeting,
+        launchers=launchers,
     )
 except ShardtuneError as error:
     print(f"error: {error}", flush=True)
@@ -43,13 +43,13 @@ leave(code)
 BEGINNING = """
 import os, signal, sys, time
 from pathlib import Path
-from shardtune.core.heartbeat import open_pulse
-from shardtune.launch import PULSE
-from shardtune.launch.process_info import answer_with_stack
+from shardtune.core.heartbeat import open_heartbeat
+from shardtune.launch import HEARTBEAT_FD
+from shardtune.launch.process_info import dump_stack_on_signal
 folder, life = Path(sys.argv[1]), sys.argv[2]
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-answer_with_stack()
-pulse = open_pulse(int(os.environ[PULSE]), rank, ranks)
+dump_stack_on_signal()
+heartbeat = open_heartbeat(int(os.environ[HEARTBEAT_FD]), rank, ranks)
 assert (ranks, os.environ["LOCAL_WORLD_SIZE"], int(os.environ["LOCAL_RANK"])) == (4, "2", rank % 2)
 def together(name):
     (folder / f"{name}-{life}-{rank}").touch()
@@ -57,8 +57,8 @@ def together(name):
         time.sleep(0.01)
 def steps(first, last):
     for step in range(first, last):
-        pulse.begin(step)
-        pulse.enter("collective")
+        heartbeat.begin(step)
+        heartbeat.enter("collective")
         time.sleep(0.02)
 together("here")
 """
@@ -137,7 +137,7 @@ def test_a_cut_link_stops_both_sides_with_the_cause(place: Place) -> None:
         texts = [said(process, timeout=60) for process in processes]
     finally:
         place.hosts[1].mend()
-    assert time.monotonic() - begun < LOST + 15
+    assert time.monotonic() - begun < LOST_AFTER + 15
     assert [process.returncode for process in processes] == [1, 1]
     assert re.search(r"node 1: not heard from for 1\d s: the link to it is down", texts[0])
     assert re.search(r"node 0 \(10\.217\.0\.1\): not heard from for 1\d s", texts[1])
@@ -158,7 +158,7 @@ def test_a_rank_that_dies_on_one_host_is_named_on_both_and_all_start_again(place
     texts = [said(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     for text in texts:
-        assert "rank 3: was killed by SIGKILL without a word in step 4" in text
+        assert "rank 3: was killed by SIGKILL without an error report in step 4" in text
         assert "going on from the last checkpoint (restart 1 of 2)" in text
     assert all((place.folder / f"here-again-{rank}").exists() for rank in range(4))
 
@@ -181,7 +181,7 @@ def test_a_link_that_is_mended_is_used_again(place: Place) -> None:
     processes = place.both(restarts=2)
     place.wait_for(*(f"here-first-{rank}" for rank in range(4)))
     place.hosts[1].cut()
-    time.sleep(LOST + 5)
+    time.sleep(LOST_AFTER + 5)
     place.hosts[1].mend()
     texts = [said(process, timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
@@ -192,12 +192,12 @@ def test_a_link_that_is_mended_is_used_again(place: Place) -> None:
 HANGS = """
 steps(1, 5)
 if rank == 2:
-    pulse.begin(5)
+    heartbeat.begin(5)
     time.sleep(60)
 for _ in range(3):
-    pulse.begin(5)
-    pulse.enter("forward")
-pulse.enter("collective")
+    heartbeat.begin(5)
+    heartbeat.enter("forward")
+heartbeat.enter("collective")
 time.sleep(60)
 """
 

@@ -189,7 +189,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_as_an_undisturbed_one
             process.kill()
             process.communicate()
     assert process.returncode == 0, said
-    assert "its Ray worker died without a word" in said
+    assert "its Ray worker died without an error report" in said
     assert "going on from the last checkpoint (restart 1 of 3)" in said
     assert "step 60/60" in said
     assert_nobody_is_left(folder)

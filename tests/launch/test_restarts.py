@@ -21,20 +21,20 @@ from shardtune.launch.supervisor import Policy, run_local
 BEGINNING = """\
 import os, signal, sys, time
 from pathlib import Path
-from shardtune.core.heartbeat import open_pulse
-from shardtune.launch import PULSE
-from shardtune.launch.error_file import leaving_last_words
-from shardtune.launch.process_info import answer_with_stack
+from shardtune.core.heartbeat import open_heartbeat
+from shardtune.launch import HEARTBEAT_FD
+from shardtune.launch.error_file import reporting_errors
+from shardtune.launch.process_info import dump_stack_on_signal
 folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-answer_with_stack()
-pulse = open_pulse(int(os.environ[PULSE]), rank, ranks)
+dump_stack_on_signal()
+heartbeat = open_heartbeat(int(os.environ[HEARTBEAT_FD]), rank, ranks)
 (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
 def steps(first, last):
     for step in range(first, last):
-        pulse.begin(step)
+        heartbeat.begin(step)
         for phase in ("collective", "forward", "backward", "update"):
-            pulse.enter(phase)
+            heartbeat.enter(phase)
         time.sleep(0.02)
 def together(name):
     (folder / f"{name}-{attempt}-{rank}").touch()
@@ -94,7 +94,9 @@ def test_a_killed_rank_is_replaced(place: Place, capfd: pytest.CaptureFixture[st
     assert place.run(DIES_ONCE, restarts=1) == 0
     (event,) = place.events()
     assert (event["kind"], event["rank"], event["step"]) == ("restart", 1, 4)
-    assert "rank 1: was killed by SIGKILL without a word in step 4 (update)" in event["cause"]
+    assert (
+        "rank 1: was killed by SIGKILL without an error report in step 4 (update)" in event["cause"]
+    )
     assert "(restart 1 of 1)" in capfd.readouterr().err
     assert len(place.pids()) == 4
     assert_gone(place)
@@ -122,14 +124,14 @@ def test_a_hung_rank_is_named_and_replaced(place: Place, text: str, named: str) 
         steps(1, 20)
         together("there")
         if attempt == 0 and rank == 0:
-            pulse.begin(20)
-            pulse.enter("forward")
+            heartbeat.begin(20)
+            heartbeat.enter("forward")
             (folder / "hung").write_text(str(time.time()))
             {text}
         if attempt == 0:
-            pulse.begin(20)
-            pulse.enter("forward")
-            pulse.enter("backward")
+            heartbeat.begin(20)
+            heartbeat.enter("forward")
+            heartbeat.enter("backward")
             time.sleep(60)
     """
     assert place.run(script, restarts=1, patience=2.0) == 0
@@ -173,7 +175,11 @@ def test_failures_at_different_steps_end_at_the_limit(place: Place) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['raise DataError("no rows")', 'pulse.begin(1); raise DataError("no rows")', "raise KeyError"],
+    [
+        'raise DataError("no rows")',
+        'heartbeat.begin(1); raise DataError("no rows")',
+        "raise KeyError",
+    ],
     ids=["problem", "problem-later", "before-the-first-step"],
 )
 def test_what_would_fail_again_is_not_tried_again(place: Place, text: str) -> None:
@@ -191,7 +197,7 @@ WANTS_MEMORY = """
     from shardtune.errors import OutOfMemory
     with leaving_last_words():
         if {step}:
-            pulse.begin({step})
+            heartbeat.begin({step})
         if int(sys.argv[3]) < {enough}:
             raise OutOfMemory("too much")
 """
@@ -215,7 +221,7 @@ def test_what_was_chosen_too_large_is_halved_before_the_first_step(place: Place)
 def test_only_what_comes_before_any_step_is_of_the_start(
     steps: list[int], told: bool, expected: int
 ) -> None:
-    failures = [Failure("memory", 0, step, (), told=told) for step in steps]
+    failures = [Failure("memory", 0, step, (), reported=told) for step in steps]
     assert halvings(failures, Policy(halvings_at_start=9)) == expected
     assert halvings(failures, Policy(halvings=9)) == len(steps)
 
@@ -267,7 +273,7 @@ def test_what_a_rank_has_started_ends_with_it(place: Place) -> None:
             os._exit(3)
         time.sleep(60)
     """
-    with pytest.raises(LaunchError, match="rank 0: ended with code 3 without a word"):
+    with pytest.raises(LaunchError, match="rank 0: ended with code 3 without an error report"):
         place.run(script)
     assert len(place.pids()) == 4
     _until(lambda: not [pid for pid in place.pids() if psutil.pid_exists(pid)])

@@ -30,7 +30,7 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
         import torch
         from shardtune.launch.process_group import join
         with join(threads=1) as world:
-            total = world.most(world.rank)
+            total = world.max(world.rank)
             assert world.any(world.rank == 2) and not world.any(False)
             open(r"{tmp_path}/rank-%d" % world.rank, "w").write(f"{{total}} of {{world.size}}")
         """,
@@ -44,14 +44,14 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
         tmp_path,
         """
         import os, psutil
-        from shardtune.launch.process_group import join
-        with join(threads=1) as world:
-            world.wait()
+        from shardtune.launch.process_group import join_process_group
+        with join_process_group(threads=1) as world:
+            world.barrier()
             ours = {os.getppid(), *(c.pid for c in psutil.Process(os.getppid()).children())}
             listening = [c.laddr.ip for c in psutil.net_connections("inet")
                          if c.pid in ours and c.status == "LISTEN"]
             assert listening and set(listening) <= {"127.0.0.1", "::1"}, listening
-            world.wait()
+            world.barrier()
         """,
     )
     assert run_local(command, processes=2, threads=1, logs=tmp_path / "logs") == 0
@@ -61,12 +61,12 @@ def test_the_rank_that_failed_first_is_reported(tmp_path: Path) -> None:
     command = script(
         tmp_path,
         """
-        from shardtune.launch.process_group import join
-        from shardtune.launch.error_file import leaving_last_words
-        with leaving_last_words(), join(threads=1) as world:
+        from shardtune.launch.process_group import join_process_group
+        from shardtune.launch.error_file import reporting_errors
+        with reporting_errors(), join_process_group(threads=1) as world:
             if world.rank == 1:
                 raise ValueError("the second rank has had enough")
-            world.wait()
+            world.barrier()
         """,
     )
     begun = time.monotonic()
@@ -81,8 +81,8 @@ def test_a_problem_of_a_rank_is_shown_as_a_problem(tmp_path: Path) -> None:
         tmp_path,
         """
         from shardtune.errors import DataError, Problem
-        from shardtune.launch.error_file import leaving_last_words
-        with leaving_last_words():
+        from shardtune.launch.error_file import reporting_errors
+        with reporting_errors():
             raise DataError(Problem("a.jsonl:3", "is broken", "mend it"))
         """,
     )
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
         """,
     )
     with pytest.raises(
-        LaunchError, match="rank 1: was killed by SIGKILL without a word in the start"
+        LaunchError, match="rank 1: was killed by SIGKILL without an error report in the start"
     ):
         run_local(command, processes=2, threads=1, logs=tmp_path / "logs")
 
@@ -119,19 +119,19 @@ sys.exit(run_local([str(folder / "rank.py"), str(folder)], processes=2, threads=
 RANK = """
 import sys, time
 from pathlib import Path
-from shardtune.launch.process_group import join
+from shardtune.launch.process_group import join_process_group
 folder, patient = Path(sys.argv[1]), {patient}
-with join(threads=1) as world:
+with join_process_group(threads=1) as world:
     (folder / f"started-{{world.rank}}").touch()
-    while not (world.wish() and patient):
+    while not (world.stop_request() and patient):
         time.sleep(0.05)
     (folder / f"clean-{{world.rank}}").touch()
 """
 SLOW_TO_START = """
 import os, sys, time
 from pathlib import Path
-from shardtune.launch.error_file import leaving_last_words
-with leaving_last_words():
+from shardtune.launch.error_file import reporting_errors
+with reporting_errors():
     assert "torch" not in sys.modules  # it is imported here, where an interruption is expected
     (Path(sys.argv[1]) / ("started-" + os.environ["RANK"])).touch()
     time.sleep(60)

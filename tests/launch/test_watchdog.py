@@ -1,4 +1,4 @@
-"""The watcher, with pulses that a test writes and a clock that it turns."""
+"""The watcher, with heartbeats that a test writes and a clock that it turns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardtune.core.heartbeat import Phase, Pulse, Pulses, open_pulse
+from shardtune.core.heartbeat import Heartbeat, Heartbeats, Phase, open_heartbeat
 from shardtune.launch import watchdog as watch
-from shardtune.launch.watchdog import PAUSE, Hung, Watcher
+from shardtune.launch.watchdog import LONGEST_PAUSE, HungRank, Watchdog
 
 ALIVE = {0: 101, 1: 102, 2: 103}
 CYCLE: tuple[Phase, ...] = ("collective", "forward", "backward", "collective", "update", "save")
@@ -19,12 +19,12 @@ CYCLE: tuple[Phase, ...] = ("collective", "forward", "backward", "collective", "
 class Scene:
     """Three ranks in lockstep, seen ten times a second."""
 
-    def __init__(self, pulses: Pulses) -> None:
-        self.ranks = [open_pulse(os.dup(pulses.file), rank, 3) for rank in range(3)]
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        self.ranks = [open_heartbeat(os.dup(heartbeats.file), rank, 3) for rank in range(3)]
         self.now = 0.0
-        self.watcher = Watcher(pulses, 4.0, self.now)
+        self.watcher = Watchdog(heartbeats, 4.0, self.now)
 
-    def look(self, seconds: float) -> Hung | None:
+    def look(self, seconds: float) -> HungRank | None:
         """Time passes; returns the first alarm in it."""
         until = self.now + seconds
         while self.now < until - 1e-9:
@@ -33,13 +33,13 @@ class Scene:
                 return found
         return None
 
-    def step(self, number: int, seconds: float, *, but: int | None = None) -> Hung | None:
+    def step(self, number: int, seconds: float, *, but: int | None = None) -> HungRank | None:
         """A step; the rank `but` begins it and comes no further."""
-        for rank, pulse in enumerate(self.ranks):
-            pulse.begin(number)
+        for rank, heartbeat in enumerate(self.ranks):
+            heartbeat.begin(number)
             if rank != but:
                 for phase in CYCLE:
-                    pulse.enter(phase)
+                    heartbeat.enter(phase)
         return self.look(seconds)
 
 
@@ -47,22 +47,22 @@ class Scene:
 def states(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """What the kernel says about the processes, which there are none of."""
     found = dict.fromkeys(ALIVE.values(), "S")
-    monkeypatch.setattr(watch, "state", lambda pid: found[pid])
+    monkeypatch.setattr(watch, "process_state", lambda pid: found[pid])
     monkeypatch.setattr(watch, "cpu_seconds", lambda pid: 0.0)
-    monkeypatch.setattr(watch, "seconds_in_queue", lambda pid: 0.0)
+    monkeypatch.setattr(watch, "runqueue_seconds", lambda pid: 0.0)
     return found
 
 
 @pytest.fixture
 def scene(states: dict[int, str]) -> Iterator[Scene]:
-    pulses = Pulses(3)
-    yield Scene(pulses)
-    pulses.close()
+    heartbeats = Heartbeats(3)
+    yield Scene(heartbeats)
+    heartbeats.close()
 
 
 def enter(scene: Scene, phase: Phase) -> None:
-    for pulse in scene.ranks:
-        pulse.enter(phase)
+    for heartbeat in scene.ranks:
+        heartbeat.enter(phase)
 
 
 def test_the_rank_that_is_behind_is_hung(scene: Scene) -> None:
@@ -86,7 +86,7 @@ def test_what_takes_its_time_is_no_alarm(scene: Scene, phase: Phase) -> None:
     for step in range(1, 6):
         scene.step(step, 0.2)
     enter(scene, phase)
-    assert scene.look(PAUSE - 1) is None
+    assert scene.look(LONGEST_PAUSE - 1) is None
     assert scene.look(2.0) is not None
 
 
@@ -94,13 +94,13 @@ def test_nor_is_a_compiler_in_any_step(scene: Scene) -> None:
     """One rank has rows of a length that is new; the others wait for it."""
     for step in range(1, 6):
         assert scene.step(step, 0.2) is None
-    for pulse in scene.ranks:
-        pulse.begin(6)
-        pulse.enter("forward")
+    for heartbeat in scene.ranks:
+        heartbeat.begin(6)
+        heartbeat.enter("forward")
     slow, *others = scene.ranks
     slow.compile_began()
-    for pulse in others:
-        pulse.enter("collective")
+    for heartbeat in others:
+        heartbeat.enter("collective")
     assert scene.look(600.0) is None
     slow.compile_ended()
     assert scene.look(3.5) is None
@@ -150,7 +150,7 @@ def test_a_rank_that_gets_no_processor_is_not_hung(
 ) -> None:
     for step in range(1, 6):
         scene.step(step, 0.2)
-    monkeypatch.setattr(watch, "seconds_in_queue", lambda pid: 0.75 * scene.now)
+    monkeypatch.setattr(watch, "runqueue_seconds", lambda pid: 0.75 * scene.now)
     assert scene.step(6, 12.0, but=1) is None  # of 12 seconds it had a processor for 4
     found = scene.look(4.0)
     assert found is not None
@@ -161,11 +161,11 @@ def test_who_waits_for_another_is_not_to_blame(scene: Scene) -> None:
     """In a pipeline the ranks do different things in a step, and beat differently often."""
     for step in range(1, 6):
         scene.step(step, 0.2)
-    for rank, pulse in enumerate(scene.ranks):
-        pulse.begin(6)
+    for rank, heartbeat in enumerate(scene.ranks):
+        heartbeat.begin(6)
         for phase in CYCLE[: 3 - rank]:
-            pulse.enter(phase)
-        pulse.enter("forward" if rank == 0 else "collective")
+            heartbeat.enter(phase)
+        heartbeat.enter("forward" if rank == 0 else "collective")
     found = scene.look(5.0)
     assert found is not None
     assert found.rank == 0
@@ -175,9 +175,9 @@ def test_a_rank_that_moves_is_slow_and_not_hung(scene: Scene) -> None:
     for step in range(1, 6):
         scene.step(step, 0.2)
     scene.step(6, 0.2, but=1)
-    for pulse in (scene.ranks[0], scene.ranks[2]):
-        pulse.begin(7)
-        pulse.enter("collective")
+    for heartbeat in (scene.ranks[0], scene.ranks[2]):
+        heartbeat.begin(7)
+        heartbeat.enter("collective")
     for _ in range(10):  # micro-batches of two seconds; the others wait for 20
         scene.ranks[1].enter("forward")
         assert scene.look(2.0) is None
@@ -201,18 +201,18 @@ def test_no_false_alarm_in_10000_steps(scene: Scene) -> None:
     assert scene.watcher.slow() is None
 
 
-def slow_down(pulse: Pulse, phase: str, seconds: float) -> None:
+def slow_down(heartbeat: Heartbeat, phase: str, seconds: float) -> None:
     """As if the phase had taken so long."""
     name = "_data" if phase == "data" else "_forward"
-    setattr(pulse, name, getattr(pulse, name) + seconds)
+    setattr(heartbeat, name, getattr(heartbeat, name) + seconds)
 
 
 @pytest.mark.parametrize("phase", ["data", "forward"])
 def test_a_slow_rank_is_told_once_with_its_phase(scene: Scene, phase: str) -> None:
     told = []
     for step in range(1, 40):
-        for rank, pulse in enumerate(scene.ranks):
-            slow_down(pulse, phase, 0.2 if rank == 2 else 0.1)
+        for rank, heartbeat in enumerate(scene.ranks):
+            slow_down(heartbeat, phase, 0.2 if rank == 2 else 0.1)
         scene.step(step, 0.3)
         if (found := scene.watcher.slow()) is not None:
             told.append(found)

@@ -16,7 +16,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-from shardtune.core.heartbeat import Pulses, open_pulse
+from shardtune.core.heartbeat import Heartbeats, open_heartbeat
 from shardtune.models.fused.apply import WHOLE_ROW, read_rows_once, tell_of_compiling
 
 
@@ -65,24 +65,24 @@ def test_everything_else_is_as_torch_has_it() -> None:
 
 def test_a_watcher_hears_of_every_compilation() -> None:
     """Also of the one for another length, in any step."""
-    pulses = Pulses(1)
-    pulse = open_pulse(os.dup(pulses.file), 0, 1)
+    heartbeats = Heartbeats(1)
+    heartbeat = open_heartbeat(os.dup(heartbeats.file), 0, 1)
     torch._dynamo.reset()
     tell_of_compiling()
     tell_of_compiling()  # once is enough
     seen = []
 
     def backend(graph: Any, _: Any) -> Any:
-        seen.append(pulses.read(0).phase)
+        seen.append(heartbeats.read(0).phase)
         return graph
 
     double = torch.compile(lambda x: x + x, backend=backend, dynamic=False)
-    pulse.begin(3)
-    pulse.forward(2, 8)
+    heartbeat.begin(3)
+    heartbeat.forward(2, 8)
     for length in (3, 4, 3):
         double(torch.ones(length))
-        assert pulses.read(0).phase == "forward"
+        assert heartbeats.read(0).phase == "forward"
     assert seen == ["compile", "compile"]
-    assert pulses.read(0).beats == 2 + 2 * 2
+    assert heartbeats.read(0).beats == 2 + 2 * 2
     torch._dynamo.reset()
-    pulses.close()
+    heartbeats.close()

@@ -9,7 +9,7 @@ from shardtune.config.job import EvaluateSection
 from shardtune.core.step import MicroBatch
 from shardtune.engine.fake import FakeEngine
 from shardtune.models import tiny
-from shardtune.training.evaluation import Judge
+from shardtune.training.evaluation import Evaluator
 from tests.synthetic import batch, prepared
 
 
@@ -22,25 +22,25 @@ def documents(count: int) -> list[tuple[list[int], list[bool]]]:
     return found
 
 
-def judge(count: int, **section: Any) -> Judge:
+def evaluator(count: int, **section: Any) -> Evaluator:
     sets = [prepared("first", documents(count)), prepared("second", documents(2))]
 
     def batches(name: str) -> Iterator[MicroBatch]:
         yield from [batch(1)] if name == "first" else [batch(1), batch(2)]
 
-    return Judge(
+    return Evaluator(
         FakeEngine(), sets, batches, tiny.tokens(), frozenset(), EvaluateSection(**section)
     )
 
 
 def test_each_set_has_losses_of_its_own() -> None:
-    results = judge(4).losses()
+    results = evaluator(4).losses()
     assert [result.name for result in results] == ["first", "second"]
     assert [result.labels for result in results] == [30, 60]  # 2 rows of 15 trained positions
 
 
 def test_prompts_are_spread_over_the_first_set() -> None:
-    questions = judge(10, samples=3).questions()
+    questions = evaluator(10, samples=3).questions()
     assert [question["prompt"] for question in questions] == [
         "question 0",
         "question 3",
@@ -50,10 +50,10 @@ def test_prompts_are_spread_over_the_first_set() -> None:
 
 
 def test_a_small_set_is_asked_as_far_as_it_goes() -> None:
-    assert len(judge(2, samples=5).questions()) == 2
+    assert len(evaluator(2, samples=5).questions()) == 2
 
 
 def test_nothing_is_asked_without_prompts() -> None:
-    assert judge(4, samples=0).answers() == []
-    empty = Judge(FakeEngine(), [], lambda name: [], None, frozenset(), EvaluateSection())
+    assert evaluator(4, samples=0).answers() == []
+    empty = Evaluator(FakeEngine(), [], lambda name: [], None, frozenset(), EvaluateSection())
     assert empty.losses() == empty.questions() == empty.answers() == []

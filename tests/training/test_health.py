@@ -16,7 +16,7 @@ from shardtune.core.world import World
 from shardtune.engine.fake import FakeEngine
 from shardtune.errors import BrokenWeights, OutOfMemory, RunError
 from shardtune.train import fit
-from shardtune.training.health import naming_memory
+from shardtune.training.health import explain_oom
 from tests.synthetic import batch
 from tests.test_train import STEPS, make_run, metrics
 
@@ -34,7 +34,7 @@ class Troubled(FakeEngine):
             return replace(result, applied=False, grad_norm=float("inf"), loss=float("nan"))
         return result
 
-    def broken(self) -> tuple[str, ...]:
+    def nonfinite_weights(self) -> tuple[str, ...]:
         return self.weights
 
 
@@ -113,7 +113,7 @@ def test_want_of_memory_names_rank_step_and_batch(error: Exception) -> None:
     given = [batch(1, rows=2, length=16), batch(2, rows=3, length=40)]
     with (
         pytest.raises(OutOfMemory) as caught,
-        naming_memory(World(rank=3), "at step 7", given, TrainSection(micro_batch=4)),
+        explain_oom(World(rank=3), "at step 7", given, TrainSection(micro_batch=4)),
     ):
         raise error
     (problem,) = caught.value.problems
@@ -140,7 +140,7 @@ def test_the_next_cheapest_change(settings: dict[str, object], fix: str) -> None
     section = TrainSection.model_validate(settings)
     with (
         pytest.raises(OutOfMemory) as caught,
-        naming_memory(World(), "at step 1", [batch(1)], section),
+        explain_oom(World(), "at step 1", [batch(1)], section),
     ):
         raise MemoryError
     assert fix in caught.value.problems[0].fix
@@ -149,6 +149,6 @@ def test_the_next_cheapest_change(settings: dict[str, object], fix: str) -> None
 def test_other_errors_are_left_alone() -> None:
     with (
         pytest.raises(RuntimeError, match="shape"),
-        naming_memory(World(), "at step 1", [batch(1)], TrainSection()),
+        explain_oom(World(), "at step 1", [batch(1)], TrainSection()),
     ):
         raise RuntimeError("a wrong shape")

@@ -31,7 +31,7 @@ from shardtune.models import tiny
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import Strategy
 from shardtune.report.live import RunView
-from shardtune.training.evaluation import Judge
+from shardtune.training.evaluation import Evaluator
 from shardtune.training.rehearsal import rehearse, require_writable
 from shardtune.training.run import Run
 from tests.ranks import on_ranks
@@ -67,10 +67,12 @@ def make_run(folder: Path, engine: Watched, **train: Any) -> tuple[Run, Loader]:
     data = Loader(
         DATA, job.data, seed=0, global_batch=4, micro_batch=2, rank=0, ranks=1, pad_id=0
     )  # fmt: skip
-    judge = Judge(engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate)
+    evaluator = Evaluator(
+        engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate
+    )
     view = RunView(3, console=Console(file=io.StringIO()))
     saver = Saver(folder / "checkpoints", JoinedWorld(), keep=1, background=False)
-    return Run(job, JoinedWorld(), engine, judge, RunDir(folder), view, {}, saver), data
+    return Run(job, JoinedWorld(), engine, evaluator, RunDir(folder), view, {}, saver), data
 
 
 def test_the_longest_document_is_in_the_rehearsal(tmp_path: Path) -> None:

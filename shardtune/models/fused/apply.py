@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 
 from shardtune.config.job import Adapter, LoRA, NoAdapter, TrainSection
-from shardtune.core.heartbeat import own_pulse
+from shardtune.core.heartbeat import own_heartbeat
 from shardtune.core.setup import Recompute
 from shardtune.models.fused.activation_checkpointing import recompute
 from shardtune.models.fused.full_finetune import prepare
@@ -87,10 +87,10 @@ def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Sp
 def tell_of_compiling() -> None:
     """Lets whoever watches the process know: a row count that is new is compiled in any step, and
     takes longer than a step may."""
-    pulse, calls = own_pulse(), callback_handler
-    if pulse.compile_began not in calls.start_callbacks:
-        calls.register_start_callback(pulse.compile_began)
-        calls.register_end_callback(pulse.compile_ended)
+    heartbeat, calls = own_heartbeat(), callback_handler
+    if heartbeat.compile_began not in calls.start_callbacks:
+        calls.register_start_callback(heartbeat.compile_began)
+        calls.register_end_callback(heartbeat.compile_ended)
 
 
 WHOLE_ROW = 8192

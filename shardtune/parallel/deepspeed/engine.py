@@ -77,7 +77,7 @@ class DeepSpeedEngine(NativeEngine):
         # of micro-batches, and the scale says it all.
         self.engine.set_gradient_accumulation_boundary(last)
         loss = self._loss(batch)
-        self.world.pulse.enter("backward")
+        self.world.heartbeat.enter("backward")
         self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
         self._passing = _larger(self._passing, self.states.passing())
         return loss.detach()
@@ -118,7 +118,7 @@ class DeepSpeedEngine(NativeEngine):
         self.engine.empty_partition_cache()  # a backward pass would let go of gathered weights
         return result
 
-    def broken(self) -> tuple[str, ...]:
+    def nonfinite_weights(self) -> tuple[str, ...]:
         parts = ((name, getattr(p, "ds_tensor", p).detach()) for name, p in self.trained.items())
         return tuple(name for name, part in parts if not part.isfinite().all())
 

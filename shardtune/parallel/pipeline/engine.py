@@ -113,7 +113,7 @@ class PipelineEngine(NativeEngine):
         blocks = alike(microbatches, self._runs(len(microbatches)), self._seed_of)
         together = 1 if self.pipelining.kind == "layers" else len(blocks)
         self._losses = []
-        self.world.pulse.enter("collective")
+        self.world.heartbeat.enter("collective")
         with self._relay.resting():
             for begin in range(0, len(blocks), together):
                 self._losses += self._run(Block.joined(blocks[begin : begin + together]), together)
@@ -165,7 +165,7 @@ class PipelineEngine(NativeEngine):
         loss = torch.empty(1, device="meta", requires_grad=True)
         return TimedStage(
             self._stopwatch,
-            self.world.pulse,
+            self.world.heartbeat,
             shape,
             stage,
             stage.number,
@@ -223,7 +223,7 @@ class PipelineEngine(NativeEngine):
             stage.eval()
         with self._relay.resting():
             for batch in microbatches:
-                self.world.pulse.enter("evaluate")
+                self.world.heartbeat.enter("evaluate")
                 sums += self._through(Block.of(batch).to(self.device))
         let_go(self.model)
         dist.all_reduce(sums, group=self._line)

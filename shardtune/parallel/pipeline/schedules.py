@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shardtune.core.heartbeat import Phase, Pulse
+from shardtune.core.heartbeat import Heartbeat, Phase
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.engine.timer import Stopwatch
 
@@ -45,13 +45,13 @@ class TimedStage(PipelineStage):
     def __init__(
         self,
         stopwatch: Stopwatch,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         shape: tuple[int, int],
         *given: Any,
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self._stopwatch, self._pulse, self._shape = stopwatch, pulse, shape
+        self._stopwatch, self._heartbeat, self._shape = stopwatch, heartbeat, shape
 
     def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
         with self._working("forward"):
@@ -68,9 +68,9 @@ class TimedStage(PipelineStage):
     @contextmanager
     def _working(self, phase: Phase) -> Iterator[None]:
         if phase == "forward":
-            self._pulse.forward(*self._shape)
+            self._heartbeat.forward(*self._shape)
         else:
-            self._pulse.enter(phase)
+            self._heartbeat.enter(phase)
         with self._stopwatch.running():
             yield
-        self._pulse.enter("collective")
+        self._heartbeat.enter("collective")
