@@ -22,7 +22,8 @@ import sys
 from pathlib import Path
 from shardtune.cli.main import leave
 from shardtune.errors import ShardtuneError
-from shardtune.launch.supervisor import Policy, run_local
+from shardtune.launch.restart_policy import RestartPolicy
+from shardtune.launch.supervisor import run_local
 from shardtune.launch.multi_node import MultiNode, Node
 folder, number, restarts, wait = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), 20
 try:
@@ -32,7 +33,7 @@ try:
     command = [str(folder / "rank.py"), str(folder)]
     code = run_local(
         [*command, "first"], processes=2, threads=1, logs=folder / "logs",
-        policy=Policy(restarts=restarts), again=lambda halvings: [*command, "again"],
+        policy=RestartPolicy(restarts=restarts), again=lambda halvings: [*command, "again"],
         launchers=launchers,
     )
 except ShardtuneError as error:

@@ -15,8 +15,8 @@ import pytest
 
 from shardtune.errors import LaunchError
 from shardtune.launch.failure import Failure
-from shardtune.launch.restart_policy import halvings
-from shardtune.launch.supervisor import Policy, run_local
+from shardtune.launch.restart_policy import RestartPolicy, halvings
+from shardtune.launch.supervisor import run_local
 
 BEGINNING = """\
 import os, signal, sys, time
@@ -60,7 +60,7 @@ class Place:
         command = [str(script), str(self.folder), "0", "0"]
         logs = self.folder / "logs"
         return run_local(
-            command, processes=2, threads=1, logs=logs, policy=Policy(**policy), again=again
+            command, processes=2, threads=1, logs=logs, policy=RestartPolicy(**policy), again=again
         )
 
     def events(self) -> list[dict[str, Any]]:
@@ -222,8 +222,8 @@ def test_only_what_comes_before_any_step_is_of_the_start(
     steps: list[int], told: bool, expected: int
 ) -> None:
     failures = [Failure("memory", 0, step, (), reported=told) for step in steps]
-    assert halvings(failures, Policy(halvings_at_start=9)) == expected
-    assert halvings(failures, Policy(halvings=9)) == len(steps)
+    assert halvings(failures, RestartPolicy(halvings_at_start=9)) == expected
+    assert halvings(failures, RestartPolicy(halvings=9)) == len(steps)
 
 
 @pytest.mark.parametrize(

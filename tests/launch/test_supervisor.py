@@ -28,8 +28,8 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
         tmp_path,
         f"""
         import torch
-        from shardtune.launch.process_group import join
-        with join(threads=1) as world:
+        from shardtune.launch.process_group import join_process_group
+        with join_process_group(threads=1) as world:
             total = world.max(world.rank)
             assert world.any(world.rank == 2) and not world.any(False)
             open(r"{tmp_path}/rank-%d" % world.rank, "w").write(f"{{total}} of {{world.size}}")
