@@ -302,7 +302,7 @@ def main() -> None:
 def write(rows: list[list[str]], size: Size, more: str, *, shown: bool) -> None:
     write_table(
         "attention",
-        "Attention that keeps packed documents apart",
+        "Attention that isolates packed documents",
         HEADINGS,
         rows,
         f"On one {torch.cuda.get_device_name()}: {note(size)} {more}".strip(),
@@ -314,16 +314,16 @@ def write(rows: list[list[str]], size: Size, more: str, *, shown: bool) -> None:
 def note(size: Size) -> str:
     """What the figures are of."""
     return (
-        f"{size.tokens:,} tokens in bf16, {size.heads} heads of queries and "
-        f"{size.groups} of keys and values, {size.dim} numbers each; medians of {REPEATS} runs. "
-        "Operations count only where a token sees another (the backward pass as 2.5 forward "
+        f"{size.tokens:,} tokens in bf16, {size.heads} query heads and "
+        f"{size.groups} key-value heads of {size.dim}; medians of {REPEATS} runs. "
+        "FLOPs count only where a token attends to another (the backward pass as 2.5 forward "
         "passes). *First time* is forward and backward with lengths that this process has not "
         "seen, until the result is there: in training every micro-batch has new ones, and a way "
         "that prepares a kernel for each length pays it again and again. "
         "Lengths are drawn evenly in their logarithm between the two numbers, or are those of real "
         "data at four characters a token. Every way was "
         f"held against float64 on such a batch, forward and backward ({NEAR:.0%} of the norm "
-        "allowed), but for the one that keeps nothing apart."
+        "allowed), except the one that isolates nothing."
     )
 
 

@@ -265,7 +265,7 @@ def main() -> int:
         f"{given.rows} x {given.length} tokens takes {found.step:.2f} s. A save in the background "
         f"every {given.every} steps adds {extra:.2f} s to them, {100 * share:.2f} % of their time "
         f"(median of {given.saves} saves, from {100 * min(found.extra) / window:.2f} to "
-        f"{100 * max(found.extra) / window:.2f} %): training stands still for "
+        f"{100 * max(found.extra) / window:.2f} %): training is stopped for "
         f"{statistics.median(found.calls):.2f} s while the state is copied, and the steps during "
         f"which it is written take {statistics.median(found.slower):.2f} s longer than the median "
         f"of their neighbours. More than {100 * LIMIT:.0f} % is a failure.",

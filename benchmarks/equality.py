@@ -93,12 +93,12 @@ def main(given: list[str] | None = None) -> int:
     if not options.tiny:
         write_table(
             "equality" if case.lora else "equality_all_weights",
-            "Fast and plain steps",
+            "Fused and plain steps",
             ["", "from fp32: mean", "largest", "from plain: mean", "largest", "last loss"],
             rows,
             f"{options.steps} steps of {options.rows} x {options.length} random tokens from the "
             f"same weights, {options.model}'s shape, "
-            f"{'LoRA of rank 16' if case.lora else 'all weights'}, bf16: how far the loss of a "
+            f"{'LoRA of rank 16' if case.lora else 'full fine-tune'}, bf16: how far the loss of a "
             "step is from that of the plain path in fp32, and from that of the plain path in bf16.",
             command="equality" if case.lora else "equality --all-weights",
         )

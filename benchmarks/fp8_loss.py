@@ -1,4 +1,4 @@
-"""What 8-bit frozen weights cost in loss: jobs in bf16 and with `quantization: fp8`.
+"""What FP8 frozen weights cost in loss: jobs in bf16 and with `quantization: fp8`.
 
     python -m benchmarks.fp8_loss job.yaml other.yaml
     python -m benchmarks.fp8_loss --runs BF16 FP8 BF16 FP8
@@ -92,7 +92,7 @@ def main(given: list[str] | None = None) -> int:
         found = [compared(*pair) for pair in pairs(options, Path(folder))]
     write_table(
         "fp8_loss",
-        "What 8-bit frozen weights cost in loss",
+        "What FP8 frozen weights cost in loss",
         HEADINGS,
         [row for row, _ in found],
         "Means over all steps, and over the last ones. With an adapter, on the same samples in the "

@@ -1,11 +1,11 @@
-"""Where the loss of 8-bit weights comes from, and what each way of ours to keep it near saves.
+"""Where the loss of FP8 weights comes from, and what each way of ours to keep it near saves.
 
     python -m benchmarks.fp8_rounding
 
-A model answers texts with some of its linear layers rounded to e4m3, and is compared with itself in
-fp32. First each number is rounded by itself, then as `quantization: fp8` does: what inputs
-usually are is taken off, weights are rounded by data, and the largest channels have a second
-column. All of that is found out on other texts.
+A model answers texts with some of its linear layers quantized to e4m3, and is compared with itself
+in fp32. First by round-to-nearest, then as `model.quantization: fp8` does: the mean input is
+subtracted (bias correction), weights are rounded by GPTQ, and outlier channels have a second
+column. The calibration samples are other texts.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def as_the_product_does(model: Any, layers: Layers, texts: list[Tensor]) -> Iter
     for name, layer in found.items():
         layer.conclude()
         layer.to_usual.data.copy_(exact[name] @ layer.usual)
-    yield "less what inputs usually are"
+    yield "with the mean input subtracted (bias correction)"
     for name, layer in found.items():
         layer.take_exactly(exact[name])
-    yield "and weights by data"
+    yield "and weights by GPTQ"
     for layer in found.values():
         layer.finish()
-    yield "and the largest channels twice: `fp8`"
+    yield "and outlier channels twice: `fp8`"
 
 
 @torch.no_grad()
@@ -149,13 +149,13 @@ def main(given: list[str] | None = None) -> int:
     ]
     write_table(
         "fp8_rounding",
-        "Where the loss of 8-bit weights comes from",
-        ["rounded to e4m3", "loss", "divergence, thousandths of a nat"],
+        "Where the loss of FP8 weights comes from",
+        ["quantized to e4m3", "loss", "KL divergence, 1e-3 nats"],
         lines,
         f"{Path(options.model).name} in fp32, forward only, on {len(texts)} texts of "
-        f"{options.texts.name}, beside itself without rounding; calibrated on as many of "
-        f"{options.calibration.name}. A change of loss has a sign by chance, too; the divergence "
-        "of the answers' odds has none. The last three rows add up.",
+        f"{options.texts.name}, beside itself unquantized; calibrated on as many of "
+        f"{options.calibration.name}. A change of loss has a sign by chance, too; the "
+        "divergence of the predictions has none. The last three rows add up.",
         folder=options.out,
     )
     return 0

@@ -15,8 +15,8 @@ Record = dict[str, Any]
 
 HEADINGS = [
     *("row", "method", "machine", "tokens/s", "slowest to fastest step", "to the best peer"),
-    *("asked", "peak GiB", "at most", "share", "first step s", "first loss"),
-    *("its difference", "largest difference"),
+    *("wanted", "allocated GiB", "at most", "reserved GiB", "matmul share", "first step s"),
+    *("first loss", "its difference", "largest difference"),
 ]
 
 OF_COMMAND = (
@@ -104,13 +104,14 @@ def rows(records: Sequence[Record]) -> Iterator[list[str]]:
 def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[str]:
     ours = record["method"] == next(iter(OURS[case.name]))  # others of ours are for comparison
     compared, apart = ratio(record, records), differences(record, records)
-    memory = record["allocated_gib"]
+    memory, reserved = record["allocated_gib"], record["reserved_gib"]
     yield _count(record["tokens_per_second"])
     yield f"{_count(record['slowest'])} to {_count(record['fastest'])}"
     yield f"{compared:.3f}" if compared is not None else "none beside it"
     yield f"{case.asked:.2f}" if ours else ""
     yield f"{memory:.1f}" if memory is not None else ""
     yield f"{case.memory:g}" if ours and case.memory else ""
+    yield f"{reserved:.1f}" if reserved is not None else ""
     yield f"{_share(record):.3f}"
     yield _first(record)
     yield f"{record['losses'][0]:.4f}"
@@ -128,16 +129,17 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         HEADINGS,
         list(rows(records)),
         "Random weights of the true shape and random tokens, both the same for every method of a "
-        "row; LoRA of rank 16 on all linear layers except in the row `all`; AdamW, gradients "
-        "clipped. Each method has a process of its own. Speed is the median of "
+        "row; LoRA of rank 16 on all linear layers except in the row `all` (full fine-tune); "
+        "AdamW, gradients clipped. Each method has a process of its own. Speed is the median of "
         f"{' or '.join(map(str, steps)) or 'no'} steps after a warm-up; in the row `packed` "
-        "(documents of 50 to 2000 tokens) only trained tokens count. Memory is what torch's "
-        "allocator handed out at the peak of those steps. *Share* is what the model asks for, "
-        "without anything that is computed twice, over the rate of an 8192 x 8192 x 8192 product "
-        "in bf16. The first step is the one that compiles, with torch's cache as those before "
-        "left it. A ratio compares with the best peer of the row on the same machine; the rows "
-        "`fp8` take the peers of the rows `bf16`. Differences of loss are to the row's first peer "
-        "that ran; Unsloth draws adapters of its own, so only its first loss is comparable."
+        "(documents of 50 to 2000 tokens) only trained tokens count. *Allocated* is the peak of "
+        "tensors in those steps, *reserved* what torch's allocator had taken from the card. "
+        "*Matmul share* is the model's FLOP/s, without anything that is recomputed, over the rate "
+        "of an 8192 x 8192 x 8192 matmul in bf16. The first step is the one that compiles, with "
+        "torch's cache as those before left it. A ratio compares with the best peer of the row on "
+        "the same machine; the rows `fp8` take the peers of the rows `bf16`. Differences of loss "
+        "are to the row's first peer that ran; Unsloth initialises its own adapters, so only its "
+        "first loss is comparable."
         + (OF_COMMAND if any(each["method"] == COMMAND for each in records) else "")
         + "\n\n"
         + (f"{note}\n\n" if note else "")

@@ -147,7 +147,7 @@ def main() -> None:
                 )
     write_table(
         "pipeline",
-        "Waiting in a pipeline",
+        "Pipeline bubbles",
         [
             "ranks",
             "micro-batches",

@@ -1,6 +1,6 @@
 """How far the planner's estimates are from published measurements.
 
-    python benchmarks/planner_accuracy.py [--reference ../shared/reference] [--fit]
+    python -m benchmarks.planner_accuracy [--reference ../shared/reference] [--fit]
 
 Reads `published_points.csv`, the two files of A100 iteration times and the H200 table of `gpu.md`.
 Of each source every second measurement is for fitting, the others are for judging: what is printed
@@ -95,7 +95,7 @@ def report(
     lines = [
         "# Accuracy of the planner",
         "",
-        f"Made by `python benchmarks/planner_accuracy.py`. {fitted} measurements fitted the "
+        f"Made by `python -m benchmarks.planner_accuracy`. {fitted} measurements fitted the "
         f"constants of `plan/estimate/constants.py`; the errors are those on {judged} others.",
         "",
         *CAVEATS,

@@ -14,7 +14,7 @@ from benchmarks.sources import READERS
 from shardtune.plan.estimate.workload import MIXED, Workload
 
 NOT_A_RUN = {
-    "analytic": "a closed form, held by tests/estimate",
+    "analytic": "a closed form, held by tests/plan/estimate",
     "rule_of_thumb": "a rule of thumb, not a measurement",
 }
 

@@ -136,7 +136,7 @@ def main() -> int:
         f"GiB; one rank, 1.04 billion weights, all trained, bf16 with AdamW, {ROWS} x {LENGTH} "
         "tokens. *Predicted* is the layout's count of weights, gradients and optimizer states; "
         "*held* is the engine's own count of the real tensors. Between steps the gradients are "
-        "let go; the peak has them, the activations, the logits and DeepSpeed's buckets on top.",
+        "freed; the peak has them, the activations, the logits and DeepSpeed's buckets on top.",
     )
     return 0
 

@@ -111,7 +111,7 @@ def memory_and_traffic() -> str:
 
 # What combines -----------------------------------------------------------------------------------
 
-NAMES = {"full": "all weights", "lora": "LoRA", "ia3": "IA3", "qlora": "QLoRA"}
+NAMES = {"full": "full fine-tune", "lora": "LoRA", "ia3": "IA3", "qlora": "QLoRA"}
 """What a row's adapter is called in a heading."""
 
 
@@ -282,12 +282,12 @@ def levels() -> str:
         kept = str(found.work.kept_layers or "")
         sizes = f"{found.memory.required / GIB:.1f}", f"{found.speed.step.total * 1e3:.0f}"
         lines.append([shown, f"`{found.work.checkpointing}`", kept, *sizes])
-    headings = "`train.memory_gib`", "level", "layers that keep all", "GiB required", "ms a step"
+    headings = "`train.memory_gib`", "level", "layers exempt", "GiB required", "ms a step"
     return table(headings, lines, "rlrrr")
 
 
 def waiting() -> str:
-    """What it costs that activations wait in main memory."""
+    """What activation offload costs."""
     lines = []
     for level in ("full", "most", "none"):
         settings = {"micro_batch": 8, "gradient_checkpointing": level}
@@ -301,7 +301,7 @@ def waiting() -> str:
                 f"{each.speed.step.total * 1e3:.0f}",
             ]
         lines.append([f"`{level}`", *figures, f"{there.memory.host / GIB:.1f}"])
-    headings = "level", "GiB", "ms a step", "GiB, offloaded", "ms a step", "GiB of main memory"
+    headings = "level", "GiB", "ms a step", "GiB, offloaded", "ms a step", "GiB of CPU memory"
     return table(headings, lines, "lrrrrr")
 
 

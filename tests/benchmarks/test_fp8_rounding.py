@@ -23,5 +23,5 @@ def test_a_table_is_written(tmp_path: Path) -> None:
     apart = {line[1].strip(): float(line[3]) for line in lines}
     assert len(apart) == 8
     assert 0 < apart["nearest: weights"] < apart["nearest: weights and inputs"]
-    ours = apart["and the largest channels twice: `fp8`"]
+    ours = apart["and outlier channels twice: `fp8`"]
     assert ours < 0.8 * apart["nearest: weights and inputs"]
