@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_cases import LORA, Case, Peer
 from benchmarks.gpu_data import BASE, Batch, config_of, draw
 from shardtune.config.job import LoRA
+from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
 from shardtune.models.peft_adapters import initialise
 
 Step = Callable[[int], Tensor]
@@ -71,7 +72,7 @@ def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Lo
     if case.lora:
         model = with_lora(model, device, torch.float32 if peer.fp32_adapters else BASE)
     if peer.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_whole_layers(model)
     if peer.compiled:
         for layer in layers:
             layer.compile()

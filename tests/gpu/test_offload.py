@@ -16,6 +16,7 @@ from shardtune.core.world import World
 from shardtune.engine.activation_offload import LEAST, Offload
 from shardtune.engine.native import NativeEngine
 from shardtune.kernels import flash_attention as flash
+from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
 from shardtune.models.packed_attention import use_boundaries
 from tests.engine.test_activation_offload import SETUP, Stack
 from tests.synthetic import batch
@@ -51,7 +52,7 @@ def llama(*, checkpointing: bool, compiled: bool) -> nn.Module:
     for layer in model.model.layers:  # as adapters do: little is trained, in every layer
         layer.input_layernorm.weight.requires_grad_(True)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_whole_layers(model)
     if compiled:
         for layer in model.model.layers:
             layer.compile()

@@ -39,6 +39,7 @@ from transformers import (
 
 from shardtune.core.document_boundaries import ATTENTION, attention_inputs
 from shardtune.models import packed_attention as attention
+from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
 from shardtune.models.packed_attention import agreed, attend, how_kept_apart, register, unsuited
 from shardtune.models.packing_check import require_isolation
 
@@ -140,7 +141,7 @@ def test_compiled_layers(name: str):
 def test_recomputed_layers():
     expected, gradients = outcome(by_boundaries(small("llama")), *tokens())
     model = by_boundaries(small("llama")).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_whole_layers(model)
     found, found_gradients = outcome(model, *tokens())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_gradients, gradients)

@@ -120,3 +120,10 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "shardtune::gated": lambda args: (args[0].shape[1], len(args[3])),
 }
 """How many numbers a row of the input and of the result has."""
+
+
+def checkpoint_whole_layers(model: Any) -> None:
+    """Activation checkpointing of every layer by transformers itself, which has renamed it: `full`
+    in a job. The backward pass computes all of a layer once more."""
+    new = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23
+    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -14,7 +14,7 @@ from torch._dynamo.callback import callback_handler
 from shardtune.config.job import Adapter, LoRA, NoAdapter, TrainSection
 from shardtune.core.heartbeat import own_heartbeat
 from shardtune.core.setup import Recompute
-from shardtune.models.fused.activation_checkpointing import recompute
+from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers, recompute
 from shardtune.models.fused.full_finetune import prepare
 
 GRAPHS = 64
@@ -62,7 +62,7 @@ def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Sp
     """
     what, family = speed.recompute, causal.config.get_text_config().model_type
     if what == "full":
-        causal.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_whole_layers(causal)
     if speed.compiled and isinstance(adapter, LoRA):
         from shardtune.models.fused.lora import quicken  # peft is slow to import
 
