@@ -104,7 +104,7 @@ def rows(records: Sequence[Record]) -> Iterator[list[str]]:
 def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[str]:
     ours = record["method"] == next(iter(OURS[case.name]))  # others of ours are for comparison
     compared, apart = ratio(record, records), differences(record, records)
-    memory, reserved = record["allocated_gib"], record["reserved_gib"]
+    memory, reserved = record["allocated_gib"], record.get("reserved_gib")
     yield _count(record["tokens_per_second"])
     yield f"{_count(record['slowest'])} to {_count(record['fastest'])}"
     yield f"{compared:.3f}" if compared is not None else "none beside it"
