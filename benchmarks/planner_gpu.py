@@ -229,7 +229,7 @@ def measure_all(cluster: Cluster, chosen: list[str]) -> list[list[str]]:
             continue
         measured = json.loads(done.stdout.strip().splitlines()[-1])
         rows.append(row(name, found, measured))
-        print(json.dumps([name, measured, found.summary()]), flush=True)
+        print(json.dumps([name, measured, found.summary().model_dump()]), flush=True)
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     return [each + [""] * (len(HEADINGS) - len(each)) for each in rows]
 

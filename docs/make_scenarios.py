@@ -180,9 +180,7 @@ def three_times_slower() -> list[str]:
     slow, fast = (
         _forecast(*rows[key]) for key in ("PCIe, micro-batch 1", "NVLink, micro-batch 16")
     )
-    gathered = sum(
-        m["gib"] for m in slow.summary()["traffic_gib"]["moves"] if m["what"] == "params"
-    )
+    gathered = sum(move.gib for move in slow.traffic().moves if move.what == "params")
     return [
         "ZeRO-3 gathers all weights twice in every micro-batch. What a step sends grows with the "
         "number of micro-batches, not with the number of tokens: gradient accumulation, which is "

@@ -11,14 +11,14 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
 from shardtune.core.network import listen, own_address
 from shardtune.errors import LaunchError, Problem, ShardtuneError
 from shardtune.measure.bandwidth import Link, receive, send
-from shardtune.measure.node_checks import CLOCK, Finding, findings, local_facts
+from shardtune.measure.node_checks import CLOCK, Finding, NodeFacts, findings, local_facts
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
@@ -29,6 +29,16 @@ AS_EXPECTED = 0.85
 """The share of the expected bandwidth below which a link is called slow."""
 RULE_BITS = 48
 """Of each parameter that ZeRO-3 sends in a step: gathered twice and reduced once, 16 bits each."""
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What `--json` prints."""
+
+    nodes: Sequence[NodeFacts]
+    """The first is node 0."""
+    links: Sequence[Link]
+    findings: Sequence[Finding]
 
 
 def add_parser(commands: Commands) -> None:
@@ -58,7 +68,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     node = this_node(arguments)
     with _launchers(node) as launchers:
         job, wrong = _job(arguments, node.count if node else 1)
-        everywhere = _exchange(launchers, "facts", local_facts(job))
+        everywhere = _exchange(launchers, local_facts(job))
         links = _links(launchers) if launchers is not None and node is not None else []
         if node is not None and node.number > 0:
             print("node 0 shows what was found")
@@ -69,8 +79,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             found.append(Finding("good", "rendezvous", fact))
             found += about_links(links, job, node.count, arguments.expected)
     if arguments.json:
-        told = {"nodes": everywhere, "links": [asdict(link) for link in links]}
-        print(json.dumps(told | {"findings": [asdict(each) for each in found]}, indent=2))
+        print(json.dumps(asdict(DoctorReport(everywhere, links, found)), indent=2))
     else:
         print_findings(found)
     return int(any(each.level == "bad" for each in found))
@@ -106,10 +115,11 @@ def _launchers(node: Node | None) -> Iterator[MultiNode | None]:
         yield launchers
 
 
-def _exchange(launchers: MultiNode | None, name: str, mine: Any) -> list[Any]:
+def _exchange(launchers: MultiNode | None, mine: NodeFacts) -> list[NodeFacts]:
+    """The facts of all nodes, in their order."""
     if launchers is None:
         return [mine]
-    return [json.loads(text) for text in launchers.all_gather(name, json.dumps(mine))]
+    return [NodeFacts.from_json(text) for text in launchers.all_gather("facts", mine.to_json())]
 
 
 def _links(launchers: MultiNode) -> list[Link]:
@@ -125,7 +135,7 @@ def _links(launchers: MultiNode) -> list[Link]:
         if listener is not None:
             listener.listen()
         place = listener.getsockname() if listener is not None else None
-        address, port = _exchange(launchers, f"place {name}", place)[target]
+        address, port = json.loads(launchers.all_gather(f"place {name}", json.dumps(place))[target])
         try:
             if listener is not None:
                 with listener:
@@ -136,8 +146,8 @@ def _links(launchers: MultiNode) -> list[Link]:
             fact = f"the link from node {source} to node {target} failed: {error}"
             fix = "open all ports between the nodes, or mend the network"
             raise LaunchError(Problem("link", fact, fix)) from None
-        told = _exchange(launchers, f"link {name}", asdict(link) if link is not None else None)
-        found.append(Link(**told[source]))
+        mine = json.dumps(asdict(link) if link is not None else None)
+        found.append(Link(**json.loads(launchers.all_gather(f"link {name}", mine)[source])))
     return found
 
 
@@ -166,6 +176,7 @@ def about_links(
 def _need(job: Job, nodes: int, slowest: Link) -> Finding:
     """What the slowest link means for the job."""
     from shardtune.core.machine import Machine
+    from shardtune.plan.forecast import GIB
     from shardtune.plan.model_config import shape_of
     from shardtune.plan.this_machine import forecast_here
 
@@ -175,7 +186,7 @@ def _need(job: Job, nodes: int, slowest: Link) -> Finding:
         bits = RULE_BITS * parameters / nodes
         how = f"48 bits x {parameters / 1e6:,.3g} M parameters / {nodes} nodes"
     elif predicted is not None:
-        per_gpu = predicted.summary()["traffic"]["inter_node"] * 2**30
+        per_gpu = predicted.traffic().inter_node * GIB
         bits = per_gpu * 8 * predicted.cluster.gpus_per_node
         how = f"{job.strategy.type} on {nodes} nodes"
     else:

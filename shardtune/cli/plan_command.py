@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json
 
@@ -22,6 +21,13 @@ if TYPE_CHECKING:
     from shardtune.core.yaml_document import KeyPath
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.forecast import Forecast
+    from shardtune.plan.forecast_summary import (
+        CandidateSummary,
+        DryRunSummary,
+        EstimateResult,
+        PlanResult,
+    )
+    from shardtune.plan.search import Candidate, Ranking
 
 
 def add_parser(commands: Commands) -> None:
@@ -80,13 +86,10 @@ def estimate(arguments: argparse.Namespace) -> int:
     job = _resolved(loaded, cluster, partial(_spread, shape=shape, cluster=cluster))
     check(job, _place(loaded))
     found = forecast(job, shape, cluster)
-    summary = found.summary()
-    if not found.fits:
-        summary["reasons"] += [shortage(found), offer(found.job, shape, cluster)]
-    if arguments.dry_run:
-        summary["dry_run"] = _dry_run(found)
+    seen = _dry_run(found) if arguments.dry_run else None
+    fix = "" if found.fits else offer(found.job, shape, cluster)
     if arguments.json:
-        print(json.dumps(summary, indent=2))
+        print(_result(found, fix, seen).to_json(indent=2, ascii_only=True))
         return int(not found.fits)
     from rich.console import Console
 
@@ -94,14 +97,27 @@ def estimate(arguments: argparse.Namespace) -> int:
 
     console = Console()
     print_forecast(found, console)
-    if arguments.dry_run:
-        print_dry_run(summary["dry_run"], console)
+    if seen is not None:
+        print_dry_run(seen, console)
     if not found.fits:
-        print(f"{shortage(found)}\n    fix: {offer(found.job, shape, cluster)}", file=sys.stderr)
+        print(f"{shortage(found)}\n    fix: {fix}", file=sys.stderr)
     return int(not found.fits)
 
 
-def _dry_run(found: Forecast) -> dict[str, Any]:
+def _result(found: Forecast, fix: str, seen: DryRunSummary | None) -> EstimateResult:
+    """The forecast; of what doesn't fit, also what is missing and the fix."""
+    from shardtune.plan.forecast_summary import EstimateResult
+    from shardtune.plan.this_machine import shortage
+
+    figures = dict(found.summary())
+    if not found.fits:
+        figures["reasons"] = (*found.reasons, shortage(found), fix)
+    if seen is not None:
+        figures["dry_run"] = seen
+    return EstimateResult(**figures)
+
+
+def _dry_run(found: Forecast) -> DryRunSummary:
     """One rank's steps on tensors without memory, beside the closed form of the same.
 
     Operations run on their own there: what a compiler would make of them can't be seen.
@@ -110,6 +126,7 @@ def _dry_run(found: Forecast) -> dict[str, Any]:
     from shardtune.models.builder import MetaModelBuilder
     from shardtune.models.load import config_from
     from shardtune.plan.forecast import GIB, forecast
+    from shardtune.plan.forecast_summary import DryRunSummary
     from shardtune.plan.model_config import config_of
     from shardtune.training.engine_setup import make_plan
 
@@ -127,14 +144,14 @@ def _dry_run(found: Forecast) -> dict[str, Any]:
         microbatches=closed.work.microbatches,
         vocabulary=found.shape.vocab,
     )
-    return {
-        "kernels": "eager",
-        "allocated_gib": seen.peak / GIB,
-        "moment": seen.moment,
-        "gpu_gib": {name: size / GIB for name, size in seen.classes.items()},
-        "closed_form_gib": closed.memory.allocated / GIB,
-        "difference": closed.memory.allocated / seen.peak - 1,
-    }
+    return DryRunSummary(
+        kernels="eager",
+        allocated_gib=seen.peak / GIB,
+        moment=seen.moment,
+        gpu_gib={name: size / GIB for name, size in seen.classes.items()},
+        closed_form_gib=closed.memory.allocated / GIB,
+        difference=closed.memory.allocated / seen.peak - 1,
+    )
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -152,7 +169,7 @@ def plan(arguments: argparse.Namespace) -> int:
             check(as_asked, _place(loaded))
         fix = offer(as_asked, shape, cluster)
     if arguments.json:
-        print(json.dumps(_summary(ranking, fix), indent=2))
+        print(_summary(ranking, fix).to_json(indent=2, ascii_only=True))
     else:
         from rich.console import Console
 
@@ -185,26 +202,33 @@ def _write(target: Path, found: Forecast) -> None:
         raise JobError(Problem("--write", fact, "name a file in a folder that is there")) from None
 
 
-def _summary(ranking: Any, fix: str) -> dict[str, Any]:
+def _summary(ranking: Ranking, fix: str) -> PlanResult:
+    from shardtune.plan.forecast_summary import BestCandidate, PlanResult
+
     best = ranking.best
-    return {
-        "best": None if best is None else {"name": best.name, **best.found.summary()},
-        "fix": fix or None,
-        "candidates": [
-            {
-                "name": each.name,
-                "fits": each.fits,
-                "why": each.why,
-                "step_seconds": each.found.speed.step.total if each.found else None,
-                "gpu_gib": each.found.memory.required / 2**30 if each.found else None,
-                "cost": each.found.cost if each.found else None,
-                "micro_batch": each.found.work.micro_batch if each.found else None,
-                "gradient_checkpointing": each.found.work.checkpointing if each.found else None,
-                "keep_layers": each.found.work.kept_layers if each.found else None,
-            }
-            for each in ranking.candidates
-        ],
-    }
+    named = None
+    if best is not None and best.found is not None:
+        named = BestCandidate(name=best.name, **dict(best.found.summary()))
+    candidates = tuple(_candidate(each) for each in ranking.candidates)
+    return PlanResult(best=named, fix=fix or None, candidates=candidates)
+
+
+def _candidate(each: Candidate) -> CandidateSummary:
+    from shardtune.plan.forecast import GIB
+    from shardtune.plan.forecast_summary import CandidateSummary
+
+    found = each.found
+    return CandidateSummary(
+        name=each.name,
+        fits=each.fits,
+        why=each.why,
+        step_seconds=found.speed.step.total if found else None,
+        gpu_gib=found.memory.required / GIB if found else None,
+        cost=found.cost if found else None,
+        micro_batch=found.work.micro_batch if found else None,
+        gradient_checkpointing=found.work.checkpointing if found else None,
+        keep_layers=found.work.kept_layers if found else None,
+    )
 
 
 def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluster]:

@@ -28,9 +28,9 @@ def verify(arguments: argparse.Namespace) -> int:
     from shardtune.checkpoint.verify import verify_run
     from shardtune.report.verify_table import print_verdicts
 
-    verdicts = [asdict(verdict) for verdict in verify_run(RunDir(arguments.directory))]
+    verdicts = verify_run(RunDir(arguments.directory))
     if arguments.json:
-        print(json.dumps(verdicts, indent=2))
+        print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     else:
         print_verdicts(verdicts)
-    return int(any(verdict["faults"] for verdict in verdicts))
+    return int(any(verdict.faults for verdict in verdicts))

@@ -6,14 +6,15 @@ A finding is one sentence with its fix. Facts travel between nodes as JSON.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
@@ -46,32 +47,70 @@ class Finding:
     fix: str = ""
 
 
-def local_facts(job: Job | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node has, and how it sees the job's files. Sizes are in bytes."""
+
+    host: str
+    versions: dict[str, str]
+    """Of Python and of each package that is installed."""
+    driver: str
+    """Of NVIDIA; empty where there is none."""
+    gpus: int
+    gpu: str
+    cores: int
+    memory: int
+    open_files: int
+    """How many a process may open."""
+    shared_memory: int | None
+    """Size of /dev/shm, which NCCL uses; None where there is none."""
+    disk: dict[str, int]
+    """What is free where each folder is."""
+    data: dict[str, str] = field(default_factory=dict)
+    """A hash of each data set of the job; empty for one that isn't there."""
+    model: str = ""
+    """A hash of the model's folder; empty where the job names none."""
+
+    def to_json(self) -> str:
+        """As it travels between nodes."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> NodeFacts:
+        return NodeFacts(**json.loads(text))
+
+
+def local_facts(job: Job | None) -> NodeFacts:
     """This node, and how it sees the job's files."""
     machine = Machine.here()
-    facts: dict[str, Any] = {
-        "host": platform.node(),
-        "versions": {"shardtune": _version("shardtune"), "Python": platform.python_version()}
-        | {name: found for name in PACKAGES if (found := _version(name))},
-        "driver": _driver(),
-        "gpus": machine.gpus,
-        "gpu": machine.gpu_name,
-        "cores": machine.cores,
-        "memory": machine.memory,
-        "open_files": _open_files(),
-        "shared_memory": _size(SHARED),
-        "disk": {"cache": _free(cache_dir())},
-    }
+    disk, data, model = {"cache": _free(cache_dir())}, {}, ""
     if job is not None:
-        directory = Path(job.save.directory).expanduser()
-        facts["disk"]["save.directory"] = _free(directory)
+        disk["save.directory"] = _free(Path(job.save.directory).expanduser())
         sources = (*job.data.train, *job.data.eval)
-        facts["data"] = {source.label: _fingerprint(Path(source.path)) for source in sources}
-        facts["model"] = _fingerprint(Path(job.model.name).expanduser())
-    return facts
+        data = {source.label: _fingerprint(Path(source.path)) for source in sources}
+        model = _fingerprint(Path(job.model.name).expanduser())
+    installed = {name: found for name in PACKAGES if (found := _version(name))}
+    return NodeFacts(
+        host=platform.node(),
+        versions={
+            "shardtune": _version("shardtune"),
+            "Python": platform.python_version(),
+            **installed,
+        },
+        driver=_driver(),
+        gpus=machine.gpus,
+        gpu=machine.gpu_name,
+        cores=machine.cores,
+        memory=machine.memory,
+        open_files=_open_files(),
+        shared_memory=_size(SHARED),
+        disk=disk,
+        data=data,
+        model=model,
+    )
 
 
-def findings(nodes: Sequence[dict[str, Any]], job: Job | None) -> list[Finding]:
+def findings(nodes: Sequence[NodeFacts], job: Job | None) -> list[Finding]:
     """What is to be said about these nodes; the first is node 0."""
     found = [*_equal(nodes)]
     for number, facts in enumerate(nodes):
@@ -81,69 +120,78 @@ def findings(nodes: Sequence[dict[str, Any]], job: Job | None) -> list[Finding]:
     return found
 
 
-def _equal(nodes: Sequence[dict[str, Any]]) -> list[Finding]:
+def _equal(nodes: Sequence[NodeFacts]) -> list[Finding]:
     """Versions, GPUs and files that have to be the same everywhere."""
     if len(nodes) == 1:
         return []
     found = []
-    kinds = {
-        "versions": "install the same version on all nodes",
-        "data": "copy the file again, or put it on shared storage",
-    }
-    for kind, fix in kinds.items():
-        for name in sorted({key for facts in nodes for key in facts.get(kind, {})}):
-            there = [facts.get(kind, {}).get(name) or "missing" for facts in nodes]
-            found += _differ(name, there, fix)
-    for kind, fix in (
-        ("model", "copy the model again, or put it on shared storage"),
-        ("driver", "install the same driver on all nodes"),
-        ("gpu", "equal nodes are as fast as the slowest; leave the others out"),
-        ("gpus", "set launch.processes to what every node has"),
+    for name in sorted({name for facts in nodes for name in facts.versions}):
+        there = [facts.versions.get(name) or "missing" for facts in nodes]
+        found += _differ(name, there, "install the same version on all nodes")
+    for name in sorted({name for facts in nodes for name in facts.data}):
+        there = [facts.data.get(name) or "missing" for facts in nodes]
+        found += _differ(name, there, "copy the file again, or put it on shared storage")
+    for name, values, fix in (
+        (
+            "model",
+            [facts.model for facts in nodes],
+            "copy the model again, or put it on shared storage",
+        ),
+        ("driver", [facts.driver for facts in nodes], "install the same driver on all nodes"),
+        (
+            "gpu",
+            [facts.gpu for facts in nodes],
+            "equal nodes are as fast as the slowest; leave the others out",
+        ),
+        (
+            "gpus",
+            [facts.gpus for facts in nodes],
+            "set launch.processes to what every node has",
+        ),
     ):
-        if any(kind in facts for facts in nodes):
-            found += _differ(kind, [facts.get(kind) or "none" for facts in nodes], fix)
+        found += _differ(name, [str(value or "none") for value in values], fix)
     if not found:
         found.append(Finding("good", "nodes", f"{len(nodes)} nodes agree on versions and files"))
     return found
 
 
-def _differ(name: str, there: Sequence[Any], fix: str) -> list[Finding]:
-    if len(set(map(str, there))) == 1:
+def _differ(name: str, there: Sequence[str], fix: str) -> list[Finding]:
+    if len(set(there)) == 1:
         return []
     each = ", ".join(f"{_short(value)} on node {n}" for n, value in enumerate(there))
     return [Finding("bad", name, f"is not the same everywhere: {each}", fix)]
 
 
-def _alone(place: str, facts: dict[str, Any]) -> list[Finding]:
+def _alone(place: str, facts: NodeFacts) -> list[Finding]:
     """What a node has, and of what it has little."""
     found = []
-    for name, free in facts["disk"].items():
+    for name, free in facts.disk.items():
         if free < LITTLE_DISK:
             fact = f"{free / GIB:.1f} GiB are free where {name} is"
             found.append(Finding("warning", place, fact, "free some, or use another disk"))
-    shared = facts["shared_memory"]
+    shared = facts.shared_memory
     if shared is not None and shared < LITTLE_SHM:
         fact = f"{SHARED} has {shared / GIB:.2g} GiB; NCCL shares memory between ranks there"
         found.append(Finding("warning", place, fact, "start the container with --shm-size=16g"))
-    if facts["open_files"] < FEW_FILES:
-        fact = f"a process may open {facts['open_files']} files"
+    if facts.open_files < FEW_FILES:
+        fact = f"a process may open {facts.open_files} files"
         found.append(Finding("warning", place, fact, "raise it: `ulimit -n 65536`"))
-    driver = f", driver {facts['driver']}" if facts["driver"] else ""
-    gpus = f"{facts['gpus']} x {facts['gpu']}{driver}" if facts["gpus"] else "no GPU is visible"
-    room = ", ".join(f"{free / GIB:,.0f} GiB for {name}" for name, free in facts["disk"].items())
-    versions = facts["versions"]
+    driver = f", driver {facts.driver}" if facts.driver else ""
+    gpus = f"{facts.gpus} x {facts.gpu}{driver}" if facts.gpus else "no GPU is visible"
+    room = ", ".join(f"{free / GIB:,.0f} GiB for {name}" for name, free in facts.disk.items())
+    versions = facts.versions
     names = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if versions.get(name))
-    fact = f"{gpus}; {facts['cores']} cores, {facts['memory'] / GIB:,.0f} GiB"
+    fact = f"{gpus}; {facts.cores} cores, {facts.memory / GIB:,.0f} GiB"
     found.append(Finding("good", place, f"{fact}; free disk: {room}; {names}"))
     return found
 
 
-def _missing(place: str, facts: dict[str, Any], job: Job) -> list[Finding]:
+def _missing(place: str, facts: NodeFacts, job: Job) -> list[Finding]:
     local = {source.label: source.path for source in (*job.data.train, *job.data.eval)}
     return [
         Finding("bad", place, f"{path} is not there", "copy it, or put it on shared storage")
         for label, path in local.items()
-        if not facts["data"].get(label) and _is_local(path)
+        if not facts.data.get(label) and _is_local(path)
     ]
 
 
@@ -151,8 +199,7 @@ def _is_local(path: str) -> bool:
     return bool(Path(path).suffix) or path.startswith((".", "/", "~"))
 
 
-def _short(value: Any) -> str:
-    text = str(value)
+def _short(text: str) -> str:
     return text[:12] if len(text) > 40 else text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardtune.config.job import IA3, AdamW, Job, LoRA, NoAdapter
@@ -25,6 +25,14 @@ from shardtune.plan.estimate.workload import (
     Widths,
     Workload,
     whole_bytes,
+)
+from shardtune.plan.forecast_summary import (
+    ForecastSummary,
+    GpuMemory,
+    HostMemory,
+    StepSeconds,
+    Traffic,
+    TrafficMove,
 )
 
 GIB = float(1 << 30)
@@ -98,51 +106,42 @@ class Forecast:
         price = self.cluster.price_per_hour
         return None if price is None or self.hours is None else price * self.hours
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> ForecastSummary:
         """The figures, for `--json`."""
-        memory, speed = self.memory, self.speed
-        gpu: dict[str, float] = {name: size / GIB for name, size in memory.gpu.items()}
-        gpu["overhead"] = memory.overhead / GIB
-        step = speed.step
-        return {
-            "fits": self.fits,
-            "strategy": self.job.strategy.type,
-            "mesh": dict(self.mesh.axes),
-            "gradient_checkpointing": self.work.checkpointing,
-            "keep_layers": self.work.kept_layers,
-            "gpu_gib": {
-                **gpu,
-                "peak": memory.peak / GIB,
-                "required": memory.required / GIB,
-                "capacity": self.capacity / GIB,
-                "moment": memory.moment,
-                "moments": {name: size / GIB for name, size in memory.moments.items()},
-            },
-            "host_gib": {
-                "states": memory.host / GIB,
-                "building": memory.host_building / GIB,
-                "building_whole": memory.host_building_whole / GIB,
-                "node": self.host / GIB,
-                "node_capacity": self.cluster.host_gib,
-            },
-            "nvme_gib": memory.nvme / GIB,
-            "traffic_gib": self._traffic(),
-            "step_seconds": {
-                "compute": step.compute,
-                "communication": step.communication,
-                "optimizer": step.optimizer,
-                "offload": step.offload,
-                "bubble": step.bubble,
-                "data": step.data,
-                "total": step.total,
-            },
-            "tokens_per_second": speed.tokens_per_second,
-            "tokens_per_second_per_gpu": speed.tokens_per_second_per_gpu,
-            "mfu": speed.mfu,
-            "hours": self.hours,
-            "cost": self.cost,
-            "reasons": list(self.reasons),
-        }
+        memory, speed, step = self.memory, self.speed, self.speed.step
+        sizes: dict[str, float] = {name: size / GIB for name, size in memory.gpu.items()}
+        return ForecastSummary(
+            fits=self.fits,
+            strategy=self.job.strategy.type,
+            mesh=dict(self.mesh.axes),
+            gradient_checkpointing=self.work.checkpointing,
+            keep_layers=self.work.kept_layers,
+            gpu_gib=GpuMemory(
+                **sizes,
+                overhead=memory.overhead / GIB,
+                peak=memory.peak / GIB,
+                required=memory.required / GIB,
+                capacity=self.capacity / GIB,
+                moment=memory.moment,
+                moments={name: size / GIB for name, size in memory.moments.items()},
+            ),
+            host_gib=HostMemory(
+                states=memory.host / GIB,
+                building=memory.host_building / GIB,
+                building_whole=memory.host_building_whole / GIB,
+                node=self.host / GIB,
+                node_capacity=self.cluster.host_gib,
+            ),
+            nvme_gib=memory.nvme / GIB,
+            traffic_gib=self.traffic(),
+            step_seconds=StepSeconds(**asdict(step), total=step.total),
+            tokens_per_second=speed.tokens_per_second,
+            tokens_per_second_per_gpu=speed.tokens_per_second_per_gpu,
+            mfu=speed.mfu,
+            hours=self.hours,
+            cost=self.cost,
+            reasons=self.reasons,
+        )
 
     def compare(
         self, held: Held, *, peak: float | None, tokens_per_second: float | None
@@ -159,24 +158,24 @@ class Forecast:
             found["tokens_per_second"] = _pair(self.speed.tokens_per_second, tokens_per_second)
         return found
 
-    def _traffic(self) -> dict[str, Any]:
-        """Bytes that one GPU sends in a step, by link and by move."""
-        moves = [
-            {
-                "op": each.move.op,
-                "what": each.move.what,
-                "axis": each.axis,
-                "when": each.move.when,
-                "link": each.where,
-                "gib": self._wire(each) / GIB,
-            }
+    def traffic(self) -> Traffic:
+        """GiB that one GPU sends in a step, by link and by move."""
+        moves = tuple(
+            TrafficMove(
+                op=each.move.op,
+                what=each.move.what,
+                axis=each.axis,
+                when=each.move.when,
+                link=each.where,
+                gib=self._wire(each) / GIB,
+            )
             for each in self.speed.sent
-        ]
-        total = {
-            link: sum(float(str(m["gib"])) for m in moves if m["link"] == link)
-            for link in ("intra_node", "inter_node")
-        }
-        return {**total, "moves": moves}
+        )
+        return Traffic(
+            intra_node=sum(move.gib for move in moves if move.link == "intra_node"),
+            inter_node=sum(move.gib for move in moves if move.link == "inter_node"),
+            moves=moves,
+        )
 
     def _wire(self, each: Sent) -> float:
         ranks = group_of(each.axis, self.mesh, self.cluster).ranks

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -13,6 +11,7 @@ from rich.text import Text
 
 from shardtune.core.layout import Cargo
 from shardtune.plan.forecast import GIB, Forecast
+from shardtune.plan.forecast_summary import DryRunSummary
 from shardtune.plan.search import Ranking
 from shardtune.report.live import duration
 
@@ -41,10 +40,10 @@ def print_outlook(found: Forecast, steps: int, console: Console | None = None) -
     (console or Console()).print(Text(line))
 
 
-def print_dry_run(seen: Mapping[str, Any], console: Console) -> None:
+def print_dry_run(seen: DryRunSummary, console: Console) -> None:
     """What a dry run found, beside the closed form of the same."""
-    line = f"dry run: {seen['allocated_gib']:.2f} GiB allocated, most in the {seen['moment']} pass"
-    closed = f"; by the closed form {seen['closed_form_gib']:.2f} ({seen['difference']:+.1%})"
+    line = f"dry run: {seen.allocated_gib:.2f} GiB allocated, most in the {seen.moment} pass"
+    closed = f"; by the closed form {seen.closed_form_gib:.2f} ({seen.difference:+.1%})"
     console.print(Text(f"{line}{closed}, each operation on its own"))
 
 
@@ -132,9 +131,9 @@ def _traffic(found: Forecast) -> Table:
     for heading in ("sent by a GPU in a step", "axis", "link", "GiB"):
         table.add_column(heading, justify="right" if heading == "GiB" else "left")
     together: dict[tuple[str, str, str], float] = defaultdict(float)
-    for move in found.summary()["traffic_gib"]["moves"]:
-        name = f"{move['op'].replace('_', '-')} of {_CARGO[move['what']]}"
-        together[name, move["axis"], move["link"].replace("_", "-")] += move["gib"]
+    for move in found.traffic().moves:
+        name = f"{move.op.replace('_', '-')} of {_CARGO[move.what]}"
+        together[name, move.axis, move.link.replace("_", "-")] += move.gib
     for (name, axis, link), size in together.items():
         if size:
             table.add_row(name, axis, link, f"{size:.3f}")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from shardtune.checkpoint.verify import Verdict
+
 MIB = 1 << 20
 
 
-def print_verdicts(verdicts: Iterable[Mapping[str, Any]], console: Console | None = None) -> None:
+def print_verdicts(verdicts: Iterable[Verdict], console: Console | None = None) -> None:
     """One line for each checkpoint and the result, and one for each fault."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("what", no_wrap=True)
@@ -21,9 +24,10 @@ def print_verdicts(verdicts: Iterable[Mapping[str, Any]], console: Console | Non
         table.add_column(heading, justify="right")
     table.add_column("state")
     for each in verdicts:
-        wrong = each["faults"]
-        state = Text("\n".join(wrong), "red") if wrong else Text("every byte as written", "green")
-        size = f"{each['bytes'] / MIB:,.1f}" if each["files"] else ""
-        files = str(each["files"]) if each["files"] else ""
-        table.add_row(Text(each["name"]), each["written_by"], files, size, state)
+        state = Text("every byte as written", "green")
+        if each.faults:
+            state = Text("\n".join(each.faults), "red")
+        size = f"{each.bytes / MIB:,.1f}" if each.files else ""
+        files = str(each.files) if each.files else ""
+        table.add_row(Text(each.name), each.written_by, files, size, state)
     (console or Console()).print(table)

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardtune.cli.doctor_command import RULE_BITS, about_links, gathers_everywhere
+from shardtune.cli import main as cli
+from shardtune.cli.doctor_command import RULE_BITS, _job, about_links, gathers_everywhere
 from shardtune.cli.main import main
 from shardtune.measure import node_checks as checkup
 from shardtune.measure.bandwidth import Link, receive, send
-from shardtune.measure.node_checks import GIB, Finding, findings, local_facts
-from tests.hosts import two_hosts
+from shardtune.measure.node_checks import GIB, Finding, NodeFacts, findings, local_facts
+from tests.hosts import ROOT, two_hosts
 from tests.jobs import make_job, write_job
 
 MEGABITS = 100
 
 
-def facts(**changes: Any) -> dict[str, Any]:
+def facts(**changes: Any) -> NodeFacts:
     """A good node."""
-    return {
-        "host": "a", "versions": {"torch": "2.13.0"}, "driver": "", "gpus": 0, "gpu": "",
-        "cores": 8, "memory": 64 * GIB, "open_files": 65536, "shared_memory": 8 * GIB,
-        "disk": {"cache": 100 * GIB}, "data": {"a": "1" * 64}, "model": "",
-    } | changes  # fmt: skip
+    good = NodeFacts(
+        host="a", versions={"torch": "2.13.0"}, driver="", gpus=0, gpu="", cores=8,
+        memory=64 * GIB, open_files=65536, shared_memory=8 * GIB, disk={"cache": 100 * GIB},
+        data={"a": "1" * 64},
+    )  # fmt: skip
+    return replace(good, **changes)
 
 
 def worse(found: list[Finding]) -> list[Finding]:
@@ -78,8 +85,8 @@ def test_the_facts_travel_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text("{}")
     found = local_facts(make_job(data={"train": [A]}))
-    assert json.loads(json.dumps(found)) == found
-    assert len(found["data"]["a"]) == 64
+    assert NodeFacts.from_json(found.to_json()) == found
+    assert len(found.data["a"]) == 64
 
 
 LINK = Link(0, 1, gbps=0.2, milliseconds=0.1, clock_seconds=0.0)
@@ -134,6 +141,49 @@ def test_alone(
     assert main(["doctor", str(path)]) == 0
     assert "0 bad" in capsys.readouterr().out
     assert main(["doctor"]) == 0
+
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_strategy_says_what_it_sends(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two nodes, from the strategy's own declaration."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = cli._parse(["doctor", str(recipe)])
+    job, _ = _job(arguments, nodes=2)
+    assert job is not None
+    job = job.model_copy(update={"launch": job.launch.with_processes(4)})
+    *_, found = about_links([LINK], job, 2, None)
+    assert found.place == "job"
+    assert re.search(
+        r"about [\d.e+-]+ Gbit leave each node in a step|can't be forecast", found.fact
+    )
+    if job.strategy.type != "auto":
+        assert "Gbit leave each node" in found.fact or job.strategy.mesh(4).size != 4, found
+
+
+@pytest.mark.slow
+def test_two_nodes_on_one_machine(tmp_path: Path) -> None:
+    """Both ends of the command, and a strategy that gathers nothing: DDP."""
+    (tmp_path / "good.jsonl").write_text('{"text": "so it is"}\n')
+    job = write_job(tmp_path, strategy="{type: ddp}", train="{steps: 2, global_batch: 4}")
+    with socket.create_server(("127.0.0.2", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["-m", "shardtune", "doctor", str(job), "launch.processes=2", "--json", "--nodes", "2"]
+    words += ["--head", f"127.0.0.2:{port}", "--node-rank"]
+    processes = [
+        subprocess.Popen([sys.executable, *words, str(number)], cwd=tmp_path, text=True,
+                         stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        for number in range(2)
+    ]  # fmt: skip
+    texts = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    told = json.loads(texts[0])
+    assert [len(told[key]) for key in ("nodes", "links")] == [2, 2]
+    assert any("leave each node in a step (ddp on 2 nodes)" in f["fact"] for f in told["findings"])
 
 
 @pytest.mark.slow
