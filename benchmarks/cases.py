@@ -131,8 +131,8 @@ def _checkpointing(row: Row) -> Literal["none", "selective", "full"]:
 
 
 def _bits(row: Row) -> float | None:
-    quantised = {"nf4": NF4_SINGLE_BITS, "nf4-dq": NF4_DOUBLE_BITS, "nf4+dq": NF4_DOUBLE_BITS}
-    return quantised.get(row["quant"])
+    quantized = {"nf4": NF4_SINGLE_BITS, "nf4-dq": NF4_DOUBLE_BITS, "nf4+dq": NF4_DOUBLE_BITS}
+    return quantized.get(row["quant"])
 
 
 def _attention(row: Row) -> Literal["sdpa", "flash", "eager"]:

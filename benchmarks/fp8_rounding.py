@@ -25,9 +25,9 @@ from torch.nn import functional as f
 from benchmarks.table import DOCS, write_table
 from shardtune.config.job import ModelSection
 from shardtune.models.load import load_base, load_tokenizer
-from shardtune.models.quantization.fp8 import FP8Linear, by_row
-from shardtune.models.quantization.gptq import bytes_of
-from shardtune.models.quantization.linear import swap
+from shardtune.models.quantization.fp8 import FP8Linear, quantize_fp8_rowwise
+from shardtune.models.quantization.gptq import as_bytes
+from shardtune.models.quantization.swap import swap
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -36,7 +36,7 @@ Layers = dict[str, nn.Linear]
 
 def nearest(x: Tensor) -> Tensor:
     """Each number as the nearest that e4m3 has, with a scale for each row."""
-    small, scale = by_row(x.reshape(-1, x.shape[-1]))
+    small, scale = quantize_fp8_rowwise(x.reshape(-1, x.shape[-1]))
     return (small.float() * scale).view_as(x)
 
 
@@ -66,20 +66,20 @@ def as_the_product_does(model: Any, layers: Layers, texts: list[Tensor]) -> Iter
     small = dict(model.model.layers.named_modules())
     found: dict[str, FP8Linear] = {name: small[name] for name in layers}
     for name, layer in found.items():
-        layer.quantise(exact[name])
-        bytes_of(layer.weight)[:, layer.in_features :] = 0  # no second columns yet
-        layer.listen()
+        layer.quantize(exact[name])
+        as_bytes(layer.weight)[:, layer.in_features :] = 0  # no second columns yet
+        layer.observe()
     for text in texts:
         model(text)
     for name, layer in found.items():
-        layer.conclude()
-        layer.to_usual.data.copy_(exact[name] @ layer.usual)
+        layer.finish_calibration()
+        layer.mean_output.data.copy_(exact[name] @ layer.input_mean)
     yield "with the mean input subtracted (bias correction)"
     for name, layer in found.items():
-        layer.take_exactly(exact[name])
+        layer.requantize(exact[name])
     yield "and weights by GPTQ"
     for layer in found.values():
-        layer.finish()
+        layer.copy_outlier_columns()
     yield "and outlier channels twice: `fp8`"
 
 

@@ -20,7 +20,7 @@ from benchmarks.gpu_cases import LORA, Case, Peer
 from benchmarks.gpu_data import BASE, Batch, config_of, draw
 from shardtune.config.job import LoRA
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
-from shardtune.models.peft_adapters import initialise
+from shardtune.models.peft_adapters import initialize_adapters
 
 Step = Callable[[int], Tensor]
 """One optimizer step on the batch of that number; the mean loss of its trained tokens."""
@@ -140,7 +140,7 @@ def with_lora(model: Any, device: str, dtype: torch.dtype) -> Any:
         target_modules="all-linear",
     )
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
-    initialise(adapted, "", ADAPTER, seed=0, device=device)
+    initialize_adapters(adapted, "", ADAPTER, seed=0, device=device)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -290,7 +290,7 @@ def _unsloth(row: Row) -> Settings:
     old = "no CCE" in row["strategy"]
     work = work_of(
         row,
-        # peft turns what isn't quantised to fp32 (prepare_model_for_kbit_training).
+        # peft turns what isn't quantized to fp32 (prepare_model_for_kbit_training).
         widths=Widths(2 if own else 4, trained=4, gradients=4, optimizer=2),
         adapter=Adapter(32),
         packed_bits=NF4_DOUBLE_BITS,

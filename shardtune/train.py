@@ -15,15 +15,15 @@ from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
 from shardtune.core.stop_request import StopRequest
 from shardtune.core.world import World
-from shardtune.data.dataset import PreparedData
+from shardtune.data.dataset import CALIBRATION_SAMPLES, PreparedData
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.launch.process_group import join_process_group
 from shardtune.models import load
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.models.packed_attention import agreed, how_kept_apart
-from shardtune.models.packing_check import require_isolation
-from shardtune.models.quantization.fp8 import how_multiplied
+from shardtune.models.packed_attention import describe_attention, same_on_all_ranks
+from shardtune.models.packing_check import require_document_isolation
+from shardtune.models.quantization.fp8 import describe_fp8_matmul
 from shardtune.plan.this_machine import forecast_here
 from shardtune.report.live import RunView
 from shardtune.training.agreement import require_agreement
@@ -48,12 +48,14 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
-        builder = PretrainedModelBuilder(job.model, job.adapter, job.train, inputs.data.examples)
+        builder = PretrainedModelBuilder(
+            job.model, job.adapter, job.train, inputs.data.calibration_samples
+        )
         view = RunView(steps, shown=world.is_main)
         view.say(how_loaded(job))
         engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
         if job.data.packing:
-            require_isolation(
+            require_document_isolation(
                 engine.module(),
                 rows=int(job.train.micro_batch),
                 device=world.device,
@@ -61,9 +63,9 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
             )
         with engine, view:
             if world.device.startswith("cuda"):
-                view.say(agreed(world.all_gather(how_kept_apart(engine.module()))))
+                view.say(same_on_all_ranks(world.all_gather(describe_attention(engine.module()))))
             if job.model.quantization == "fp8":
-                view.say(how_multiplied(world.device))
+                view.say(describe_fp8_matmul(world.device))
             evaluator = Evaluator(
                 engine,
                 inputs.data.eval,
@@ -142,10 +144,11 @@ def count_steps(job: Job, data: Loader) -> int:
 
 def how_loaded(job: Job) -> str:
     """What takes its time before the first step."""
-    rounded = job.model.quantization == "fp8"
+    calibrated = job.model.quantization == "fp8"
     compiled = job.train.kernels == "compiled"
     words = ["loading the model"]
-    words += ["rounding it by the data"] if rounded else []
+    if calibrated:
+        words.append(f"calibrating fp8 weights (GPTQ, {CALIBRATION_SAMPLES} samples)")
     words += ["compiling its kernels"] if compiled else []
     return ", then ".join(words)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from shardtune.kernels.cpu_bf16 import widen_products
@@ -27,3 +30,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _compiled(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("build") and not async_io.is_compiled():
         async_io.compile_it()
+
+
+@pytest.fixture
+def unwritten_is_nan() -> Iterator[None]:
+    """New memory holds NaN, so whatever reads it before it is written shows."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[False, True], ids=["as here", "as on a GPU"])
+def rows_of_lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether joint matrices have rows that begin with a line of the cache. A compiler is told how
+    they lie in memory, and what is done step by step has to lie like that, too."""
+    from shardtune.kernels import rope, stacked_linear, swiglu_lora
+
+    def padded(like: Any, rows: int, columns: int) -> Any:
+        return like.new_zeros(
+            rows, -(-columns // stacked_linear.CACHE_LINE) * stacked_linear.CACHE_LINE
+        )[:, :columns]
+
+    for module in (stacked_linear, swiglu_lora, rope) if request.param else ():
+        monkeypatch.setattr(module, "empty_aligned", padded)
+    return bool(request.param)

@@ -72,7 +72,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
 
     from shardtune.data.formats import plain_prompt
     from shardtune.kernels.cpu_bf16 import widen_products
-    from shardtune.models.generate import answer, prompt_ids
+    from shardtune.models.generate import generate_answers, prompt_ids
     from shardtune.models.load_result import load_result, load_result_tokenizer
 
     widen_products()
@@ -84,7 +84,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     if not raw and _plain(job, tokenizer):
         prompt, raw = plain_prompt(prompt), True
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
-    return answer(
+    return generate_answers(
         model,
         tokenizer,
         [ids],
@@ -98,15 +98,15 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
 def merge(directory: Path, target: Path) -> float:
     """Writes the run's model with its adapter folded in; returns the largest change it made.
 
-    The adapter of a quantised model is folded into the original weights, not into their quantised
-    image: that keeps the digits which quantisation dropped. What comes out is an ordinary model; it
+    The adapter of a quantized model is folded into the original weights, not into their quantized
+    image: that keeps the digits which quantization dropped. What comes out is an ordinary model; it
     answers a little otherwise than the one that was trained.
     """
     from shardtune.checkpoint.merge import merge_adapter
     from shardtune.config.job import NoAdapter
     from shardtune.kernels.cpu_bf16 import widen_products
     from shardtune.models.load import own_dtype
-    from shardtune.models.load_result import load_result, load_result_tokenizer, unquantised
+    from shardtune.models.load_result import load_result, load_result_tokenizer, unquantized
 
     widen_products()
     run, job = _open(directory)
@@ -116,7 +116,7 @@ def merge(directory: Path, target: Path) -> float:
     if target.exists():
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
-    model = load_result(str(run.result), unquantised(job.model), "fp32")
+    model = load_result(str(run.result), unquantized(job.model), "fp32")
     tokenizer = load_result_tokenizer(str(run.result), job.model)
     return merge_adapter(model, tokenizer, target, own_dtype(job.model))
 

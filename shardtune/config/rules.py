@@ -196,7 +196,7 @@ RULES: tuple[Rule, ...] = (
         "hold out rows that are not trained on, in a file of their own",
     ),
     Rule(
-        "quantised-needs-adapter",
+        "quantized-needs-adapter",
         ("model", "quantization"),
         lambda job: job.model.quantization != "none" and isinstance(job.adapter, NoAdapter),
         lambda job: (
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         lambda job: job.model.quantization != "none" and _variant(job) == "pissa",
         lambda job: (
             "pissa moves the strongest part of each weight into the adapter; what remains would be "
-            f"quantised ({job.model.quantization}) otherwise than by whoever loads the adapter"
+            f"quantized ({job.model.quantization}) otherwise than by whoever loads the adapter"
         ),
         "use variant: plain, dora or rslora, or set model.quantization: none",
     ),
@@ -281,7 +281,7 @@ RULES: tuple[Rule, ...] = (
         "set train.precision: bf16, or use strategy: {type: deepspeed}",
     ),
     Rule(
-        "quantised-weights-stay-in-memory",
+        "quantized-weights-stay-in-memory",
         ("model", "quantization"),
         lambda job: _packed(job) and _offload(job).offload_param.device == "nvme",
         lambda job: (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-ATTENTION, ORDERED = "shardtune", "shardtune-ordered"
+VARLEN, VARLEN_DETERMINISTIC = "shardtune", "shardtune-ordered"
 """The names by which transformers finds our attention functions: with torch's kernels, and with one
 that adds up in the same order each time."""
 FEWEST = 64  # documents that room is made for: lists of few sizes let few graphs be compiled
@@ -21,10 +21,14 @@ FEWEST = 64  # documents that room is made for: lists of few sizes let few graph
 def attention_inputs(model: Any, positions: Tensor, device: Any) -> dict[str, Any]:
     """What `model` has to be given beside tokens and positions; nothing where its attention isn't
     ours."""
-    return told_of(positions, lambda tensor: tensor.to(device)) if is_told(model) else {}
+    return (
+        varlen_inputs(positions, lambda tensor: tensor.to(device))
+        if takes_boundaries(model)
+        else {}
+    )
 
 
-def told_of(positions: Tensor, send: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def varlen_inputs(positions: Tensor, send: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """The documents of a micro-batch, as our attention wants to be told of them.
 
     `positions` must lie in main memory: a GPU that is asked for boundaries is a GPU waited for.
@@ -44,10 +48,10 @@ def told_of(positions: Tensor, send: Callable[[Tensor], Tensor]) -> dict[str, An
     }
 
 
-def is_told(model: Any) -> bool:
+def takes_boundaries(model: Any) -> bool:
     """Whether the model's attention takes boundaries in place of a mask."""
     config = getattr(model, "config", None)
-    return getattr(config, "_attn_implementation", None) in (ATTENTION, ORDERED)
+    return getattr(config, "_attn_implementation", None) in (VARLEN, VARLEN_DETERMINISTIC)
 
 
 def document_ends(positions: Tensor) -> Tensor | None:

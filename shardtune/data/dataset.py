@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-EXAMPLES = 64
+CALIBRATION_SAMPLES = 64
 """Documents, of all data sets together; but one of each at least."""
 EXAMPLE_TOKENS = 512
 """Of each, at most."""
@@ -80,13 +80,13 @@ class PreparedData:
         sides = (("train", self.train), ("eval", self.eval))
         return {f"{side}/{each.name}": each.digest for side, sets in sides for each in sets}
 
-    def examples(self) -> list[list[int]]:
+    def calibration_samples(self) -> list[list[int]]:
         """The token ids of some documents that are trained, from all over the data sets and as
         often as these are seen, the same each time; of long ones the beginning."""
         shares = [each.weight * len(each.rows) for each in self.train]
         found = []
         for each, share in zip(self.train, shares, strict=True):
-            count = min(max(1, round(EXAMPLES * share / sum(shares))), len(each.rows))
+            count = min(max(1, round(CALIBRATION_SAMPLES * share / sum(shares))), len(each.rows))
             places = (number * len(each.rows) // count for number in range(count))
             found += [each.rows[row]["input_ids"][:EXAMPLE_TOKENS] for row in places]
         return found

@@ -28,7 +28,7 @@ from shardtune.data.dataset import Prepared, PreparedData, SourceReport
 from shardtune.data.formats import Format, make_format
 from shardtune.data.readers import Part
 from shardtune.data.sources import Opened, open_source
-from shardtune.data.tokenize import Index, Overflow, Progress, Tally, tokenise
+from shardtune.data.tokenize import Index, Overflow, Progress, Tally, tokenize
 from shardtune.data.validate import Checked, bad_row_lines, check_leaks, check_source, check_stops
 from shardtune.errors import DataError, Problem
 
@@ -155,20 +155,20 @@ class _Work:
             return checked
         with atomic_folder(target) as folder:
             with self._progress(source.label, opened.count) as progress:
-                tally, index = self._tokenise(source, opened, format, folder, progress)
+                tally, index = self._tokenize(source, opened, format, folder, progress)
             checked = Checked(source, opened, format, tally, index)
             self._require_good(checked)
             store.write(folder, tally, index)
         return checked
 
-    def _tokenise(
+    def _tokenize(
         self, source: Source, opened: Opened, format: Format, folder: Path, progress: Progress
     ) -> tuple[Tally, Index]:
         length = self._section.sequence_length
         workers = self._workers(opened)
         if workers == 1:
             target = store.documents_file(folder, 0)
-            return tokenise(
+            return tokenize(
                 opened.parts, format, length=length, overflow=source.overflow, target=target,
                 progress=progress,
             )  # fmt: skip
@@ -256,7 +256,7 @@ def _start_worker(format: Format, parent: int) -> None:
 
 def _run_share(share: _Share) -> tuple[Tally, Index]:
     assert _worker_format is not None
-    return tokenise(
+    return tokenize(
         share.parts, _worker_format, length=share.length, overflow=share.overflow,
         target=share.target, progress=lambda rows, tokens: None,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Reads parts of a source, cuts documents to length, and writes them as an Arrow file.
 
-One process does one call of `tokenise`. Rows are taken in batches, so that the memory needed
+One process does one call of `tokenize`. Rows are taken in batches, so that the memory needed
 depends on neither the size of the source nor that of its longest row.
 """
 
@@ -115,7 +115,7 @@ class Index:
         )
 
 
-def tokenise(
+def tokenize(
     parts: Iterable[Part],
     format: Format,
     *,

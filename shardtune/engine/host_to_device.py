@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.core.document_boundaries import told_of
+from shardtune.core.document_boundaries import varlen_inputs
 from shardtune.core.step import MicroBatch
 from shardtune.engine.loss import kept_positions
 
@@ -74,7 +74,7 @@ class Staging:
             tokens=batch.tokens,
             labels=batch.labels,
             kept=sent(kept_positions(batch), self._device),
-            attention=told_of(batch.position_ids, send) if self._told else {},
+            attention=varlen_inputs(batch.position_ids, send) if self._told else {},
         )
 
 

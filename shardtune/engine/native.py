@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardtune.core.document_boundaries import is_told
+from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
 from shardtune.core.setup import EngineSetup
@@ -99,7 +99,7 @@ class NativeEngine:
         self._fused = fused_loss(model) if wished else None
         self._away = Offload(model, self.device) if setup.offload_activations else None
         self._stopwatch = Stopwatch(self.device)
-        self._staging = Staging(self.device, told=is_told(model))
+        self._staging = Staging(self.device, told=takes_boundaries(model))
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def answer_under_autocast(causal: Any, dtype: torch.dtype) -> None:
+def autocast_forward(causal: Any, dtype: torch.dtype) -> None:
     """Lets a model answer whoever calls it, in `dtype`.
 
     torch multiplies no pair of precisions. While a model is trained the engine sees to that; who

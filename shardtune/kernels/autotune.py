@@ -13,11 +13,11 @@ try:
 except ImportError:  # on a machine without a GPU
     triton = None
 
-Way = tuple[Mapping[str, int], int, int]
+TileConfig = tuple[Mapping[str, int], int, int]
 """Sizes of a tile, warps and stages."""
 
 
-def tuned(kernel: Any, key: Sequence[str], ways: Sequence[Way]) -> Any:
+def autotuned(kernel: Any, key: Sequence[str], ways: Sequence[TileConfig]) -> Any:
     """Found when it is first used, and anew where one of the `key` arguments differs. What was
     found is kept on disk: another tile may add up in another order, and a run that is resumed would
     not be the same to the bit."""

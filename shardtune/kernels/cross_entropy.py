@@ -19,24 +19,24 @@ try:
 except ImportError:  # on a machine without a GPU
     triton = None
 
-BLOCK = 8192
+_BLOCK = 8192
 
 
 def available() -> bool:
     return triton is not None
 
 
-def score_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss, and `logits` themselves with the gradient in them."""
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
-    _row[(rows,)](
-        logits, targets, losses, logits.stride(0), vocabulary, IGNORED, BLOCK, num_warps=16
+    _cross_entropy[(rows,)](
+        logits, targets, losses, logits.stride(0), vocabulary, IGNORED, _BLOCK, num_warps=16
     )
     return losses.sum(), logits
 
 
-def _row_kernel(  # type: ignore[no-untyped-def]
+def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits, targets, losses, stride, vocabulary, ignored: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -65,4 +65,4 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         tl.store(here + begin + columns, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-_row: Any = triton.jit(_row_kernel) if triton is not None else None
+_cross_entropy: Any = triton.jit(_cross_entropy_kernel) if triton is not None else None

@@ -19,20 +19,22 @@ from torch.nn import functional
 from shardtune.errors import ModelError, Problem
 
 PACKAGE = "flash_attn.cute.interface"
-KINDS = (9, 10)
+COMPUTE_CAPABILITIES = (9, 10)
 """Compute capabilities whose kernels go both ways."""
-TRIED = 1024
+PROBE_TOKENS = 1024
 """Tokens that it is tried on: several blocks."""
-MANY = 512
+PROBE_DOCUMENTS = 512
 """Documents from which on it finds its way among them by other kernels, and some more."""
-NEAR = 0.02
+PROBE_TOLERANCE = 0.02
 """Of the norm: how far 16-bit results may be from those in fp32."""
 
 _tried: dict[tuple[object, ...], str | None] = {}
 _kernels: Any = None
 
 
-def why_not(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) -> str | None:
+def why_unavailable(
+    device: str, dtype: torch.dtype, heads: int, groups: int, wide: int
+) -> str | None:
     """What keeps the package from being used; None if it does what it should. It is young: a few
     tokens go through it, with these heads, before a model does."""
     key = (device, dtype, heads, groups, wide)
@@ -46,7 +48,7 @@ def _unfit(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) 
     if torch.device(device).type != "cuda":
         return "there is no GPU"
     major, minor = torch.cuda.get_device_capability(device)
-    if major not in KINDS:
+    if major not in COMPUTE_CAPABILITIES:
         return f"it has no kernels for compute capability {major}.{minor}"
     try:
         with warnings.catch_warnings():
@@ -60,7 +62,7 @@ def _unfit(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) 
         fact = f"{type(error).__name__}: {lines[0][:200]}"
         _require_gpu(device, fact)
         return f"it fails: {fact}"
-    if not distance < NEAR:
+    if not distance < PROBE_TOLERANCE:
         return f"its results are wrong by {distance:.2g} of their norm"
     warnings.filterwarnings("ignore", message="Argument aux_data")  # while it compiles another one
     return None
@@ -80,21 +82,21 @@ def _distance(device: str, dtype: torch.dtype, heads: int, wide: int) -> float:
     """Output and gradients beside those in fp32: rows of one document, of two, and of a list with
     room for many. Gradients that differ the second time are as far off as can be."""
     draw = torch.Generator(device).manual_seed(0)
-    shapes = [(1, TRIED, count, wide) for count in (heads, 1, 1, heads)]
+    shapes = [(1, PROBE_TOKENS, count, wide) for count in (heads, 1, 1, heads)]
     *given, outer = (torch.randn(s, generator=draw, device=device, dtype=dtype) for s in shapes)
-    place = torch.arange(TRIED, device=device)
+    place = torch.arange(PROBE_TOKENS, device=device)
     farthest = 0.0
-    for slots in (None, 2, MANY):
+    for slots in (None, 2, PROBE_DOCUMENTS):
         seen = place[:, None] >= place
         ends = None
         if slots is not None:
-            middle = TRIED // 3
+            middle = PROBE_TOKENS // 3
             seen = seen & ((place[:, None] < middle) == (place < middle))
-            ends = torch.full((slots + 1,), TRIED, device=device, dtype=torch.int32)
+            ends = torch.full((slots + 1,), PROBE_TOKENS, device=device, dtype=torch.int32)
             ends[:2] = torch.tensor([0, middle])
         ours = [each.clone().requires_grad_() for each in given]
         right = [each.float().requires_grad_() for each in given]
-        answer, _ = attended(*ours, ends, TRIED, None)
+        answer, _ = flash_attention(*ours, ends, PROBE_TOKENS, None)
         gradients, again = (
             torch.autograd.grad(answer, ours, outer, retain_graph=True) for _ in range(2)
         )
@@ -114,8 +116,8 @@ def _distance(device: str, dtype: torch.dtype, heads: int, wide: int) -> float:
     return farthest
 
 
-@torch.library.custom_op("shardtune::attended", mutates_args=())
-def attended(
+@torch.library.custom_op("shardtune::flash_attention", mutates_args=())
+def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,13 +137,13 @@ def attended(
     return answer, sums
 
 
-@attended.register_fake
+@flash_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, *_: Any) -> Any:
     return _places(query, ends)
 
 
-@torch.library.custom_op("shardtune::attended_back", mutates_args=())
-def attended_back(
+@torch.library.custom_op("shardtune::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
     outer: Tensor,
     query: Tensor,
     key: Tensor,
@@ -165,7 +167,7 @@ def attended_back(
     return places
 
 
-@attended_back.register_fake
+@flash_attention_backward.register_fake
 def _(outer: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
     return _gradients(query, key, value)
 
@@ -202,8 +204,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _back(ctx: Any, outer: Tensor, to_sums: Tensor | None) -> tuple[Any, ...]:
     query, key, value, answer, sums, ends = ctx.saved_tensors
-    gradients = attended_back(outer, query, key, value, answer, sums, ends, ctx.longest, ctx.scale)
+    gradients = flash_attention_backward(
+        outer, query, key, value, answer, sums, ends, ctx.longest, ctx.scale
+    )
     return (*gradients, None, None, None)
 
 
-attended.register_autograd(_back, setup_context=_keep)
+flash_attention.register_autograd(_back, setup_context=_keep)

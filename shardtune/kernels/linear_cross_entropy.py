@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardtune.core.step import IGNORED
-from shardtune.kernels.cross_entropy import available, score_in_place
+from shardtune.kernels.cross_entropy import available, cross_entropy_in_place
 
 PIECE = 1 << 28  # logits of one piece: large enough for a matrix unit, half a GiB in 16 bits
 
@@ -170,7 +170,7 @@ def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _score_on(device: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     if device == "cuda":
-        return score_in_place if available() else torch.compile(_score, dynamic=True)
+        return cross_entropy_in_place if available() else torch.compile(_score, dynamic=True)
     return _in_one
 
 

@@ -6,10 +6,12 @@ to it alone, what LoRA gives would mostly be rounded away. So all three are summ
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from shardtune.kernels.autotune import tuned
+from shardtune.kernels.autotune import autotuned
 
 try:
     import triton
@@ -20,7 +22,7 @@ except ImportError:  # on a machine without a GPU
 LARGEST_RANK = 64
 
 
-def added(y: Tensor, narrow: Tensor, up: Tensor, past: Tensor) -> Tensor:
+def add_lora_residual(y: Tensor, narrow: Tensor, up: Tensor, past: Tensor) -> Tensor:
     """`y + narrow @ up.T + past`, in the shape of the latter, which isn't that of the others: a row
     for each token. On a GPU it is one pass, rounded once."""
     (rows, columns), rank = y.shape, narrow.shape[1]
@@ -28,14 +30,18 @@ def added(y: Tensor, narrow: Tensor, up: Tensor, past: Tensor) -> Tensor:
     if not known or rank > LARGEST_RANK or not past.is_contiguous():
         return y.addmm(narrow, up.t()).view(past.shape) + past
     result = torch.empty_like(past)
-    _add[lambda chosen: (triton.cdiv(rows, chosen["BM"]), triton.cdiv(columns, chosen["BN"]))](
+
+    def tiles(chosen: Any) -> tuple[int, int]:
+        return triton.cdiv(rows, chosen["BM"]), triton.cdiv(columns, chosen["BN"])
+
+    _add_lora_residual[tiles](
         y, narrow, up, past, result, rows, columns, rank, *narrow.stride(), *up.stride(),
         rows.bit_length(), max(16, triton.next_power_of_2(rank)),
     )  # fmt: skip
     return result
 
 
-def _add_kernel(  # type: ignore[no-untyped-def]
+def _add_lora_residual_kernel(  # type: ignore[no-untyped-def]
     y, narrow, up, past, result, rows, columns, rank,
     narrow_row, narrow_column, up_row, up_column, many,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -56,8 +62,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(result + tile, total, mask=inside)
 
 
-_add = tuned(
-    _add_kernel,
+_add_lora_residual = autotuned(
+    _add_lora_residual_kernel,
     ("columns", "R", "many"),
     [
         ({"BM": rows, "BN": columns}, warps, 3)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("shardtune::in_fp32", mutates_args=())
-def in_fp32(left: Tensor, right: Tensor) -> Tensor:
+@torch.library.custom_op("shardtune::matmul_fp32_out", mutates_args=())
+def matmul_fp32_out(left: Tensor, right: Tensor) -> Tensor:
     """The product as the matrix unit sums it up, not rounded to 16 bits."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
-@in_fp32.register_fake
+@matmul_fp32_out.register_fake
 def _(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.kernels.stacked_linear import side_by_side, spacious
+from shardtune.kernels.stacked_linear import cat_aligned, empty_aligned
 
 try:
     import triton
@@ -25,12 +25,12 @@ try:
 except ImportError:  # on a machine without a GPU
     triton = None
 
-TURN = "apply_rotary_pos_emb"
+APPLY_ROPE = "apply_rotary_pos_emb"
 """What transformers calls it, in each family's own code."""
 
 
-@torch.library.custom_op("shardtune::turned", mutates_args=())
-def turned(
+@torch.library.custom_op("shardtune::rope_qkv", mutates_args=())
+def rope_qkv(
     joint: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values by head, the first two turned. `joint` has them side by side."""
@@ -41,13 +41,13 @@ def turned(
     else:
         split = torch.split(joint, [count * wide for count in heads], -1)
         parts = [part.reshape(rows, length, -1, wide) for part in split]
-        queries.copy_(_turn(parts[0], cos, sin))
-        keys.copy_(_turn(parts[1], cos, sin))
+        queries.copy_(_rotate(parts[0], cos, sin))
+        keys.copy_(_rotate(parts[1], cos, sin))
         values.copy_(parts[2])
     return queries, keys, values
 
 
-@turned.register_fake
+@rope_qkv.register_fake
 def _(
     joint: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,28 +66,28 @@ def _by_head(joint: Tensor, cos: Tensor, heads: Sequence[int]) -> list[Tensor]:
     ]
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As transformers does it: a number and the one half a head away are a point in the plane."""
     left, right = x.chunk(2, dim=-1)
     aside = torch.cat([-right, left], dim=-1)
     return x * cos.unsqueeze(-2) + aside * sin.unsqueeze(-2)
 
 
-@torch.library.custom_op("shardtune::turned_back", mutates_args=())
-def turned_back(
+@torch.library.custom_op("shardtune::rope_qkv_backward", mutates_args=())
+def rope_qkv_backward(
     to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor, up: Tensor
 ) -> Tensor:
-    """The gradient of what `turned` was given, a row for each token, and beside it what `up` makes
-    of that. In the precision that values have kept. Gradients that come in may lie in memory as
+    """The gradient of `rope_qkv`'s input, a row for each token, and beside it what `up` makes of
+    that. In the precision that values have kept. Gradients that come in may lie in memory as
     they like, head by head or token by token."""
     rows, length, _, wide = to_queries.shape
     parts = [to_queries, to_keys, to_values]
     if not _on_gpu(to_queries, wide):
-        parts[:2] = [_back(part, cos, sin) for part in parts[:2]]
+        parts[:2] = [_rotate_back(part, cos, sin) for part in parts[:2]]
         joint = torch.cat([part.flatten(2) for part in parts], dim=-1).to(to_values.dtype)
         joint = joint.view(rows * length, -1)
-        return side_by_side(joint, joint @ up)
-    result = spacious(to_values, rows * length, sum(up.shape))
+        return cat_aligned(joint, joint @ up)
+    result = empty_aligned(to_values, rows * length, sum(up.shape))
     joint, narrow = torch.split(result, list(up.shape), dim=1)
     dense = [part if part.stride(3) == 1 else part.contiguous() for part in parts]
     _token_by_token(dense, joint, cos, sin, back=True)
@@ -95,14 +95,14 @@ def turned_back(
     return result
 
 
-@turned_back.register_fake
+@rope_qkv_backward.register_fake
 def _(
     to_queries: Tensor, to_keys: Tensor, to_values: Tensor, cos: Tensor, sin: Tensor, up: Tensor
 ) -> Tensor:
-    return spacious(to_values, to_queries.shape[0] * to_queries.shape[1], sum(up.shape))
+    return empty_aligned(to_values, to_queries.shape[0] * to_queries.shape[1], sum(up.shape))
 
 
-def _back(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_back(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = (gradient * sin.unsqueeze(-2)).chunk(2, dim=-1)
     return gradient * cos.unsqueeze(-2) + torch.cat([right, -left], dim=-1)
 
@@ -118,35 +118,35 @@ def _token_by_token(
     rows, length, heads, wide = parts[0].shape
     groups = parts[1].shape[2]
     angles = [each.expand(rows, -1, -1).contiguous() for each in (cos, sin)]
-    _by_token[(rows * length,)](
+    _rope_qkv[(rows * length,)](
         *parts, joint, *angles, length, heads, groups, joint.stride(0),
         *(size for part in parts for size in part.stride()[:3]), back,
         wide, triton.next_power_of_2(heads), triton.next_power_of_2(groups), num_warps=8,
     )  # fmt: skip
 
 
-def leave_turned(module: str) -> bool:
+def skip_if_rotated(module: str) -> bool:
     """Lets the code of a family leave alone what comes without angles: it is turned already.
     False if the family has no such code."""
     code: Any = sys.modules[module]
-    own = getattr(code, TURN, None)
+    own = getattr(code, APPLY_ROPE, None)
     if own is None:
         return False
-    if not getattr(own, "leaves_turned", False):
-        setattr(code, TURN, _leaving(own))
+    if not getattr(own, "skips_if_rotated", False):
+        setattr(code, APPLY_ROPE, _leaving(own))
     return True
 
 
 def _leaving(turn: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(turn)
-    def unless_turned(q: Tensor, k: Tensor, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
+    def unless_rotated(q: Tensor, k: Tensor, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
         return (q, k) if cos is None else turn(q, k, cos, sin, *more, **named)
 
-    unless_turned.leaves_turned = True  # type: ignore[attr-defined]
-    return unless_turned
+    unless_rotated.skips_if_rotated = True  # type: ignore[attr-defined]
+    return unless_rotated
 
 
-def _token_kernel(  # type: ignore[no-untyped-def]
+def _rope_qkv_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, joint, cos, sin, length, heads, groups, joint_row,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     back: tl.constexpr, D: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
@@ -170,16 +170,16 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     of_keys = joint + heads * D + g * D
     of_values = joint + (heads + groups) * D + g * D
     if back:
-        _turn_heads(queries, of_queries, many, half, cos_left, cos_right, sin_right, -sin_left)
-        _turn_heads(keys, of_keys, few, half, cos_left, cos_right, sin_right, -sin_left)
-        _turn_heads(values, of_values, few, half, 1.0, 1.0, 0.0, 0.0)
+        _rotate_heads(queries, of_queries, many, half, cos_left, cos_right, sin_right, -sin_left)
+        _rotate_heads(keys, of_keys, few, half, cos_left, cos_right, sin_right, -sin_left)
+        _rotate_heads(values, of_values, few, half, 1.0, 1.0, 0.0, 0.0)
     else:
-        _turn_heads(of_queries, queries, many, half, cos_left, cos_right, -sin_left, sin_right)
-        _turn_heads(of_keys, keys, few, half, cos_left, cos_right, -sin_left, sin_right)
-        _turn_heads(of_values, values, few, half, 1.0, 1.0, 0.0, 0.0)
+        _rotate_heads(of_queries, queries, many, half, cos_left, cos_right, -sin_left, sin_right)
+        _rotate_heads(of_keys, keys, few, half, cos_left, cos_right, -sin_left, sin_right)
+        _rotate_heads(of_values, values, few, half, 1.0, 1.0, 0.0, 0.0)
 
 
-def _heads_kernel(  # type: ignore[no-untyped-def]
+def _rotate_heads_kernel(  # type: ignore[no-untyped-def]
     here, there, inside, half: tl.constexpr, left_left, right_right, left_right, right_left
 ):
     """Some heads of one token. A half is made of itself and the other one."""
@@ -190,5 +190,5 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     tl.store(there + half, (right * right_right + left * right_left).to(kind), mask=inside)
 
 
-_turn_heads: Any = triton.jit(_heads_kernel) if triton is not None else None
-_by_token: Any = triton.jit(_token_kernel) if triton is not None else None
+_rotate_heads: Any = triton.jit(_rotate_heads_kernel) if triton is not None else None
+_rope_qkv: Any = triton.jit(_rope_qkv_kernel) if triton is not None else None

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardtune.kernels.lora_residual import added
+from shardtune.kernels.lora_residual import add_lora_residual
 
-Layers = tuple[nn.Linear, ...]
+LinearLayers = tuple[nn.Linear, ...]
 """Layers that have one input. Their outputs stand side by side."""
-LINE = 64
+CACHE_LINE = 64
 """Of 16-bit numbers: 128 bytes."""
 
 
-def stand_together(layers: Layers, room: int) -> None:
+def stack_weights(layers: LinearLayers, room: int) -> None:
     """Puts the weights of layers with one input where a product finds them as one matrix, with so
     many rows to spare. They have to be whole, and on the device where they stay."""
     weights = [layer.weight.detach() for layer in layers]
@@ -32,32 +32,32 @@ def stand_together(layers: Layers, room: int) -> None:
     places = torch.split(whole, [*rows, room])
     for layer, weight, place in zip(layers, weights, places[:-1], strict=True):
         layer.weight.data = place.copy_(weight)
-        layer.room = room  # type: ignore[assignment]
+        layer.spare_rows = room  # type: ignore[assignment]
 
 
-def room_below(layers: Layers) -> int:
-    """Rows to spare, as far as `stand_together` had its way. Engines may move weights afterwards,
+def spare_rows(layers: LinearLayers) -> int:
+    """Rows to spare, as far as `stack_weights` had its way. Engines may move weights afterwards,
     so a product looks where they are."""
-    return int(getattr(layers[-1], "room", 0))
+    return int(getattr(layers[-1], "spare_rows", 0))
 
 
-def spacious(like: Tensor, rows: int, columns: int) -> Tensor:
+def empty_aligned(like: Tensor, rows: int, columns: int) -> Tensor:
     """An empty matrix; on a GPU its rows begin where a line of the cache does, or a tile of 64
     columns would touch two of them. Elsewhere it is dense: oneDNN multiplies what lies behind the
     end of a row with zeros, which makes NaN of whatever is found there."""
-    padded = -(-columns // LINE) * LINE if like.is_cuda else columns
+    padded = -(-columns // CACHE_LINE) * CACHE_LINE if like.is_cuda else columns
     return like.new_empty(rows, padded)[:, :columns]
 
 
-def side_by_side(*parts: Tensor) -> Tensor:
-    """Matrices in one that is `spacious`, as a compiler is told that it is."""
-    result = spacious(parts[0], len(parts[0]), sum(part.shape[1] for part in parts))
+def cat_aligned(*parts: Tensor) -> Tensor:
+    """Matrices in one that is `empty_aligned`, as a compiler is told that it is."""
+    result = empty_aligned(parts[0], len(parts[0]), sum(part.shape[1] for part in parts))
     torch.cat(parts, dim=1, out=result)
     return result
 
 
-@torch.library.custom_op("shardtune::across", mutates_args=())
-def across(
+@torch.library.custom_op("shardtune::stacked_linear", mutates_args=())
+def stacked_linear(
     narrow: Tensor | None,
     up: Tensor | None,
     x: Tensor,
@@ -71,16 +71,16 @@ def across(
         y = narrow @ up.t()
     else:
         y = x.new_empty(len(x), sum(len(weight) for weight in weights))
-    for columns, weight in _beside(y, _together(weights)):
+    for columns, weight in _column_blocks(y, _as_one_matrix(weights)):
         torch.addmm(columns, x, weight.t(), beta=int(begun), out=columns)
     if past is None:
         return y
     assert narrow is not None
     assert up is not None
-    return added(y, narrow, up, past)
+    return add_lora_residual(y, narrow, up, past)
 
 
-@across.register_fake
+@stacked_linear.register_fake
 def _(
     narrow: Tensor | None,
     up: Tensor | None,
@@ -94,23 +94,23 @@ def _(
     return x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
 
 
-@torch.library.custom_op("shardtune::opened", mutates_args=())
-def opened(x: Tensor, down: Tensor, weights: Sequence[Tensor], room: int) -> Tensor:
+@torch.library.custom_op("shardtune::stacked_linear_lora_a", mutates_args=())
+def stacked_linear_lora_a(x: Tensor, down: Tensor, weights: Sequence[Tensor], room: int) -> Tensor:
     """The products with the weights, and the one with `down` beside them."""
-    y = spacious(x, len(x), sum(len(weight) for weight in weights) + len(down))
-    whole = _with_below(weights, down, room)
-    for columns, weight in _beside(y, [*weights, down] if whole is None else [whole]):
+    y = empty_aligned(x, len(x), sum(len(weight) for weight in weights) + len(down))
+    whole = _with_lora_a_below(weights, down, room)
+    for columns, weight in _column_blocks(y, [*weights, down] if whole is None else [whole]):
         torch.mm(x, weight.t(), out=columns)
     return y
 
 
-@opened.register_fake
+@stacked_linear_lora_a.register_fake
 def _(x: Tensor, down: Tensor, weights: Sequence[Tensor], room: int) -> Tensor:
-    return spacious(x, x.shape[0], sum(len(weight) for weight in weights) + len(down))
+    return empty_aligned(x, x.shape[0], sum(len(weight) for weight in weights) + len(down))
 
 
-@torch.library.custom_op("shardtune::back_across", mutates_args=())
-def back_across(
+@torch.library.custom_op("shardtune::stacked_linear_backward", mutates_args=())
+def stacked_linear_backward(
     narrow: Tensor | None,
     down: Tensor | None,
     gradient: Tensor,
@@ -121,7 +121,7 @@ def back_across(
     stand beside the gradient, as its last columns."""
     rows = sum(len(weight) for weight in weights)
     if gradient.shape[1] > rows and down is not None:
-        whole = _with_below(weights, down, room)
+        whole = _with_lora_a_below(weights, down, room)
         if whole is not None:
             return gradient @ whole
         gradient, narrow = gradient[:, :rows], gradient[:, rows:]
@@ -130,13 +130,13 @@ def back_across(
         to_x = gradient.new_empty(len(gradient), weights[0].shape[1])
     else:
         to_x = narrow @ down
-    for columns, weight in _beside(gradient, _together(weights)):
+    for columns, weight in _column_blocks(gradient, _as_one_matrix(weights)):
         torch.addmm(to_x, columns, weight, beta=int(begun), out=to_x)
         begun = True
     return to_x
 
 
-@back_across.register_fake
+@stacked_linear_backward.register_fake
 def _(
     narrow: Tensor | None,
     down: Tensor | None,
@@ -147,7 +147,7 @@ def _(
     return gradient.new_empty(gradient.shape[0], weights[0].shape[1])
 
 
-def _together(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def _as_one_matrix(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Weights that stand below each other in memory, as one."""
     first = weights[0]
     begin, wide = first.storage_offset(), first.shape[1]
@@ -159,11 +159,11 @@ def _together(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return [first.as_strided((sum(len(weight) for weight in weights), wide), (wide, 1))]
 
 
-def _with_below(weights: Sequence[Tensor], down: Tensor, room: int) -> Tensor | None:
+def _with_lora_a_below(weights: Sequence[Tensor], down: Tensor, room: int) -> Tensor | None:
     """All weights with `down` below them; None where there is no room for it. There is if the
     weights and `room` rows are all that their piece of memory has. Nobody else sees these rows; but
     two threads that compute one layer with different adapters would see each other's."""
-    one, *others = _together(weights)
+    one, *others = _as_one_matrix(weights)
     rows, wide = one.shape
     whole = (rows + room) * wide * one.element_size()
     alone = one.storage_offset() == 0 and one.untyped_storage().nbytes() == whole
@@ -175,7 +175,7 @@ def _with_below(weights: Sequence[Tensor], down: Tensor, room: int) -> Tensor | 
     return matrix
 
 
-def _beside(joint: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _column_blocks(joint: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each weight with its columns of the joint result."""
     begin = 0
     for weight in weights:

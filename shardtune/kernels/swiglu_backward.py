@@ -20,8 +20,8 @@ except ImportError:  # on a machine without a GPU
 BLOCK = 4096
 
 
-@torch.library.custom_op("shardtune::opened_back", mutates_args=())
-def opened_back(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("shardtune::swiglu_backward", mutates_args=())
+def swiglu_backward(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `y`, and the activation. `gradient` is that of the latter."""
     back, active = y.new_empty(y.shape), y.new_empty(gradient.shape)
     rows, half = gradient.shape
@@ -34,16 +34,18 @@ def opened_back(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         active.copy_(smooth * up)
     else:
         grid = (rows, triton.cdiv(half, BLOCK))
-        _row[grid](gradient.contiguous(), y.contiguous(), back, active, half, BLOCK, num_warps=8)
+        _swiglu_backward[grid](
+            gradient.contiguous(), y.contiguous(), back, active, half, BLOCK, num_warps=8
+        )
     return back, active
 
 
-@opened_back.register_fake
+@swiglu_backward.register_fake
 def _(gradient: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), y.new_empty(gradient.shape)
 
 
-def _row_kernel(gradient, y, back, active, half, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_backward_kernel(gradient, y, back, active, half, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < half
@@ -61,4 +63,4 @@ def _row_kernel(gradient, y, back, active, half, BLOCK: tl.constexpr):  # type: 
     tl.store(active + here, (smooth * up).to(kind), mask=inside)
 
 
-_row: Any = triton.jit(_row_kernel) if triton is not None else None
+_swiglu_backward: Any = triton.jit(_swiglu_backward_kernel) if triton is not None else None

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardtune.kernels.autotune import tuned
-from shardtune.kernels.matmul_fp32_out import in_fp32
-from shardtune.kernels.stacked_linear import side_by_side, spacious
+from shardtune.kernels.autotune import autotuned
+from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
+from shardtune.kernels.stacked_linear import cat_aligned, empty_aligned
 
 LARGEST_RANK = 64
 TILE = 64
@@ -37,8 +37,8 @@ except ImportError:  # on a machine without a GPU
     triton = None
 
 
-@torch.library.custom_op("shardtune::gated", mutates_args=())
-def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("shardtune::swiglu_lora", mutates_args=())
+def swiglu_lora(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """The activation, and what the next layer's `down` makes of it."""
     rows, half, rank = len(y), y.shape[1] // 2, up.shape[1]
     if not _on_gpu(y, rank, len(down)):
@@ -48,20 +48,20 @@ def gated(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, 
     result = y.new_empty(rows, half)
     sums = y.new_empty(SPLITS, rows, len(down), dtype=torch.float32)
     given = (y, narrow, up, down, result, sums)
-    _forward[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
+    _swiglu_lora[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
         *given, y.stride(0), narrow.stride(0), *_sizes(rows, half, rank, len(down))
     )
     return result, sums.sum(0).to(y.dtype)
 
 
-@gated.register_fake
+@swiglu_lora.register_fake
 def _(y: Tensor, narrow: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = y.shape
     return y.new_empty(rows, width // 2), y.new_empty(rows, down.shape[0])
 
 
-@torch.library.custom_op("shardtune::gated_back", mutates_args=())
-def gated_back(
+@torch.library.custom_op("shardtune::swiglu_lora_backward", mutates_args=())
+def swiglu_lora_backward(
     gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `y` with `narrow` beside it, of `up` and of `down`; the last two in fp32.
@@ -69,7 +69,7 @@ def gated_back(
     (rows, half), rank = gradient.shape, up.shape[1]
     if not _on_gpu(y, rank, len(down)):
         return _back_step_by_step(gradient, last, down, y, narrow, up)
-    back = spacious(y, rows, 2 * half + 2 * rank)
+    back = empty_aligned(y, rows, 2 * half + 2 * rank)
     to_y, to_narrow = torch.split(back, [2 * half, 2 * rank], dim=1)
     # Parts of a sum are rounded as what they are sums of is: to `y`'s precision.
     sums = y.new_empty(half // TILE, rows, 2 * rank)
@@ -77,17 +77,19 @@ def gated_back(
     to_down = y.new_empty(SPLITS, half, len(down), dtype=torch.float32)
     given = (y, narrow, up, gradient, last, down, to_y, sums, to_up, to_down)
     strides = (y.stride(0), narrow.stride(0), back.stride(0))
-    _backward[(half // TILE, SPLITS)](*given, *strides, *_sizes(rows, half, rank, len(down)))
+    _swiglu_lora_backward[(half // TILE, SPLITS)](
+        *given, *strides, *_sizes(rows, half, rank, len(down))
+    )
     to_narrow.copy_(sums.sum(0, dtype=torch.float32))
     return back, to_up.sum(0), to_down.sum(0).t().contiguous()
 
 
-@gated_back.register_fake
+@swiglu_lora_backward.register_fake
 def _(
     gradient: Tensor, last: Tensor, down: Tensor, y: Tensor, narrow: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_up, of_down = (torch.empty_like(each, dtype=torch.float32) for each in (up, down))
-    return spacious(y, y.shape[0], y.shape[1] + narrow.shape[1]), of_up, of_down
+    return empty_aligned(y, y.shape[0], y.shape[1] + narrow.shape[1]), of_up, of_down
 
 
 def _opened(y: Tensor, narrow: Tensor, up: Tensor) -> tuple[Tensor, ...]:
@@ -108,8 +110,8 @@ def _back_step_by_step(
     result = (smooth * other).to(y.dtype)
     to_narrow = [some @ matrix for some, matrix in zip(halves, up.chunk(2), strict=True)]
     parts = zip(halves, narrow.chunk(2, dim=1), strict=True)
-    to_up = torch.cat([in_fp32(some.t(), of) for some, of in parts])
-    return side_by_side(*halves, *to_narrow), to_up, in_fp32(last.t(), result)
+    to_up = torch.cat([matmul_fp32_out(some.t(), of) for some, of in parts])
+    return cat_aligned(*halves, *to_narrow), to_up, matmul_fp32_out(last.t(), result)
 
 
 def _on_gpu(y: Tensor, *ranks: int) -> bool:
@@ -146,7 +148,7 @@ def _sigmoid_of(x):  # type: ignore[no-untyped-def]
 _sigmoid: Any = triton.jit(_sigmoid_of) if triton is not None else None
 
 
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _swiglu_lora_kernel(  # type: ignore[no-untyped-def]
     y, narrow, up, down, result, sums, row, narrow_row, rows, half, rank, next_rank, many,
     R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +191,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(place + (m[:, None] * next_rank + n[None, :]), total, mask=kept)
 
 
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
     y, narrow, up, gradient, last, down, to_y, sums, to_up, to_down, row, narrow_row, to_row,
     rows, half, rank, next_rank, many,
     R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
@@ -271,8 +273,12 @@ def _tuned(kernel: Any, *ways: tuple[int, int, int]) -> Any:
     training would decide for all of it. A warp has sixteen rows: with fewer, warps would compute
     each other's numbers once more."""
     tiles = [({"BM": rows}, warps, stages) for rows, warps, stages in ways]
-    return tuned(kernel, ("half", "R", "many"), tiles)
+    return autotuned(kernel, ("half", "R", "many"), tiles)
 
 
-_forward = _tuned(_forward_kernel, (32, 2, 3), (64, 4, 3), (32, 2, 2), (64, 4, 2), (16, 1, 3))
-_backward = _tuned(_backward_kernel, (64, 4, 1), (64, 4, 2), (32, 2, 2), (32, 2, 1))
+_swiglu_lora = _tuned(
+    _swiglu_lora_kernel, (32, 2, 3), (64, 4, 3), (32, 2, 2), (64, 4, 2), (16, 1, 3)
+)
+_swiglu_lora_backward = _tuned(
+    _swiglu_lora_backward_kernel, (64, 4, 1), (64, 4, 2), (32, 2, 2), (32, 2, 1)
+)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardtune.config.job import Adapter, ModelSection, TrainSection
-from shardtune.models.fused.apply import Speed, hasten, settle
+from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
 from shardtune.models.load import DTYPES, held_precision, load_base
 from shardtune.models.materialize import (
     Frame,
@@ -18,9 +18,9 @@ from shardtune.models.materialize import (
     decoder_layers,
     without_memory,
 )
-from shardtune.models.packed_attention import use_boundaries
-from shardtune.models.peft_adapters import add_adapter, answer_in
-from shardtune.models.quantization.calibration import Texts
+from shardtune.models.packed_attention import use_varlen_attention
+from shardtune.models.peft_adapters import add_adapter, autocast_answers
+from shardtune.models.quantization.calibration import CalibrationSamples
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class PretrainedModelBuilder:
     section: ModelSection
     adapter: Adapter
     train: TrainSection
-    texts: Callable[[], Texts] = list
+    calibration_samples: Callable[[], CalibrationSamples] = list
     """Some of those that are trained: 8-bit weights are rounded by them."""
 
     def whole(self, device: str) -> nn.Module:
-        """The whole model on `device`. Weights to be quantised are never whole in 16 bits."""
+        """The whole model on `device`. Weights to be quantized are never whole in 16 bits."""
         if self.section.quantization != "none":
             return self.in_parts(device, _leave)
         model = load_base(self.section, held_precision(self.adapter, self.train))
-        use_boundaries(model, device, DTYPES[self.train.precision])
-        speed = Speed.of(self.train)
+        use_varlen_attention(model, device, DTYPES[self.train.precision])
+        speed = LayerSetup.of(self.train)
         layers = decoder_layers(model) if speed.changes_layers else []
         adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)
-        answer_in(adapted, self.adapter, DTYPES[self.train.precision])
-        hasten(model, layers, self.adapter, speed)
-        settle(layers)
+        autocast_answers(adapted, self.adapter, DTYPES[self.train.precision])
+        apply_fused_layers(model, layers, self.adapter, speed)
+        pack_weights(layers)
         return adapted
 
     def in_parts(
@@ -63,11 +63,11 @@ class PretrainedModelBuilder:
             self.adapter,
             precision=self.train.precision,
             seed=self.train.seed,
-            speed=Speed.of(self.train),
+            speed=LayerSetup.of(self.train),
             device=device,
             divide=divide,
             left_out=left_out,
-            texts=self.texts,
+            calibration_samples=self.calibration_samples,
         )
 
 
@@ -94,15 +94,15 @@ class MetaModelBuilder:
 
         compute = DTYPES[train.precision]
         model = without_memory(config, section, compute)
-        use_boundaries(model, device, compute)
+        use_varlen_attention(model, device, compute)
         names = Names.nothing(model)
-        speed = Speed.of(train)
+        speed = LayerSetup.of(train)
         return cls(Frame.of(model, names, section, adapter, precision=train.precision, speed=speed))
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`."""
         model = self.in_parts(device, _leave)
-        settle(self.frame.layers)
+        pack_weights(self.frame.layers)
         return model
 
     def in_parts(

@@ -49,7 +49,7 @@ _MODELS = (
     ),
     BuiltIn(
         name=smollm2.NAME,
-        description="a small real chat model; its 4-bit weights dequantised to bf16",
+        description="a small real chat model; its 4-bit weights dequantized to bf16",
         size="135 million parameters, 260 MiB on disk, 89 MiB to download",
         licence="Apache-2.0",
         source=f"the Python package {smollm2.REQUIREMENT}, which is never installed",

@@ -24,8 +24,10 @@ def held_out_prompt(input_ids: Sequence[int], trained: Sequence[bool]) -> Prompt
     first = next((index for index, flag in enumerate(trained) if flag), len(input_ids))
     if first < SHORTEST_PROMPT:
         first = max(1, len(input_ids) // 4)
-    answer = [t for t, flag in zip(input_ids[first:], trained[first:], strict=True) if flag]
-    return Prompt(tuple(map(int, input_ids[:first])), tuple(map(int, answer)))
+    generate_answers = [
+        t for t, flag in zip(input_ids[first:], trained[first:], strict=True) if flag
+    ]
+    return Prompt(tuple(map(int, input_ids[:first])), tuple(map(int, generate_answers)))
 
 
 def question_text(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -41,7 +43,7 @@ def question_text(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 @torch.no_grad()
-def answer(
+def generate_answers(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],

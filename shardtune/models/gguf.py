@@ -1,7 +1,7 @@
 """A Llama model in llama.cpp's GGUF format, read as what Hugging Face calls the same things.
 
 Written for SmolLM2: its tokenizer takes digits one by one, which a GGUF header states only by the
-word `smollm`. The `gguf` package reads the file and knows the quantised formats.
+word `smollm`. The `gguf` package reads the file and knows the quantized formats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTROL = 3  # the header's type of a special token
 def require_gguf() -> None:
     """Refuse before anything is downloaded if the package that reads GGUF is missing."""
     if importlib.util.find_spec("gguf") is None:
-        fact = "this Python package, which dequantises the model, is not installed"
+        fact = "this Python package, which dequantizes the model, is not installed"
         raise ModelError(Problem("gguf", fact, "pip install 'shardtune[demo]'"))
 
 

@@ -15,7 +15,7 @@ from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import Growth, add_tokens, grow
 from shardtune.models.catalogue import resolve
-from shardtune.models.peft_adapters import check_names, check_trains_tokens
+from shardtune.models.peft_adapters import check_module_names, check_new_tokens_trained
 from shardtune.models.weight_files import INDEX, read_index
 
 PLACE = "model.name"
@@ -139,8 +139,8 @@ def check_weights(section: ModelSection, adapter: Adapter, config: Any) -> None:
             attn_implementation=section.attention,
             trust_remote_code=section.trust_remote_code,
         )
-    check_names(model, adapter)
-    check_trains_tokens(model, adapter, len(section.add_tokens))
+    check_module_names(model, adapter)
+    check_new_tokens_trained(model, adapter, len(section.add_tokens))
 
 
 def stop_ids(section: ModelSection, tokenizer: Any) -> frozenset[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardtune.config.job import ModelSection
 from shardtune.core.setup import Precision
-from shardtune.models.fused.apply import Speed
+from shardtune.models.fused.apply import LayerSetup
 from shardtune.models.load import explaining, load_base
 from shardtune.models.materialize import build_in_parts
 
@@ -17,8 +17,8 @@ _FIX = "write it again: shardtune train RUN/job.yaml --resume"
 def load_result(folder: str, section: ModelSection, precision: Precision) -> Any:
     """A result as anybody would load it: an adapter on its model, or a whole model.
 
-    An adapter that was trained on quantised weights is put on weights that are quantised the same
-    way. To merge it, load it on the original ones (`unquantised`). 8-bit floating point is a way to
+    An adapter that was trained on quantized weights is put on weights that are quantized the same
+    way. To merge it, load it on the original ones (`unquantized`). 8-bit floating point is a way to
     multiply faster while training, not another model: its adapter is put on the original ones.
     """
     if not (Path(folder) / "adapter_config.json").is_file():
@@ -35,7 +35,7 @@ def load_result(folder: str, section: ModelSection, precision: Precision) -> Any
         return PeftModel.from_pretrained(base, folder)
 
 
-def unquantised(section: ModelSection) -> ModelSection:
+def unquantized(section: ModelSection) -> ModelSection:
     """The same model with all its digits."""
     return section.model_copy(update={"quantization": "none"})
 
@@ -48,7 +48,7 @@ def _base(section: ModelSection, precision: Precision) -> Any:
         None,
         precision=precision,
         seed=0,  # nothing is drawn
-        speed=Speed(),
+        speed=LayerSetup(),
         device="cpu",
         divide=lambda part: None,
     )

@@ -1,7 +1,7 @@
 """Builds a model part by part, so that a rank never holds more than one part and what it keeps.
 
 The skeleton costs nothing: its parameters are on the meta device. A part (a decoder layer, and at
-last the rest) is read from the safetensors files, cast, quantised where asked, given its adapters'
+last the rest) is read from the safetensors files, cast, quantized where asked, given its adapters'
 first values, and handed to whoever divides it, before the next one is read.
 """
 
@@ -21,13 +21,24 @@ from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
 from shardtune.models.catalogue import PLACE
-from shardtune.models.fused.apply import Speed, hasten
+from shardtune.models.fused.apply import LayerSetup, apply_fused_layers
 from shardtune.models.load import DTYPES, load_config, load_generation_config
-from shardtune.models.packed_attention import use_boundaries
-from shardtune.models.peft_adapters import answer_in, initialise, insert, measure_again
-from shardtune.models.quantization.calibration import Passage, Texts, holders, in_turn
+from shardtune.models.packed_attention import use_varlen_attention
+from shardtune.models.peft_adapters import (
+    autocast_answers,
+    initialize_adapters,
+    insert_adapters,
+    reset_dora_magnitudes,
+)
+from shardtune.models.quantization.calibration import (
+    CalibrationPass,
+    CalibrationSamples,
+    calibration_groups,
+    weight_holders,
+)
 from shardtune.models.quantization.fp8 import FP8Linear
-from shardtune.models.quantization.linear import QuantisedLinear, quantisable, swap
+from shardtune.models.quantization.linear import QuantizedLinear
+from shardtune.models.quantization.swap import quantizable, swap
 from shardtune.models.weight_files import NoFiles, WeightFiles
 
 Divide = Callable[[nn.Module], None]
@@ -44,25 +55,25 @@ def build_in_parts(
     *,
     precision: Precision,
     seed: int,
-    speed: Speed,
+    speed: LayerSetup,
     device: str,
     divide: Divide,
     left_out: LeftOut | None = None,
-    texts: Callable[[], Texts] = list,
+    calibration_samples: Callable[[], CalibrationSamples] = list,
 ) -> nn.Module:
     """The adapted model. Frozen weights are held in `precision`, trained ones in fp32.
 
     Without an adapter (not even the one that trains all weights) the model is frozen. What
     `left_out` names, of the adapted skeleton, stays without memory. 8-bit weights are rounded by
-    `texts`, if there are any.
+    `calibration_samples`, if there are any.
     """
     model = skeleton(section, DTYPES[precision])
-    use_boundaries(model, device, DTYPES[precision])
+    use_varlen_attention(model, device, DTYPES[precision])
     names = Names.of(model, WeightFiles.find(section), section)
     frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
     built = frame.fill(device, divide, seed=seed, left_out=left_out)
-    if section.quantization == "fp8" and (found := texts()):
-        frame.accustom(device, found)
+    if section.quantization == "fp8" and (found := calibration_samples()):
+        frame.calibrate(device, found)
     return built
 
 
@@ -85,22 +96,22 @@ class Frame:
         adapter: Adapter | None,
         *,
         precision: Precision,
-        speed: Speed,
+        speed: LayerSetup,
     ) -> Frame:
-        """Puts adapters and quantised layers into a skeleton."""
+        """Puts adapters and quantized layers into a skeleton."""
         if adapter is None:
             model.requires_grad_(False)
             adapter = NoAdapter()
         compute, kind = DTYPES[precision], section.quantization
         layers = decoder_layers(model)
         saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
-        linears = quantisable(layers, saved) if kind != "none" else set()
-        adapted = insert(model, adapter)
-        answer_in(adapted, adapter, compute)
+        linears = quantizable(layers, saved) if kind != "none" else set()
+        adapted = insert_adapters(model, adapter)
+        autocast_answers(adapted, adapter, compute)
         if kind != "none":
             # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
             swap(adapted, linears, kind, compute)
-        hasten(model, layers, adapter, speed)
+        apply_fused_layers(model, layers, adapter, speed)
         return cls(adapted, tuple(layers), names, adapter, compute)
 
     def fill(
@@ -116,32 +127,34 @@ class Frame:
                 continue
             prefix = prefixes[part]
             _fill(part, prefix, self.names, self.compute, device, absent)
-            initialise(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
+            initialize_adapters(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
             divide(part)
             _give_back_memory()
         return self.model
 
-    def accustom(self, device: str, texts: Texts) -> None:
+    def calibrate(self, device: str, calibration_samples: CalibrationSamples) -> None:
         """Lets 8-bit layers hear what their inputs are, and round their weights by it. Nobody has
         kept the exact ones, so they are read once more."""
         names = {module: name for name, module in self.model.named_modules()}
-        passage = Passage(self.model, self.layers, texts, device, self.compute)
-        for group in in_turn(self.layers):
-            passage.hear(group)
+        passage = CalibrationPass(
+            self.model, self.layers, calibration_samples, device, self.compute
+        )
+        for group in calibration_groups(self.layers):
+            passage.collect(group)
             for layer in group:
                 inside = [module for module in layer.modules() if isinstance(module, FP8Linear)]
-                for holder in holders(layer):
-                    holder.conclude()
+                for holder in weight_holders(layer):
+                    holder.finish_calibration()
                     takers: dict[str, list[FP8Linear]] = {}
-                    for module in (each for each in inside if each.whole is holder):
+                    for module in (each for each in inside if each.holder is holder):
                         tensor = self.names.tensor_of.get(_unwrapped(f"{names[module]}.weight"))
                         if tensor is not None:  # a joint layer has none of its own
                             takers.setdefault(tensor, []).append(module)
                     for tensor, weight in self.names.files.read(takers):
                         for module in takers[tensor]:
-                            module.take_exactly(weight.to(device=device, dtype=self.compute))
-                    holder.finish()
-                measure_again(layer, self.adapter, device)
+                            module.requantize(weight.to(device=device, dtype=self.compute))
+                    holder.copy_outlier_columns()
+                reset_dora_magnitudes(layer, self.adapter, device)
         torch.cuda.empty_cache()  # squares of wide layers; without a GPU this does nothing
 
 
@@ -345,8 +358,8 @@ def _place(
             if value.shape != old.shape:  # `_check_shape` lets only rows for new tokens be missing
                 value = grown(value.to(dtype), old.shape[0])
             copy = value.to(device=device, dtype=dtype, copy=True)
-            if isinstance(module, QuantisedLinear) and leaf == "weight":
-                module.quantise(copy)
+            if isinstance(module, QuantizedLinear) and leaf == "weight":
+                module.quantize(copy)
                 continue
             made[old] = nn.Parameter(copy, requires_grad=old.requires_grad)
         setattr(module, leaf, made[old])

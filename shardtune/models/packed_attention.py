@@ -1,7 +1,7 @@
 """Attention that keeps packed documents apart by their boundaries, where a GPU can do so.
 
-transformers calls `attend` in each layer in place of its own function for SDPA. Whoever tells the
-model nothing of documents (generation, other tools) gets exactly what SDPA gives.
+transformers calls `varlen_attention` in each layer in place of its own function for SDPA. Whoever
+tells the model nothing of documents (generation, other tools) gets exactly what SDPA gives.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardtune.core.document_boundaries import ATTENTION, ORDERED, is_told, told_of
+from shardtune.core.document_boundaries import (
+    VARLEN,
+    VARLEN_DETERMINISTIC,
+    takes_boundaries,
+    varlen_inputs,
+)
 from shardtune.kernels import flash_attention as flash
 
-_LOOK = "shardtune_look"
-_BENT = ("sliding_window", "softcap", "s_aux", "position_bias")
+_PROBE = "shardtune_look"
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 """What some families ask of attention besides: none of it is known here."""
 
 
@@ -48,27 +53,27 @@ _ordinary: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why a model's attention isn't FlashAttention 4's."""
 
 
-def use_boundaries(model: Any, device: str, compute: torch.dtype) -> None:
-    """Lets `attend` compute the attention of a model as transformers has made it, before anything
-    is wrapped or compiled, if nothing speaks against it."""
-    why = why_not(device, compute) or unsuited(model)
+def use_varlen_attention(model: Any, device: str, compute: torch.dtype) -> None:
+    """Sets `varlen_attention` as the attention of a model that transformers has just made, before
+    anything is wrapped or compiled, if nothing speaks against it."""
+    why = why_unavailable(device, compute) or why_unsuited(model)
     if why is not None:
         _masked[model] = why
         return
     register()
-    why = flash.why_not(device, compute, *_heads(model.config.get_text_config()))
+    why = flash.why_unavailable(device, compute, *_heads(model.config.get_text_config()))
     if why is not None:
         _ordinary[model] = why
-    model.set_attn_implementation(ATTENTION if why else ORDERED)
+    model.set_attn_implementation(VARLEN if why else VARLEN_DETERMINISTIC)
 
 
-def how_kept_apart(model: Any) -> str:
+def describe_attention(model: Any) -> str:
     """In words, for whoever wonders why attention is slow."""
     unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
     base = unwrap() if unwrap else model
-    if is_told(model):
+    if takes_boundaries(model):
         kernels = "FlashAttention 4"
-        if model.config._attn_implementation != ORDERED:
+        if model.config._attn_implementation != VARLEN_DETERMINISTIC:
             why = _ordinary.get(base, "nobody has asked for it")
             kernels = f"torch's kernels ({kernels}: {why})"
         return f"attention: {kernels}; packed documents are kept apart by their boundaries"
@@ -76,7 +81,7 @@ def how_kept_apart(model: Any) -> str:
     return f"attention: packed documents are kept apart by a dense mask ({why})"
 
 
-def agreed(said: list[str]) -> str:
+def same_on_all_ranks(said: list[str]) -> str:
     """What all ranks say of their attention, or who says what."""
     if len(set(said)) == 1:
         return said[0]
@@ -93,16 +98,20 @@ def _heads(config: Any) -> tuple[int, int, int]:
 
 
 def register() -> None:
-    """Makes `attend` known to transformers, with SDPA's masks for those who tell it nothing."""
+    """Registers `varlen_attention` with transformers, with SDPA's masks for callers without
+    boundaries."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    for name, function in ((ATTENTION, attend), (ORDERED, attend_in_order)):
+    for name, function in (
+        (VARLEN, varlen_attention),
+        (VARLEN_DETERMINISTIC, deterministic_varlen_attention),
+    ):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def why_not(device: str, compute: torch.dtype) -> str | None:
+def why_unavailable(device: str, compute: torch.dtype) -> str | None:
     """What speaks against boundaries in place of a mask on a machine; None if nothing does."""
     if torch.device(device).type != "cuda":
         return "its weights are not on a GPU"
@@ -115,7 +124,7 @@ def why_not(device: str, compute: torch.dtype) -> str | None:
     return None
 
 
-def unsuited(model: Any) -> str | None:
+def why_unsuited(model: Any) -> str | None:
     """What a family's attention does besides looking back over its document."""
     whole, config = model.config, model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
@@ -130,7 +139,7 @@ def unsuited(model: Any) -> str | None:
         (ahead or getattr(config, "use_bidirectional_attention", False), "it looks ahead"),
         (whole._attn_implementation != "sdpa", "another attention was asked for"),
     )
-    found = next((why for holds, why in reasons if holds), None) or _asks_for_more(model)
+    found = next((why for holds, why in reasons if holds), None) or _probe(model)
     return None if found is None else f"{config.model_type}: {found}"
 
 
@@ -142,30 +151,30 @@ class _Arrived(Exception):
         self.widths, self.asked = widths, asked
 
 
-def _look(
+def _probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **asked: Any
 ) -> tuple[Tensor, None]:
     raise _Arrived({each.shape[-1] for each in (query, key, value)}, asked)
 
 
 @torch.no_grad()
-def _asks_for_more(model: Any) -> str | None:
+def _probe(model: Any) -> str | None:
     """Not every family hands on what it is given, and none says so. So we look, at the cost of the
     projections of one layer; with weights that have no memory it costs nothing."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_LOOK, _look)
+    AttentionInterface.register(_PROBE, _probe_attention)
     was_training, before = model.training, model.config._attn_implementation
     device = next(model.parameters()).device
     ids = torch.zeros(1, 8, dtype=torch.long, device=device)
     positions = torch.arange(8, device=device)[None]
-    told = told_of(torch.arange(8)[None] % 4, lambda tensor: tensor.to(device))
+    told = varlen_inputs(torch.arange(8)[None] % 4, lambda tensor: tensor.to(device))
     model.train()  # dropout is asked for in training only
-    model.set_attn_implementation(_LOOK)
+    model.set_attn_implementation(_PROBE)
     try:
         model(input_ids=ids, position_ids=positions, use_cache=False, **told)
     except _Arrived as arrived:
-        return _too_much(arrived)
+        return _why_refused(arrived)
     except Exception as error:  # noqa: BLE001 - a family that we know too little of
         return f"it can't be asked ({type(error).__name__})"
     finally:
@@ -174,10 +183,10 @@ def _asks_for_more(model: Any) -> str | None:
     return "it never asks for attention"
 
 
-def _too_much(arrived: _Arrived) -> str | None:
+def _why_refused(arrived: _Arrived) -> str | None:
     if arrived.asked.get("cu_seq_lens_q") is None or arrived.asked.get("max_length_q") is None:
         return "it doesn't hand boundaries on to its layers"
-    if more := _beyond(**arrived.asked):
+    if more := _unsupported(**arrived.asked):
         return f"it asks for {', '.join(more)}"
     widest = max(arrived.widths)
     if len(arrived.widths) > 1 or widest > 256 or widest % 8:
@@ -186,14 +195,16 @@ def _too_much(arrived: _Arrived) -> str | None:
     return None
 
 
-def _beyond(*, dropout: float = 0.0, is_causal: bool | None = None, **others: Any) -> list[str]:
+def _unsupported(
+    *, dropout: float = 0.0, is_causal: bool | None = None, **others: Any
+) -> list[str]:
     """What attention is asked for that boundaries and a causal kernel can't give."""
-    asked = [name for name in _BENT if others.get(name) is not None]
+    asked = [name for name in _UNSUPPORTED if others.get(name) is not None]
     asked += ["dropout"] if dropout else []
     return asked + (["a look ahead"] if is_causal is False else [])
 
 
-def attend(
+def varlen_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -222,20 +233,22 @@ def attend(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
         )
         return answer
-    assert not _beyond(dropout=dropout, **others), "`unsuited` has looked"
+    assert not _unsupported(dropout=dropout, **others), "`why_unsuited` has looked"
     query, key, value = (each.transpose(1, 2) for each in _cast(query, key, value))
     if ordered:
-        found, _ = flash.attended(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+        found, _ = flash.flash_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling)
         return found, None
     assert cu_seq_lens_q is not None, "SDPA has taken the others"
     if query.is_cuda:
-        return _by_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    return _by_mask(query, key, value, cu_seq_lens_q, scaling), None
+        return _varlen_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    return _varlen_by_mask(query, key, value, cu_seq_lens_q, scaling), None
 
 
-def attend_in_order(module: nn.Module, *given: Any, **told: Any) -> tuple[Tensor, None]:
+def deterministic_varlen_attention(
+    module: nn.Module, *given: Any, **told: Any
+) -> tuple[Tensor, None]:
     """The same by the kernel whose gradients are the same each time."""
-    return attend(module, *given, ordered=True, **told)
+    return varlen_attention(module, *given, ordered=True, **told)
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -247,16 +260,16 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.to(dtype) for each in tensors)
 
 
-def _by_kernel(
+def _varlen_kernel(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None
 ) -> Tensor:
-    assert _varlen is not None, "`why_not` has looked"
+    assert _varlen is not None, "`why_unavailable` has looked"
     flat = (each.flatten(0, 1) for each in (query, key, value))
     found: Tensor = _varlen(*flat, ends, ends, longest, longest, scale=scale)
     return found.view(query.shape)
 
 
-def _by_mask(
+def _varlen_by_mask(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
 ) -> Tensor:
     """The same from the same boundaries, where there is no kernel: what tests can see on a CPU."""

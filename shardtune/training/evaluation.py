@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardtune.config.job import EvaluateSection
 from shardtune.core.step import EvalResult, MicroBatch
-from shardtune.models.generate import Prompt, answer, held_out_prompt, question_text
+from shardtune.models.generate import Prompt, generate_answers, held_out_prompt, question_text
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
@@ -65,7 +65,7 @@ class Evaluator:
         """What the model says now to each prompt, greedily."""
         if not self.prompts:
             return []
-        return answer(
+        return generate_answers(
             self.engine.module(),
             self.tokenizer,
             [prompt.ids for prompt in self.prompts],

@@ -59,7 +59,7 @@ def test_methods_of_a_row_have_the_same_losses(case: str, peers: list[str]) -> N
     assert len(set(ours)) == len(ours)  # they do train, on batch after batch
 
 
-def test_a_quantised_row_has_the_same_losses() -> None:
+def test_a_quantized_row_has_the_same_losses() -> None:
     pytest.importorskip("bitsandbytes")
     peer = tiny_losses("nf4 8x2048", "HF, checkpointing")
     assert peer == pytest.approx(tiny_losses("nf4 8x2048", "shardtune"), abs=BF16_NOISE)
@@ -300,21 +300,21 @@ def record(case: str, method: str, rate: float, machine: str = "x", **more: Any)
 
 def test_ratios_are_to_the_best_peer_of_the_same_machine() -> None:
     ours = record("bf16 8x2048", "shardtune", 300.0, losses=[1.01, 0.8])
-    quantised = record("fp8 8x2048", "shardtune", 400.0)
+    quantized = record("fp8 8x2048", "shardtune", 400.0)
     alone = record("bf16 8x2048", "shardtune", 300.0, "y")
     records = latest(
         [
             record("bf16 8x2048", "Liger", 999.0),
             ours,
             alone,
-            quantised,
+            quantized,
             record("bf16 8x2048", "HF", 100.0),
             record("bf16 8x2048", "Liger", 200.0),  # later, so the one that counts
             {"case": "bf16 8x2048", "method": "Unsloth", "machine": "x", "error": "no memory"},
         ]
     )
     assert ratio(ours, records) == 1.5
-    assert ratio(quantised, records) == 2.0
+    assert ratio(quantized, records) == 2.0
     assert ratio(alone, records) is None
     table = {(row[0], row[1], row[2]): row for row in rows(records)}
     assert table["bf16 8x2048", "Unsloth", "A"][3] == "failed: no memory"

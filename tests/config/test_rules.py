@@ -73,7 +73,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "hold out rows that are not trained on, in a file of their own",
         ),
     ),
-    "quantised-needs-adapter": (
+    "quantized-needs-adapter": (
         {"model": {"name": "m", "quantization": "nf4"}, "adapter": {"type": "none"}},
         Problem(
             "model.quantization",
@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         Problem(
             "adapter.variant",
             "pissa moves the strongest part of each weight into the adapter; what remains would be "
-            "quantised (nf4) otherwise than by whoever loads the adapter",
+            "quantized (nf4) otherwise than by whoever loads the adapter",
             "use variant: plain, dora or rslora, or set model.quantization: none",
         ),
     ),
@@ -168,7 +168,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.precision: bf16, or use strategy: {type: deepspeed}",
         ),
     ),
-    "quantised-weights-stay-in-memory": (
+    "quantized-weights-stay-in-memory": (
         {
             "model": {"name": "m", "quantization": "nf4"},
             "adapter": {"type": "lora"},
@@ -421,7 +421,7 @@ def test_what_pissa_leaves_is_not_held_in_8_bits() -> None:
     job = resolved(model={"name": "m", "quantization": "fp8"}, adapter=adapter)
     (problem,) = problems(job)
     assert problem.place == "adapter.variant"
-    assert "quantised (fp8)" in problem.fact
+    assert "quantized (fp8)" in problem.fact
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -456,12 +456,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_quantised_collectives_are_refused_where_there_is_no_gpu() -> None:
+def test_quantized_collectives_are_refused_where_there_is_no_gpu() -> None:
     job = resolved(**EVERYTHING)
     assert told(job, NO_GPU) == [
         (
             "strategy.zero_optimization.zero_quantized_weights",
-            "DeepSpeed's quantised collectives are written for GPUs, and there is none here",
+            "DeepSpeed's quantized collectives are written for GPUs, and there is none here",
         )
     ]
     assert told(job, GPU) == []

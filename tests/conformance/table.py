@@ -117,7 +117,7 @@ SWAPPED = _zero(
     offload_param={**_NVME, "buffer_count": 12, "buffer_size": 300_000, "max_in_cpu": 0},
 )
 NO_BYTES = "DeepSpeed reads them back as numbers of the model's precision, which they are not"
-GPU_ONLY = "DeepSpeed's quantised collectives are written for GPUs, and there is none here"
+GPU_ONLY = "DeepSpeed's quantized collectives are written for GPUs, and there is none here"
 REFUSED: dict[str, dict[str, Any]] = {
     "zero3-qwz": _zero(3, zero_quantized_weights=True),
     "zero3-qgz": _zero(3, zero_quantized_gradients=True),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtune.core.document_boundaries import ATTENTION, FEWEST, attention_inputs, document_ends
+from shardtune.core.document_boundaries import FEWEST, VARLEN, attention_inputs, document_ends
 
 
 def positions_of(rows: list[list[int]]) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_lists_of_few_sizes_hold_every_document(rows: list[list[int]]):
 def test_only_our_attention_is_told():
     positions = positions_of([[2, 2]])
     other = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
-    ours = SimpleNamespace(config=SimpleNamespace(_attn_implementation=ATTENTION))
+    ours = SimpleNamespace(config=SimpleNamespace(_attn_implementation=VARLEN))
     assert attention_inputs(other, positions, "cpu") == {}
     assert attention_inputs(torch.nn.Linear(1, 1), positions, "cpu") == {}
     told = attention_inputs(ours, positions, "cpu")

@@ -334,11 +334,11 @@ def test_examples_come_from_all_over_the_data() -> None:
     often = prepared("often", [([n, 2], [False, True]) for n in range(50)], weight=3.0)
     long = prepared("long", [([7] * 900, [False] + [True] * 899)])
     data = PreparedData(train=(first, often, long), eval=(DATA.train[0],))
-    found = data.examples()
+    found = data.calibration_samples()
     kinds = [text[1] for text in found]
     assert {kind: kinds.count(kind) for kind in (1, 2, 7)} == {1: 32, 2: 32, 7: 1}
     assert found[:3] == [[0, 1], [4, 1], [9, 1]]
     assert found[31] == [145, 1]
     assert found[-1] == [7] * 512  # its beginning
-    assert data.examples() == found
-    assert PreparedData(train=(), eval=()).examples() == []
+    assert data.calibration_samples() == found
+    assert PreparedData(train=(), eval=()).calibration_samples() == []

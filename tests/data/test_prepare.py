@@ -194,7 +194,7 @@ def test_several_at_once_make_it_once(tmp_path, tokenizer, monkeypatch):
 
     def counted(*args, **settings):
         calls.append(1)
-        return tokenise.tokenise(*args, **settings)
+        return tokenise.tokenize(*args, **settings)
 
     monkeypatch.setattr(prepare_module, "tokenise", counted)
     found = []

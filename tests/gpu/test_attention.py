@@ -12,12 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardtune.core.document_boundaries import document_ends, is_told, told_of
+from shardtune.core.document_boundaries import document_ends, takes_boundaries, varlen_inputs
 from shardtune.engine.host_to_device import sent
 from shardtune.kernels import flash_attention as flash
 from shardtune.models import packed_attention as attention
-from shardtune.models.packed_attention import how_kept_apart, use_boundaries
-from shardtune.models.packing_check import require_isolation
+from shardtune.models.packed_attention import describe_attention, use_varlen_attention
+from shardtune.models.packing_check import require_document_isolation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,17 +32,19 @@ FLASH = "FlashAttention 4"
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each test runs with both, where there are both."""
     if request.param == FLASH:
-        why = flash.why_not("cuda", torch.bfloat16, 4, 2, 64)
+        why = flash.why_unavailable("cuda", torch.bfloat16, 4, 2, 64)
         if why is not None:
             pytest.skip(why)
     else:
-        monkeypatch.setattr(flash, "why_not", lambda *_: "a test wants it so")
+        monkeypatch.setattr(flash, "why_unavailable", lambda *_: "a test wants it so")
     return str(request.param)
 
 
 @pytest.fixture
 def attend(kernels: str) -> Callable[..., tuple[Tensor, None]]:
-    return attention.attend_in_order if kernels == FLASH else attention.attend
+    return (
+        attention.deterministic_varlen_attention if kernels == FLASH else attention.varlen_attention
+    )
 
 
 LENGTHS = ((100, 28, 384), (512,), (1, 255, 256))
@@ -126,7 +128,7 @@ def model() -> Iterator[LlamaForCausalLM]:
 
 def logits(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
     send = partial(sent, device=torch.device("cuda"))
-    told = told_of(positions, send) if is_told(model) else {}
+    told = varlen_inputs(positions, send) if takes_boundaries(model) else {}
     there = send(positions)
     return model(input_ids=ids, position_ids=there, use_cache=False, **told).logits
 
@@ -134,23 +136,23 @@ def logits(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
 def test_a_model_gives_what_it_gives_with_a_mask(model: LlamaForCausalLM, kernels: str):
     ids = torch.randint(0, 500, (3, 512), device="cuda")
     expected = logits(model, ids, positions_of()).double()
-    use_boundaries(model, "cuda", torch.bfloat16)
-    assert is_told(model)
-    assert how_kept_apart(model).startswith(f"attention: {kernels}")
+    use_varlen_attention(model, "cuda", torch.bfloat16)
+    assert takes_boundaries(model)
+    assert describe_attention(model).startswith(f"attention: {kernels}")
     found = logits(model, ids, positions_of()).double()
     assert (found - expected).norm() / expected.norm() < 0.02
-    require_isolation(model, rows=3, device="cuda", precision="bf16")
+    require_document_isolation(model, rows=3, device="cuda", precision="bf16")
 
 
 def test_weights_in_fp32_under_autocast(model: LlamaForCausalLM):
     """Rotary embeddings make fp32 of queries and keys there, which the kernel doesn't take."""
     model.float()
-    use_boundaries(model, "cuda", torch.bfloat16)
-    require_isolation(model, rows=3, device="cuda", precision="bf16")
+    use_varlen_attention(model, "cuda", torch.bfloat16)
+    require_document_isolation(model, rows=3, device="cuda", precision="bf16")
 
 
 def test_nothing_waits_for_the_gpu(model: LlamaForCausalLM):
-    use_boundaries(model, "cuda", torch.bfloat16)
+    use_varlen_attention(model, "cuda", torch.bfloat16)
     ids = torch.randint(0, 500, (3, 512), device="cuda")
     rows = (positions_of(), torch.arange(512).expand(3, -1))
     for positions in rows:  # kernels are loaded
@@ -164,7 +166,7 @@ def test_nothing_waits_for_the_gpu(model: LlamaForCausalLM):
 
 
 def test_compiled_layers_are_compiled_once(model: LlamaForCausalLM):
-    use_boundaries(model, "cuda", torch.bfloat16)
+    use_varlen_attention(model, "cuda", torch.bfloat16)
     ids = torch.randint(0, 500, (3, 512), device="cuda")
     expected = logits(model, ids, positions_of()).double()
     counter = CompileCounterWithBackend("inductor")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from shardtune.config.job import NoAdapter
-from shardtune.core.document_boundaries import is_told
+from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.kernels import flash_attention as flash
-from shardtune.models.fused.apply import Speed, hasten
+from shardtune.models.fused.apply import LayerSetup, apply_fused_layers
 from shardtune.models.materialize import decoder_layers
-from shardtune.models.packed_attention import use_boundaries
+from shardtune.models.packed_attention import use_varlen_attention
 from shardtune.parallel.ddp.engine import native_engine
 from tests.engine.test_activation_offload import SETUP
 from tests.synthetic import batch
@@ -53,9 +53,9 @@ def run(wide: int, rows: int, length: int, *, packed: bool) -> tuple[list[float]
         attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(DEVICE)
-    use_boundaries(model, DEVICE, torch.bfloat16)
-    assert is_told(model)
-    hasten(model, decoder_layers(model), NoAdapter(), Speed(compiled=True))
+    use_varlen_attention(model, DEVICE, torch.bfloat16)
+    assert takes_boundaries(model)
+    apply_fused_layers(model, decoder_layers(model), NoAdapter(), LayerSetup(compiled=True))
     setup = replace(SETUP, precision="bf16", loss="fused", halves=True)
     made = native_engine(model, setup, World(device=DEVICE))
     losses = [made.step([micro_batch(step, rows, length, packed=packed)]).loss for step in range(3)]
@@ -66,7 +66,7 @@ def run(wide: int, rows: int, length: int, *, packed: bool) -> tuple[list[float]
 def test_steps_are_the_same_to_the_bit(shape: str) -> None:
     """As far as the kernels are: cuDNN's for long rows are not, nor torch's own for packed ones."""
     wide, rows, length, packed = SHAPES[shape]
-    why = flash.why_not(DEVICE, torch.bfloat16, 2048 // wide, 512 // wide, wide)
+    why = flash.why_unavailable(DEVICE, torch.bfloat16, 2048 // wide, 512 // wide, wide)
     if why is not None:
         pytest.skip(why)
     losses, weights = run(wide, rows, length, packed=packed)

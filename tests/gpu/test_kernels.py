@@ -9,15 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from shardtune.kernels.cross_entropy import score_in_place
-from shardtune.kernels.lora_residual import added
-from shardtune.kernels.matmul_fp32_out import in_fp32
-from shardtune.kernels.stacked_linear import stand_together
-from shardtune.kernels.swiglu_backward import opened_back
-from shardtune.kernels.swiglu_lora import gated, gated_back
-from shardtune.models.fused.lora_autograd import Adapted, GatedProducts
-from shardtune.models.quantization.fp8 import FP8Linear, by_row, how_multiplied, multiplied_as_such
-from shardtune.models.quantization.gptq import Heard, by_data
+from shardtune.kernels.cross_entropy import cross_entropy_in_place
+from shardtune.kernels.lora_residual import add_lora_residual
+from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
+from shardtune.kernels.stacked_linear import stack_weights
+from shardtune.kernels.swiglu_backward import swiglu_backward
+from shardtune.kernels.swiglu_lora import swiglu_lora, swiglu_lora_backward
+from shardtune.models.fused.lora_autograd import LoRALinear, LoRASwiGLUMLP
+from shardtune.models.quantization.fp8 import (
+    FP8Linear,
+    describe_fp8_matmul,
+    has_fp8_matmul,
+    quantize_fp8_rowwise,
+)
+from shardtune.models.quantization.gptq import HessianAccumulator, gptq_quantize
 from shardtune.parallel.ddp.single_gpu import FEW, add_up_rows
 from tests.engine.test_adamw_split_bf16 import KINDS, LIMIT, follows_torch
 from tests.kernels.test_cross_entropy import SHAPES, assert_right
@@ -54,7 +59,10 @@ def _poisoned() -> Iterator[None]:
 def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     numbers = given(*size, rank, 16 if rank == 24 else rank, dtype)
     y, narrow, up, down, outer, last = (each.cuda() for each in numbers)
-    found = (*gated(y, narrow, up, down), *gated_back(outer, last, down, y, narrow, up))
+    found = (
+        *swiglu_lora(y, narrow, up, down),
+        *swiglu_lora_backward(outer, last, down, y, narrow, up),
+    )
     assert_gated(found, y, narrow, up, down, outer, last, NEAR[dtype])
 
 
@@ -70,7 +78,7 @@ def test_an_mlp_as_float64(rank: int, together: bool) -> None:
 
     first, last = (linear(inner, wide, 0), linear(inner, wide, 1)), linear(wide, inner, 2)
     if together:
-        stand_together(first, 2 * rank)
+        stack_weights(first, 2 * rank)
     parts = [
         some((rows, wide), 5).to(dtype),
         some((2 * rank, wide), 6) / wide**0.5,
@@ -80,7 +88,7 @@ def test_an_mlp_as_float64(rank: int, together: bool) -> None:
         some((rows, wide), 9).to(dtype),
     ]
     own = [each.cuda() for each in parts]
-    found = with_gradients(lambda *each: GatedProducts.apply(*each, first, (last,)), own)
+    found = with_gradients(lambda *each: LoRASwiGLUMLP.apply(*each, first, (last,)), own)
     weights = ([layer.weight.double() for layer in first], last.weight.double())
     expected = with_gradients(
         lambda *each: exact.gated_mlp(*each, *weights), [each.double() for each in own]
@@ -104,14 +112,14 @@ def test_a_product_completed_as_float64(
     shapes = ((rows, columns), (rows, rank), (columns, rank), (rows, columns))
     y, narrow, up, past = (some(s, n).to(dtype).cuda() for n, s in enumerate(shapes))
     expected = y.double() + narrow.double() @ up.double().t() + past.double()
-    assert distance(added(y, narrow, up, past), expected) < NEAR[dtype]
+    assert distance(add_lora_residual(y, narrow, up, past), expected) < NEAR[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NEAR])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loss_as_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits, targets = rows_of(*shape, dtype)
-    assert_right(score_in_place, logits.cuda(), targets.cuda())
+    assert_right(cross_entropy_in_place, logits.cuda(), targets.cuda())
 
 
 def test_the_loss_of_rows_that_lie_apart() -> None:
@@ -119,52 +127,58 @@ def test_the_loss_of_rows_that_lie_apart() -> None:
     logits, targets = rows_of(7, 50, torch.bfloat16)
     buffer = torch.full((7, 64), 3.0, dtype=torch.bfloat16, device="cuda")
     buffer[:, :50] = logits.cuda()
-    _, gradient = score_in_place(buffer[:, :50], targets.cuda())
+    _, gradient = cross_entropy_in_place(buffer[:, :50], targets.cuda())
     assert gradient.data_ptr() == buffer.data_ptr()
     assert (buffer[:, 50:] == 3.0).all()
 
 
 def test_sums_are_not_rounded_to_16_bits() -> None:
     left, right = (some((64, 4096), n).bfloat16().cuda() for n in (0, 1))
-    found = in_fp32(left, right.t())
+    found = matmul_fp32_out(left, right.t())
     assert found.dtype == torch.float32
     assert distance(found, left.double() @ right.double().t()) < 1e-5
 
 
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+    not (torch.cuda.is_available() and has_fp8_matmul("cuda")), reason="needs a GPU with fp8"
 )
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(77, 96, 160), (256, 512, 256)])
 def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None:
-    assert how_multiplied("cuda") == "frozen weights: held in 8 bits and multiplied as such"
+    assert describe_fp8_matmul("cuda") == "frozen weights: held in 8 bits and multiplied as such"
     layer = FP8Linear(nn.Linear(inputs, outputs, bias=False), torch.bfloat16)
     exact = (some((outputs, inputs), 0) / inputs**0.5).bfloat16().cuda()
-    layer.quantise(exact)
+    layer.quantize(exact)
     x = (some((rows, inputs), 1) + 10 * some((inputs,), 5)).bfloat16().cuda()
-    layer.listen()
-    layer.rounded(x)
-    layer.conclude()
-    layer.take_exactly(exact)
-    layer.finish()
+    layer.observe()
+    layer.quantize_input(x)
+    layer.finish_calibration()
+    layer.requantize(exact)
+    layer.copy_outlier_columns()
     given = [x, (some((16, inputs), 2) / 10).cuda(), (some((outputs, 16), 3) / 10).cuda()]
     outer = some((rows, outputs), 4).bfloat16().cuda()
-    found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given, outer)
+    found = with_gradients(lambda *own: LoRALinear.apply(*own, None, (layer,)), given, outer)
 
     def restored(small: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return small.double() * scale.double()
 
     _, down, up = (each.bfloat16().double() for each in given)
-    usual = layer.usual
-    y = restored(*by_row(x, usual, layer.twice)) @ restored(layer.weight, layer.scale).t()
+    usual = layer.input_mean
+    y = (
+        restored(*quantize_fp8_rowwise(x, usual, layer.outlier_channels))
+        @ restored(layer.weight, layer.scale).t()
+    )
     y += exact.double() @ usual.double() + x.double() @ down.t() @ up.t()
-    to_x = restored(*by_row(outer)) @ restored(layer.back, layer.back_scale).t()
+    to_x = (
+        restored(*quantize_fp8_rowwise(outer))
+        @ restored(layer.backward_weight, layer.backward_scale).t()
+    )
     to_x += outer.double() @ up @ down
     for ours, right in zip(found[:2], (y, to_x), strict=True):
         assert distance(ours, right) < 0.01
 
 
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+    not (torch.cuda.is_available() and has_fp8_matmul("cuda")), reason="needs a GPU with fp8"
 )
 @pytest.mark.parametrize(("rows", "columns"), [(5, 40), (300, 200), (1024, 576)])
 def test_rounding_by_data_as_column_by_column(rows: int, columns: int) -> None:
@@ -172,23 +186,25 @@ def test_rounding_by_data_as_column_by_column(rows: int, columns: int) -> None:
     weight, x = some((rows, columns), 0), some((4 * columns, columns), 1).cumsum(1)
     found = []
     for device in ("cpu", "cuda"):
-        heard = Heard(columns, torch.device(device))
+        heard = HessianAccumulator(columns, torch.device(device))
         heard.add(x.to(device))
         heard.mean()
-        factor = heard.factor()
+        factor = heard.inverse_factor()
         assert factor is not None
         own = weight.to(device)
-        found.append(by_data(own, by_row(own)[1], factor).cpu().float())
+        found.append(gptq_quantize(own, quantize_fp8_rowwise(own)[1], factor).cpu().float())
     spread = (x - x.mean(0)).double()
-    scale = by_row(weight)[1]
+    scale = quantize_fp8_rowwise(weight)[1]
     off = [float(((each * scale - weight).double() @ spread.t()).norm()) for each in found]
-    nearest = float(((by_row(weight)[0].float() * scale - weight).double() @ spread.t()).norm())
+    nearest = float(
+        ((quantize_fp8_rowwise(weight)[0].float() * scale - weight).double() @ spread.t()).norm()
+    )
     assert off[1] == pytest.approx(off[0], rel=0.02)
     assert off[1] < 0.6 * nearest
 
 
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+    not (torch.cuda.is_available() and has_fp8_matmul("cuda")), reason="needs a GPU with fp8"
 )
 @pytest.mark.parametrize("columns", [16, 100, 14336, 40000])
 def test_rows_in_8_bits(columns: int) -> None:
@@ -199,31 +215,34 @@ def test_rows_in_8_bits(columns: int) -> None:
     some_usual = some((columns,), 1).bfloat16()
     for usual in (None, some_usual):
         small, scale = (
-            each.cpu() for each in by_row(x.cuda(), None if usual is None else usual.cuda())
+            each.cpu()
+            for each in quantize_fp8_rowwise(x.cuda(), None if usual is None else usual.cuda())
         )
-        right, right_scale = by_row(x, usual)
+        right, right_scale = quantize_fp8_rowwise(x, usual)
         assert torch.allclose(scale, right_scale, rtol=1e-6)
         apart = (small.float() - right.float()).abs()
         assert (apart <= right.float().abs() / 7).all()
         assert (apart > 0).float().mean() < 0.01
     twice = torch.tensor([0, 3, 11], dtype=torch.int32)
-    small, scale = (each.cpu() for each in by_row(x.cuda(), some_usual.cuda(), twice.cuda()))
+    small, scale = (
+        each.cpu() for each in quantize_fp8_rowwise(x.cuda(), some_usual.cuda(), twice.cuda())
+    )
     both = (small.float()[:, twice] + small.float()[:, columns:]) * scale
     right = (x.float() - some_usual.float())[:, twice]
     bound = right.abs() / 200 + scale * 2**-9  # the least number that there is
     assert ((both - right).abs() <= bound).all()
     x[7, 3], x[8, 0] = torch.inf, torch.nan
-    small, _ = by_row(x.cuda())
+    small, _ = quantize_fp8_rowwise(x.cuda())
     assert small.float().isfinite().all(1).logical_not().nonzero().flatten().tolist() == [7, 8]
 
 
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and multiplied_as_such("cuda")), reason="needs a GPU with fp8"
+    not (torch.cuda.is_available() and has_fp8_matmul("cuda")), reason="needs a GPU with fp8"
 )
 def test_sizes_that_the_matrix_unit_does_not_take_are_multiplied_as_wider_numbers() -> None:
     layer = FP8Linear(nn.Linear(24, 17, bias=False), torch.bfloat16)
     weight = some((17, 24), 0).bfloat16().cuda()
-    layer.quantise(weight)
+    layer.quantize(weight)
     x = some((5, 24), 1).bfloat16().cuda().requires_grad_()
     y = layer(x)
     y.sum().backward()  # a gradient that is one number, expanded
@@ -259,4 +278,4 @@ def test_rows_of_an_embedding_are_added_up_in_fp32(tokens: int) -> None:
 def test_the_way_back_through_an_activation(size: tuple[int, int], dtype: torch.dtype) -> None:
     rows, half = size
     gradient, y = some(size, 1).to("cuda", dtype), some((rows, 2 * half), 2).to("cuda", dtype)
-    assert_opened(*opened_back(gradient, y), gradient, y, near=NEAR[dtype] / 2)
+    assert_opened(*swiglu_backward(gradient, y), gradient, y, near=NEAR[dtype] / 2)

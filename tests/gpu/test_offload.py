@@ -17,7 +17,7 @@ from shardtune.engine.activation_offload import LEAST, Offload
 from shardtune.engine.native import NativeEngine
 from shardtune.kernels import flash_attention as flash
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
-from shardtune.models.packed_attention import use_boundaries
+from shardtune.models.packed_attention import use_varlen_attention
 from tests.engine.test_activation_offload import SETUP, Stack
 from tests.synthetic import batch
 
@@ -47,7 +47,7 @@ def llama(*, checkpointing: bool, compiled: bool) -> nn.Module:
         intermediate_size=4096, vocab_size=1024, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
-    use_boundaries(model, DEVICE, torch.bfloat16)
+    use_varlen_attention(model, DEVICE, torch.bfloat16)
     model.requires_grad_(False)
     for layer in model.model.layers:  # as adapters do: little is trained, in every layer
         layer.input_layernorm.weight.requires_grad_(True)
@@ -85,7 +85,7 @@ def run(made: NativeEngine, steps: int = 4) -> tuple[list[float], dict[str, Tens
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["all", "inputs"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_steps_are_the_same_to_the_bit_in_less_memory(checkpointing: bool, compiled: bool) -> None:
-    why = flash.why_not(DEVICE, torch.bfloat16, 8, 8, HIDDEN // 8)
+    why = flash.why_unavailable(DEVICE, torch.bfloat16, 8, 8, HIDDEN // 8)
     if why is not None:
         pytest.skip(f"no attention that gives the same gradient twice: {why}")
     settings = {"checkpointing": checkpointing, "compiled": compiled}

@@ -15,7 +15,7 @@ from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.engine.optim.host_mapped import in_main_memory
 from shardtune.kernels import flash_attention as flash
-from shardtune.models.packed_attention import use_boundaries
+from shardtune.models.packed_attention import use_varlen_attention
 from shardtune.parallel.ddp.single_gpu import HalvedEngine
 from tests.engine.test_activation_offload import SETUP
 from tests.models.exact import distance
@@ -39,7 +39,7 @@ def make(*, paged: bool) -> HalvedEngine:
         intermediate_size=4096, vocab_size=1024, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config).to(DEVICE)
-    use_boundaries(model, DEVICE, torch.bfloat16)
+    use_varlen_attention(model, DEVICE, torch.bfloat16)
     rule = replace(SETUP.optimizer, paged=paged)
     setup = replace(SETUP, precision="bf16", loss="fused", halves=True, optimizer=rule)
     return HalvedEngine(model, setup, World(device=DEVICE))
@@ -57,7 +57,7 @@ def run(made: NativeEngine) -> tuple[list[float], dict[str, Tensor], int]:
 
 
 def test_steps_are_the_same_to_the_bit_in_ten_bytes_a_weight_less() -> None:
-    why = flash.why_not(DEVICE, torch.bfloat16, 8, 8, 128)
+    why = flash.why_unavailable(DEVICE, torch.bfloat16, 8, 8, 128)
     if why is not None:
         pytest.skip(f"no attention that gives the same gradient twice: {why}")
     losses, tensors, most = run(make(paged=False))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtune.errors import ModelError
 from shardtune.kernels import flash_attention as flash
-from shardtune.models.fused.activation_checkpointing import RULES, CheckpointPolicy
+from shardtune.models.fused.activation_checkpointing import POLICIES, CheckpointPolicy
 
 HEADS = (4, 2, 32)
 """Of queries, of keys and values, and how wide."""
@@ -28,7 +28,7 @@ def test_shapes_are_known_without_running_it(packed: bool):
     with FakeTensorMode():
         query, key, value = (torch.empty(2, 16, n, 8, requires_grad=True) for n in (4, 2, 2))
         ends = torch.empty(65, dtype=torch.int32) if packed else None
-        answer, sums = flash.attended(query, key, value, ends, 16, 0.5)
+        answer, sums = flash.flash_attention(query, key, value, ends, 16, 0.5)
         assert answer.shape == query.shape
         assert sums.shape == ((4, 32) if packed else (2, 4, 16))
         gradients = torch.autograd.grad(answer.sum(), (query, key, value))
@@ -36,13 +36,13 @@ def test_shapes_are_known_without_running_it(packed: bool):
 
 
 def test_without_a_gpu_it_is_left_alone():
-    assert flash.why_not("cpu", torch.bfloat16, *HEADS) == "there is no GPU"
+    assert flash.why_unavailable("cpu", torch.bfloat16, *HEADS) == "there is no GPU"
 
 
 @pytest.mark.parametrize("what", ["none", "mlp", "most"])
 def test_what_it_gives_is_kept_whatever_else_is_not(what: Any):
-    operation = torch.ops.shardtune.attended.default
-    assert RULES[what](None, operation) == CheckpointPolicy.MUST_SAVE
+    operation = torch.ops.shardtune.flash_attention.default
+    assert POLICIES[what](None, operation) == CheckpointPolicy.MUST_SAVE
 
 
 class ByHand:
@@ -92,7 +92,7 @@ class ByHand:
 @pytest.mark.parametrize(("deaf", "right"), [(False, True), (True, False)])
 def test_it_is_tried_before_it_is_trusted(monkeypatch, deaf: bool, right: bool):
     monkeypatch.setattr(flash, "_kernels", ByHand(deaf=deaf))
-    assert (flash._distance("cpu", torch.bfloat16, *TRIED) < flash.NEAR) is right
+    assert (flash._distance("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE) is right
 
 
 def test_sums_in_any_order_are_refused(monkeypatch):
@@ -105,7 +105,7 @@ def test_sums_in_any_order_are_refused(monkeypatch):
             told["dq"][0] *= 1 + 0.01 * self.calls  # less than results may be off
 
     monkeypatch.setattr(flash, "_kernels", AnyOrder())
-    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.NEAR
+    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE
 
 
 def test_numbers_that_are_none_are_far_from_right(monkeypatch):
@@ -114,7 +114,7 @@ def test_numbers_that_are_none_are_far_from_right(monkeypatch):
         _flash_attn_bwd=lambda *_, **__: None,
     )
     monkeypatch.setattr(flash, "_kernels", nothing)
-    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.NEAR
+    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE
 
 
 @pytest.mark.parametrize(

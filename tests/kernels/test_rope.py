@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from shardtune.kernels.rope import TURN, leave_turned, turned, turned_back
+from shardtune.kernels.rope import APPLY_ROPE, rope_qkv, rope_qkv_backward, skip_if_rotated
 from tests.models.exact import distance, some
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -31,8 +31,8 @@ def as_transformers(
     wide = cos.shape[-1]
     parts = joint.split([count * wide for count in heads], dim=-1)
     q, k, v = (part.unflatten(-1, (-1, wide)).transpose(1, 2) for part in parts)
-    turned = (*modeling_llama.apply_rotary_pos_emb(q, k, cos, sin), v)
-    return tuple(part.transpose(1, 2) for part in turned)
+    rope_qkv = (*modeling_llama.apply_rotary_pos_emb(q, k, cos, sin), v)
+    return tuple(part.transpose(1, 2) for part in rope_qkv)
 
 
 def assert_turned(
@@ -46,14 +46,14 @@ def assert_turned(
     counts = (heads[0], heads[1], heads[1])
     given = some((ROWS, LENGTH, sum(counts) * wide), 1).to(dtype).to(device)
     cos, sin = (each.to(device) for each in angles(wide, dtype, rows))
-    found = turned(given, cos, sin, counts)
+    found = rope_qkv(given, cos, sin, counts)
     exact = given.double().requires_grad_()
     expected = as_transformers(exact, cos.double(), sin.double(), counts)
     outer = [some(part.shape, n).to(dtype).to(device) for n, part in enumerate(expected)]
     if by == "head":
         outer = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in outer]
     up = (some((given.shape[-1], 8), 3) / given.shape[-1] ** 0.5).to(dtype).to(device)
-    back = turned_back(*outer, cos, sin, up)
+    back = rope_qkv_backward(*outer, cos, sin, up)
     (right,) = torch.autograd.grad(expected, exact, [each.double() for each in outer])
     right = right.flatten(0, 1)
     right = torch.cat([right, right @ up.double()], dim=1)
@@ -78,18 +78,18 @@ def test_what_a_compiler_is_told_is_what_comes() -> None:
     q, k, v = (some((ROWS, LENGTH, count, 8), count) for count in (4, 2, 2))
     tests = ("test_schema", "test_faketensor")
     up, joint = some((64, 6), 1), some((ROWS, LENGTH, 64), 2)
-    torch.library.opcheck(turned, (joint, cos, sin, (4, 2, 2)), test_utils=tests)
-    torch.library.opcheck(turned_back, (q, k, v, cos, sin, up), test_utils=tests)
+    torch.library.opcheck(rope_qkv, (joint, cos, sin, (4, 2, 2)), test_utils=tests)
+    torch.library.opcheck(rope_qkv_backward, (q, k, v, cos, sin, up), test_utils=tests)
 
 
 def test_a_family_leaves_alone_what_comes_without_angles() -> None:
-    assert leave_turned(modeling_llama.__name__)
-    once = getattr(modeling_llama, TURN)
-    assert leave_turned(modeling_llama.__name__)
-    assert getattr(modeling_llama, TURN) is once  # not a second time
+    assert skip_if_rotated(modeling_llama.__name__)
+    once = getattr(modeling_llama, APPLY_ROPE)
+    assert skip_if_rotated(modeling_llama.__name__)
+    assert getattr(modeling_llama, APPLY_ROPE) is once  # not a second time
     q, k = some((1, 2, 3, 8), 0), some((1, 1, 3, 8), 1)
     assert once(q, k, None, None) == (q, k)
     cos, sin = (each[:, :3] for each in angles(8, torch.float32, 1))
-    turned, _ = once(q, k, cos, sin)
-    assert not torch.equal(turned, q)
-    assert not leave_turned("shardtune.kernels.rope")
+    rope_qkv, _ = once(q, k, cos, sin)
+    assert not torch.equal(rope_qkv, q)
+    assert not skip_if_rotated("shardtune.kernels.rope")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardtune.kernels.stacked_linear import spacious
-from shardtune.kernels.swiglu_lora import gated, gated_back
+from shardtune.kernels.stacked_linear import empty_aligned
+from shardtune.kernels.swiglu_lora import swiglu_lora, swiglu_lora_backward
 from tests.models import exact
 from tests.models.exact import distance, some
 
@@ -37,7 +37,7 @@ def given(
 
 def beside(y: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor]:
     """In one piece of memory, as one product makes them."""
-    both = spacious(y, len(y), y.shape[1] + narrow.shape[1])
+    both = empty_aligned(y, len(y), y.shape[1] + narrow.shape[1])
     both.copy_(torch.cat([y, narrow], dim=1))
     return both[:, : y.shape[1]], both[:, y.shape[1] :]
 
@@ -73,7 +73,10 @@ def assert_right(
 def test_as_float64(shape: tuple[int, int, int, int], joint: bool, dtype: torch.dtype) -> None:
     y, narrow, up, down, outer, last = given(*shape, dtype)
     y, narrow = beside(y, narrow) if joint else (y, narrow)
-    found = (*gated(y, narrow, up, down), *gated_back(outer, last, down, y, narrow, up))
+    found = (
+        *swiglu_lora(y, narrow, up, down),
+        *swiglu_lora_backward(outer, last, down, y, narrow, up),
+    )
     assert_right(found, y, narrow, up, down, outer, last, NEAR[dtype])
 
 
@@ -82,5 +85,7 @@ def test_as_float64(shape: tuple[int, int, int, int], joint: bool, dtype: torch.
 def test_what_a_compiler_is_told_is_what_comes(dtype: torch.dtype) -> None:
     y, narrow, up, down, outer, last = given(9, 8, 4, 6, dtype)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(gated, (y, narrow, up, down), test_utils=tests)
-    torch.library.opcheck(gated_back, (outer, last, down, y, narrow, up), test_utils=tests)
+    torch.library.opcheck(swiglu_lora, (y, narrow, up, down), test_utils=tests)
+    torch.library.opcheck(
+        swiglu_lora_backward, (outer, last, down, y, narrow, up), test_utils=tests
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,32 +31,6 @@ def llama_cpp_order(weight: Any, heads: int) -> Any:
         for member in range(2)
     ]
     return weight[order]
-
-
-@pytest.fixture
-def unwritten_is_nan() -> Iterator[None]:
-    """New memory holds NaN, so whatever reads it before it is written shows."""
-    import torch
-
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(params=[False, True], ids=["as here", "as on a GPU"])
-def rows_of_lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether joint matrices have rows that begin with a line of the cache. A compiler is told how
-    they lie in memory, and what is done step by step has to lie like that, too."""
-    from shardtune.kernels import rope as rotary
-    from shardtune.kernels import stacked_linear as across
-    from shardtune.kernels import swiglu_lora as gated
-
-    def padded(like: Any, rows: int, columns: int) -> Any:
-        return like.new_zeros(rows, -(-columns // across.LINE) * across.LINE)[:, :columns]
-
-    for module in (across, gated, rotary) if request.param else ():
-        monkeypatch.setattr(module, "spacious", padded)
-    return bool(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -111,8 +84,8 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> SmallGGUF:
         array = tensor.float().numpy()
         if "q_proj" in name or "k_proj" in name:
             array = llama_cpp_order(array, 4 if "q_proj" in name else 2)
-        quantised = "up_proj" in name
-        kind = gguf.GGMLQuantizationType.Q8_0 if quantised else gguf.GGMLQuantizationType.F32
+        quantized = "up_proj" in name
+        kind = gguf.GGMLQuantizationType.Q8_0 if quantized else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_llama_cpp_name(name), gguf.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
-from shardtune.core.document_boundaries import ORDERED, told_of
+from shardtune.core.document_boundaries import VARLEN_DETERMINISTIC, varlen_inputs
 from shardtune.core.setup import Recompute
 from shardtune.kernels import flash_attention as flash
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.models.fused.activation_checkpointing import recompute
-from shardtune.models.fused.lora import quicken
+from shardtune.models.fused.activation_checkpointing import checkpoint_activations
+from shardtune.models.fused.lora import fuse_lora
 from shardtune.models.materialize import decoder_layers
 from shardtune.models.packed_attention import register
 from shardtune.models.peft_adapters import add_adapter
@@ -80,8 +80,8 @@ def compiled(level: Recompute, layers: int) -> Any:
     model = LlamaForCausalLM(config)
     adapted = add_adapter(model, LoRA(rank=RANK), seed=0)
     for layer in decoder_layers(model):
-        quicken(layer, "llama")
-        recompute(layer, level)
+        fuse_lora(layer, "llama")
+        checkpoint_activations(layer, level)
         layer.compile(backend="aot_eager_decomp_partition")
     return adapted.train()
 
@@ -167,13 +167,13 @@ def test_they_keep_no_more_for_a_length_that_is_not_known(
 
     def told(length: int) -> dict[str, Any]:
         places = torch.arange(length).expand(len(IDS), -1)
-        return {"position_ids": places, **told_of(places, lambda tensor: tensor)}
+        return {"position_ids": places, **varlen_inputs(places, lambda tensor: tensor)}
 
     def kept(*before: int) -> int:
         torch._dynamo.reset()
         model = compiled(level, 1)
         base = model.get_base_model()
-        base.set_attn_implementation(ORDERED)
+        base.set_attn_implementation(VARLEN_DETERMINISTIC)
         with torch.no_grad():
             for length in before:
                 model(input_ids=IDS[:, :length], use_cache=False, **told(length))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
-from shardtune.core.fp8_memory import ROOM, square
+from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.model import shape
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Quantization
@@ -19,18 +19,23 @@ from shardtune.engine.native import NativeEngine
 from shardtune.measure.allocation_ledger import Ledger
 from shardtune.models import materialize as parts
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.models.fused.lora import AdaptedLinear, GatedMLP, Joining
-from shardtune.models.fused.lora_autograd import Adapted
+from shardtune.models.fused.lora import FusedLoRALinear, LoRAMLP, LoRASharedInput
+from shardtune.models.fused.lora_autograd import LoRALinear
 from shardtune.models.load_result import load_result
-from shardtune.models.quantization import calibration as usual
-from shardtune.models.quantization import fp8
+from shardtune.models.quantization import calibration, fp8
 from shardtune.models.quantization.fp8 import (
     FP8Linear,
-    JointFP8,
-    by_row,
-    how_multiplied,
+    StackedFP8Linear,
+    describe_fp8_matmul,
+    quantize_fp8_rowwise,
 )
-from shardtune.models.quantization.gptq import E4M3, LARGEST, Heard, by_data, bytes_of
+from shardtune.models.quantization.gptq import (
+    E4M3,
+    E4M3_MAX,
+    HessianAccumulator,
+    as_bytes,
+    gptq_quantize,
+)
 from shardtune.parallel.ddp.engine import DDPEngine
 from shardtune.plan.model_config import shape_of
 from tests.models import exact
@@ -45,7 +50,7 @@ HALF_STEP = 2**-4
 
 def filled(outputs: int, inputs: int, seed: int = 0, compute: torch.dtype = torch.float32) -> Any:
     layer = FP8Linear(nn.Linear(inputs, outputs, bias=False), compute)
-    layer.quantise(some((outputs, inputs), seed) / inputs**0.5)
+    layer.quantize(some((outputs, inputs), seed) / inputs**0.5)
     return layer
 
 
@@ -80,10 +85,10 @@ def wide(tmp_path: Path) -> Path:
 
 def test_each_row_uses_the_whole_range() -> None:
     x = some((5, 33), 0) * torch.tensor([1e-6, 1.0, 1e3, 0.0, 1e-3])[:, None]
-    small, scale = by_row(x)
+    small, scale = quantize_fp8_rowwise(x)
     assert small.dtype == E4M3
     assert scale.shape == (5, 1)
-    assert small.float().abs().amax(1).tolist() == [LARGEST, LARGEST, LARGEST, 0.0, LARGEST]
+    assert small.float().abs().amax(1).tolist() == [E4M3_MAX, E4M3_MAX, E4M3_MAX, 0.0, E4M3_MAX]
     back = small.float() * scale
     normal = small.float().abs() >= 2**-6  # below are numbers with fewer bits
     assert ((back - x).abs() <= HALF_STEP * x.abs() * 1.0001)[normal].all()
@@ -91,7 +96,9 @@ def test_each_row_uses_the_whole_range() -> None:
 
 def test_what_a_compiler_is_told_of_rows_is_what_comes() -> None:
     for x in (some((7, 5), 0), some((5, 7), 0).t(), some((7, 5), 0).bfloat16()):
-        torch.library.opcheck(by_row, (x,), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            quantize_fp8_rowwise, (x,), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 def test_columns_that_come_twice_are_finer() -> None:
@@ -101,16 +108,16 @@ def test_columns_that_come_twice_are_finer() -> None:
         some((40,), 1),
         torch.tensor([3, 17, 30], dtype=torch.int32),
     )
-    small, scale = by_row(x, common, twice)
+    small, scale = quantize_fp8_rowwise(x, common, twice)
     assert small.shape == (6, 43)
     back, right = small.float() * scale, x - common
-    plain, _ = by_row(right)
+    plain, _ = quantize_fp8_rowwise(right)
     assert torch.equal(small[:, :40].float(), plain.float())
     normal = small.float()[:, 40:].abs() >= 2**-6
     off = (back[:, :40][:, twice] + back[:, 40:] - right[:, twice]).abs()
     assert (off <= HALF_STEP**2 * right[:, twice].abs() * 1.001)[normal].all()
     options = ("test_schema", "test_faketensor")
-    torch.library.opcheck(by_row, (x, common, twice), test_utils=options)
+    torch.library.opcheck(quantize_fp8_rowwise, (x, common, twice), test_utils=options)
 
 
 def test_what_is_not_finite_stays_so() -> None:
@@ -124,14 +131,18 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_product_of_the_8_bit_numbers_as_float64(rows: int, inputs: int, outputs: int) -> None:
     """What is rounded is input and weights; the product itself is exact but for fp32."""
     layer, x = filled(outputs, inputs), some((rows, inputs), 1)
-    restored = [part.double() for part in by_row(x)]
+    restored = [part.double() for part in quantize_fp8_rowwise(x)]
     expected = restored[0] * restored[1] @ (layer.weight.double() * layer.scale.double()).t()
     assert distance(layer(x), expected) < 1e-6
     gradient = some((rows, outputs), 2)
     (found,) = torch.autograd.grad(layer(x.requires_grad_()), x, gradient)
-    restored = [part.double() for part in by_row(gradient)]
+    restored = [part.double() for part in quantize_fp8_rowwise(gradient)]
     # The backward pass has rows, and so scales, of its own.
-    expected = restored[0] * restored[1] @ (layer.back.double() * layer.back_scale.double()).t()
+    expected = (
+        restored[0]
+        * restored[1]
+        @ (layer.backward_weight.double() * layer.backward_scale.double()).t()
+    )
     assert distance(found, expected) < 1e-6
 
 
@@ -140,7 +151,7 @@ def test_near_to_float64_with_the_weights_as_they_were(compute: torch.dtype) -> 
     """Two operands, each off by up to 6 % in either direction: 4 % on the whole."""
     layer, weight = filled(40, 96, 0, compute), some((40, 96), 0).double() / 96**0.5
     given = [some((64, 96), 1).to(compute), some((8, 96), 2) / 10, some((40, 8), 3) / 10]
-    found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given)
+    found = with_gradients(lambda *own: LoRALinear.apply(*own, None, (layer,)), given)
     expected = with_gradients(
         lambda *own: exact.adapted(*own, [weight]), [each.double() for each in given]
     )
@@ -151,11 +162,11 @@ def test_near_to_float64_with_the_weights_as_they_were(compute: torch.dtype) -> 
 
 def test_a_member_of_a_joint_layer_has_its_rows() -> None:
     members = [FP8Linear(nn.Linear(24, size, bias=False), torch.float32) for size in (16, 8, 8)]
-    joint = JointFP8(members)
+    joint = StackedFP8Linear(members)
     weights = [some((len_, 24), len_ + n) for n, len_ in enumerate((16, 8, 8))]
     for n in (1, 0, 2):  # in whatever order the files have them
         assert joint.weight.is_meta
-        members[n].quantise(weights[n])
+        members[n].quantize(weights[n])
     x = some((5, 24), 9).requires_grad_()
     whole = joint(x)
     parts = [member(x) for member in members]
@@ -164,7 +175,7 @@ def test_a_member_of_a_joint_layer_has_its_rows() -> None:
         assert not list(member.parameters())  # held once, by the joint layer
         assert distance(member.dequantize(), weight.double()) < 0.04
         alone = FP8Linear(nn.Linear(24, len(weight), bias=False), torch.float32)
-        alone.quantise(weight)
+        alone.quantize(weight)
         outer = some((5, len(weight)), 7)
         found, expected = (torch.autograd.grad(m(x), x, outer)[0] for m in (member, alone))
         assert distance(found, expected.double()) < 0.06
@@ -187,8 +198,8 @@ def test_the_loss_is_near_to_that_in_bf16(
 ) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda layer: None)  # its way, without the compiler
     plain, model = build(folder, "none"), build(folder, "fp8", kernels=kernels)
-    kinds = [k for m in model.modules() for k in (Joining, GatedMLP) if isinstance(m, k)]
-    assert kinds == ([Joining, GatedMLP] * 3 if kernels == "compiled" else [])
+    kinds = [k for m in model.modules() for k in (LoRASharedInput, LoRAMLP) if isinstance(m, k)]
+    assert kinds == ([LoRASharedInput, LoRAMLP] * 3 if kernels == "compiled" else [])
     expected, found = loss_of(plain), loss_of(model)
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=0.03)
     expected.backward()
@@ -225,7 +236,7 @@ def test_joint_weights_are_counted_once(wide: Path, monkeypatch: pytest.MonkeyPa
         frozen = sum(m.in_features * m.out_features for m in linears if type(m) is FP8Linear)
         found = {p for m in linears if isinstance(m, FP8Linear) for p in m.parameters()}
         small = sum(p.numel() for p in found if p.dtype == E4M3)
-        more = {m.whole: len(m.whole.twice) for m in linears if type(m) is FP8Linear}
+        more = {m.holder: len(m.holder.outlier_channels) for m in linears if type(m) is FP8Linear}
         again = sum(size * len(m.weight) for m, size in more.items())
         assert small == 2 * frozen + again  # each weight once for each direction, a byte each
         assert not any(p.is_meta for p in model.parameters())
@@ -247,7 +258,7 @@ def test_a_saved_adapter_is_loaded_on_the_original_weights(
     model.generation_config.save_pretrained(tmp_path / "result")
     section = ModelSection(name=str(folder), quantization="fp8")
     loaded = load_result(str(tmp_path / "result"), section, "bf16").eval()
-    assert not any(isinstance(m, AdaptedLinear | FP8Linear) for m in loaded.modules())
+    assert not any(isinstance(m, FusedLoRALinear | FP8Linear) for m in loaded.modules())
     assert {p.dtype for n, p in loaded.named_parameters() if "lora" not in n} == {torch.bfloat16}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found, expected = (each(input_ids=IDS).logits.double() for each in (model, loaded))
@@ -269,14 +280,14 @@ def test_what_inputs_have_in_common_costs_nothing() -> None:
         return float((y.double() - expected).mean(0).norm() / expected.mean(0).norm())
 
     before, before_common = distance(layer(x), expected), common(layer(x))
-    layer.listen()
+    layer.observe()
     layer(x[:32])
     layer(x[32:])
-    layer.conclude()
-    assert torch.allclose(layer.usual, x.mean(0), atol=1e-5)
-    layer.take_exactly(weight)
-    layer.finish()
-    assert layer.heard is None
+    layer.finish_calibration()
+    assert torch.allclose(layer.input_mean, x.mean(0), atol=1e-5)
+    layer.requantize(weight)
+    layer.copy_outlier_columns()
+    assert layer.observer is None
     assert distance(layer(x), expected) < before / 5
     assert common(layer(x)) < before_common / 5
 
@@ -285,13 +296,13 @@ def test_the_channels_that_matter_most_come_twice() -> None:
     layer, x = filled(40, 96), some((64, 96), 1)
     large = list(range(5, 96, 6))  # sixteen, as many as there is a second column for
     x[:, large] *= 20
-    layer.listen()
+    layer.observe()
     layer(x)
-    layer.conclude()
+    layer.finish_calibration()
     weight = some((40, 96), 0) / 96**0.5
-    layer.take_exactly(weight)
-    layer.finish()
-    assert layer.twice.tolist() == large
+    layer.requantize(weight)
+    layer.copy_outlier_columns()
+    assert layer.outlier_channels.tolist() == large
     small = layer.weight.float()
     assert torch.equal(small[:, 96:], small[:, large])
     assert distance(layer.dequantize(), weight.double()) < 0.15  # some further off than they need
@@ -301,15 +312,15 @@ def test_weights_rounded_by_data_do_less_to_outputs() -> None:
     """Where channels go together, and on other inputs of the same kind than those heard."""
     weight, mixing = some((40, 96), 0) / 96**0.5, some((12, 96), 1)
     inputs = [some((512, 12), seed) @ mixing + some((512, 96), seed + 9) / 5 for seed in (2, 3)]
-    heard = Heard(96, torch.device("cpu"))
+    heard = HessianAccumulator(96, torch.device("cpu"))
     heard.add(inputs[0][:200])
     heard.add(inputs[0][200:])
     assert torch.allclose(heard.mean(), inputs[0].mean(0), atol=1e-5)
-    assert torch.allclose(heard.spread / 511, inputs[0].t().cov(), rtol=1e-3, atol=1e-3)
-    factor = heard.factor()
+    assert torch.allclose(heard.hessian / 511, inputs[0].t().cov(), rtol=1e-3, atol=1e-3)
+    factor = heard.inverse_factor()
     assert factor is not None
-    nearest, scale = by_row(weight)
-    found = by_data(weight, scale, factor)
+    nearest, scale = quantize_fp8_rowwise(weight)
+    found = gptq_quantize(weight, scale, factor)
 
     def off(small: Tensor) -> float:
         return distance(inputs[1] @ (small.float() * scale).t(), (inputs[1] @ weight.t()).double())
@@ -317,46 +328,46 @@ def test_weights_rounded_by_data_do_less_to_outputs() -> None:
     assert off(found) < 0.5 * off(nearest)
     assert (found.float() * scale - weight).abs().max() < 0.5 * weight.abs().max()
     layer = filled(40, 96)
-    layer.listen()
-    layer.rounded(inputs[0])
-    layer.conclude()
-    layer.take_exactly(weight)
-    layer.finish()
+    layer.observe()
+    layer.quantize_input(inputs[0])
+    layer.finish_calibration()
+    layer.requantize(weight)
+    layer.copy_outlier_columns()
     assert off(layer.weight[:, :96]) < 0.5 * off(nearest)
 
 
 def test_a_large_mean_takes_nothing_from_what_differs() -> None:
     """Sums of squares alone would lose it: of 10,000 and 1 a 32-bit number has no digits left."""
     x = some((4096, 8), 0) + 1e4 * torch.arange(8)
-    heard = Heard(8, torch.device("cpu"))
+    heard = HessianAccumulator(8, torch.device("cpu"))
     for part in x.split(512):
         heard.add(part)
     assert torch.allclose(heard.mean(), x.double().mean(0).float(), rtol=1e-6)
-    assert torch.allclose(heard.spread / 4095, x.double().t().cov().float(), rtol=0.01, atol=0.05)
+    assert torch.allclose(heard.hessian / 4095, x.double().t().cov().float(), rtol=0.01, atol=0.05)
 
 
 def test_the_first_token_does_not_decide_what_is_usual() -> None:
     """In many models it is a thousand times as large as all others."""
     x = some((40, 8), 0)
     x[0, 3] = 1e4
-    heard = Heard(8, torch.device("cpu"))
+    heard = HessianAccumulator(8, torch.device("cpu"))
     heard.add(x)
     heard.add(x[:0])  # as an expert gets that no token was sent to
     mean = heard.mean()
     assert torch.allclose(mean, x[1:].mean(0), atol=1e-5)
     off = (x - mean).double()  # but how weights are rounded does matter to it
-    assert distance(heard.spread, off.t() @ off) < 1e-5
+    assert distance(heard.hessian, off.t() @ off) < 1e-5
     rest = off[:, :3].t() @ off[:, :3]
-    assert distance(heard.spread[:3, :3], rest) < 1e-4
+    assert distance(heard.hessian[:3, :3], rest) < 1e-4
 
 
 @pytest.mark.parametrize(
     "spread", [torch.zeros(6, 6), torch.ones(6, 6), torch.full((6, 6), torch.inf)], ids=str
 )
 def test_there_may_be_no_factor_but_none_that_is_not_finite(spread: Tensor) -> None:
-    heard = Heard(6, torch.device("cpu"))
-    heard.spread = spread.clone()
-    factor = heard.factor()
+    heard = HessianAccumulator(6, torch.device("cpu"))
+    heard.hessian = spread.clone()
+    factor = heard.inverse_factor()
     assert (factor is None) is (not spread.isfinite().all() or not spread.any())
     assert factor is None or factor.isfinite().all()
 
@@ -365,22 +376,22 @@ def test_channels_that_say_nothing_leave_weights_as_they_are() -> None:
     """Each rounded by itself is best where inputs have nothing to do with each other; and silence,
     or what isn't a number, is no ground for anything."""
     weight = some((8, 20), 0)
-    nearest, scale = by_row(weight)
-    heard = Heard(20, torch.device("cpu"))
-    heard.spread = torch.eye(20)
-    factor = heard.factor()
+    nearest, scale = quantize_fp8_rowwise(weight)
+    heard = HessianAccumulator(20, torch.device("cpu"))
+    heard.hessian = torch.eye(20)
+    factor = heard.inverse_factor()
     assert factor is not None
-    assert torch.equal(by_data(weight, scale, factor).float(), nearest.float())
+    assert torch.equal(gptq_quantize(weight, scale, factor).float(), nearest.float())
     for x in (torch.zeros(4, 20), torch.full((4, 20), torch.nan)):
         layer = filled(8, 20)
         before = layer.weight.float()
-        layer.listen()
-        layer.rounded(x)
-        layer.conclude()
-        layer.take_exactly(weight)
-        layer.finish()
+        layer.observe()
+        layer.quantize_input(x)
+        layer.finish_calibration()
+        layer.requantize(weight)
+        layer.copy_outlier_columns()
         assert torch.equal(layer.weight.float(), before)
-        assert not layer.usual.any()
+        assert not layer.input_mean.any()
 
 
 def rounded_by(folder: Path, adapter: Adapter, texts: list[list[int]], **train: Any) -> Any:
@@ -398,17 +409,17 @@ def test_as_many_layers_listen_as_there_is_room_for(
     found: list[list[Tensor]] = []
     runs: list[list[int]] = []
 
-    def count(passage: usual.Passage, group: Any) -> None:
+    def count(passage: calibration.CalibrationPass, group: Any) -> None:
         runs[-1].append(len(group))
         hear(passage, group)
 
-    hear = usual.Passage.hear
-    monkeypatch.setattr(usual.Passage, "hear", count)
-    for room in (usual.ROOM, 1):
-        monkeypatch.setattr(usual, "ROOM", room)
+    hear = calibration.CalibrationPass.collect
+    monkeypatch.setattr(calibration.CalibrationPass, "collect", count)
+    for room in (calibration.HESSIAN_BUDGET, 1):
+        monkeypatch.setattr(calibration, "HESSIAN_BUDGET", room)
         runs.append([])
         model = rounded_by(wide, LoRA(rank=4), TEXTS)
-        found.append([m.forwards()[2] for m in model.modules() if type(m) is FP8Linear])
+        found.append([m.forward_weights()[2] for m in model.modules() if type(m) is FP8Linear])
     assert runs == [[3], [1, 1, 1]]
     for one, other in zip(*found, strict=True):
         assert one.any()
@@ -434,17 +445,17 @@ def test_texts_pass_a_layer_twice_where_layers_know_no_others(
         return forward(layer, *given, **named)
 
     monkeypatch.setattr(kind, "forward", counted)
-    monkeypatch.setattr(usual, "ROOM", 1)
+    monkeypatch.setattr(calibration, "HESSIAN_BUDGET", 1)
     found: list[list[bytes]] = []
     for _ in range(2):
         passed.append(0)
         model = rounded_by(tmp_path, LoRA(rank=4), TEXTS)
         layers = [m for m in model.modules() if isinstance(m, kind)]
         eight = [m for layer in layers for m in layer.modules() if _is_eight(m)]
-        assert all(m.usual.any() for m in eight)
-        found.append([bytes_of(m.weight).numpy().tobytes() for m in eight])
+        assert all(m.input_mean.any() for m in eight)
+        found.append([as_bytes(m.weight).numpy().tobytes() for m in eight])
         assert not any("forward" in vars(layer) for layer in layers)
-        monkeypatch.setattr(usual, "_is_plain", lambda what: False)
+        monkeypatch.setattr(calibration, "_is_plain", lambda what: False)
     looked = 6  # at all layers, with one text
     assert passed == [each * len(TEXTS) + looked for each in (passes, 21)]
     assert found[0] == found[1]
@@ -452,12 +463,12 @@ def test_texts_pass_a_layer_twice_where_layers_know_no_others(
 
 def test_a_pass_that_fails_leaves_layers_as_they_were() -> None:
     model = _Model()
-    passage = usual.Passage(model, list(model.layers), TEXTS, "cpu", torch.bfloat16)
+    passage = calibration.CalibrationPass(model, list(model.layers), TEXTS, "cpu", torch.bfloat16)
     for layer in model.layers[:2]:
-        passage.hear([layer])
+        passage.collect([layer])
     model.layers[2].linear = None
     with pytest.raises(TypeError):
-        passage.hear([model.layers[3]])
+        passage.collect([model.layers[3]])
     for layer in model.layers:
         assert "forward" not in vars(layer)
         assert not layer._forward_hooks
@@ -499,20 +510,22 @@ def test_all_that_a_layer_gives_is_kept_for_the_next(monkeypatch: pytest.MonkeyP
     found: list[list[Tensor]] = []
     for _ in range(2):
         model = _Model()
-        passage = usual.Passage(model, list(model.layers), TEXTS, "cpu", torch.bfloat16)
+        passage = calibration.CalibrationPass(
+            model, list(model.layers), TEXTS, "cpu", torch.bfloat16
+        )
         found.append([])
         for layer in model.layers:
-            passage.hear([layer])
-            found[-1].append(layer.linear.heard.spread)
-            layer.linear.heard = None
-        monkeypatch.setattr(usual, "_is_plain", lambda what: False)
+            passage.collect([layer])
+            found[-1].append(layer.linear.observer.hessian)
+            layer.linear.observer = None
+        monkeypatch.setattr(calibration, "_is_plain", lambda what: False)
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
     assert all(spread.any() for spread in found[0])
 
 
 @pytest.mark.parametrize(
     ("widths", "room"),
-    [((128, 768), ROOM), ((256, 256), 1)],
+    [((128, 768), HESSIAN_BUDGET), ((256, 256), 1)],
     ids=["squares, of all layers", "weights, of one layer"],
 )
 def test_the_forecast_counts_what_rounding_takes(
@@ -522,8 +535,8 @@ def test_the_forecast_counts_what_rounding_takes(
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2}
     written = write(tmp_path, "qwen2", **sizes)
     written.bfloat16().save_pretrained(tmp_path)
-    for module in (usual, shape):
-        monkeypatch.setattr(module, "ROOM", room)
+    for module in (calibration, shape):
+        monkeypatch.setattr(module, "HESSIAN_BUDGET", room)
     taken: list[int] = []
 
     def watched(frame: Any, *given: Any) -> None:
@@ -534,12 +547,12 @@ def test_the_forecast_counts_what_rounding_takes(
             accustom(frame, *given)
         taken.append(sum(ledger.peaks()["building"].values()) - before)
 
-    accustom = parts.Frame.accustom
-    monkeypatch.setattr(parts.Frame, "accustom", watched)
+    accustom = parts.Frame.calibrate
+    monkeypatch.setattr(parts.Frame, "calibrate", watched)
     rounded_by(tmp_path, LoRA(rank=4), TEXTS)
     told = shape_of(ModelSection(name=str(tmp_path))).rounding_bytes()
     # What the inverse is found in on a GPU is of its library, and nothing that a ledger sees.
-    unseen = square(inner) if inner > hidden else 0
+    unseen = hessian_bytes(inner) if inner > hidden else 0
     # Small layers also have the errors of a few columns, which are nothing beside large ones.
     assert taken[0] + unseen == pytest.approx(told, rel=0.08)
 
@@ -572,24 +585,24 @@ def test_a_model_is_rounded_by_texts(
     assert len(found) == 3 * 7
     better = 0
     for name, layer in found.items():
-        x, whole = torch.cat(heard[name]), layer.whole
+        x, whole = torch.cat(heard[name]), layer.holder
         # Queries, keys and values are rounded together on the short way, and otherwise apart.
-        assert distance(whole.usual, x.mean(0).double()) < 0.05
+        assert distance(whole.input_mean, x.mean(0).double()) < 0.05
         exact = plain[f"{name}.weight"].float()
-        exactly = (exact @ whole.usual.float()).to(torch.bfloat16)
-        weight, _, to_usual = layer.forwards()
+        exactly = (exact @ whole.input_mean.float()).to(torch.bfloat16)
+        weight, _, to_usual = layer.forward_weights()
         assert torch.equal(to_usual, exactly)
         small = whole.weight.float()
-        assert len(whole.twice) == 16
-        assert torch.equal(small[:, -16:], small[:, whole.twice])
+        assert len(whole.outlier_channels) == 16
+        assert torch.equal(small[:, -16:], small[:, whole.outlier_channels])
         assert len(weight) == layer.out_features
-        right = (x - whole.usual.float()).double() @ exact.double().t()
+        right = (x - whole.input_mean.float()).double() @ exact.double().t()
         off = [
-            distance((x - whole.usual.float()) @ each.dequantize().float().t(), right)
+            distance((x - whole.input_mean.float()) @ each.dequantize().float().t(), right)
             for each in (layer, nearest[name])
         ]
         better += off[0] < 0.5 * off[1]
-        assert (whole.heard, whole.factor) == (None, None)
+        assert (whole.observer, whole.inverse_factor) == (None, None)
     assert better >= 19  # of 21
     assert float(loss_of(model)) == pytest.approx(float(loss_of(build(wide, "none"))), rel=0.03)
 
@@ -608,14 +621,14 @@ def held_by(world: World, folder: str) -> list[bytes]:
     """What a rank multiplies with, whose texts were others than those of the other ranks."""
     own = [text[: 5 - 2 * world.rank] for text in TEXTS]
     model = rounded_by(Path(folder), LoRA(rank=4), own)
-    before = [bytes_of(m.weight).numpy().tobytes() for m in model.modules() if _is_eight(m)]
+    before = [as_bytes(m.weight).numpy().tobytes() for m in model.modules() if _is_eight(m)]
     setup = EngineSetup("bf16", OptimizerSetup(), Schedule("constant", 1e-3, 0, 9), 1.0, seed=0)
     with DDPEngine(model, setup, world):
         layers = [m for m in model.modules() if _is_eight(m)]
         kept = [
-            bytes_of(part).numpy().tobytes()
+            as_bytes(part).numpy().tobytes()
             for layer in layers
-            for part in (layer.weight, layer.twice, layer.usual, layer.to_usual)
+            for part in (layer.weight, layer.outlier_channels, layer.input_mean, layer.mean_output)
         ]
     return [b"".join(before), b"".join(kept)]
 
@@ -646,7 +659,7 @@ def test_other_precisions_ask_for_no_texts(folder: Path) -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     told = "frozen weights: held in 8 bits, multiplied as wider numbers, which saves no time"
-    assert how_multiplied("cpu") == f"{told} (there is no GPU)"
+    assert describe_fp8_matmul("cpu") == f"{told} (there is no GPU)"
 
 
 @pytest.mark.parametrize(
@@ -657,4 +670,4 @@ def test_an_older_gpu_is_named(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], words: str
 ) -> None:
     monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: capability)
-    assert words in how_multiplied("cuda:0")
+    assert words in describe_fp8_matmul("cuda:0")

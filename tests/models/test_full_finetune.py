@@ -12,14 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from shardtune.core import fused_families as families
-from shardtune.kernels.swiglu_backward import opened_back
+from shardtune.kernels.swiglu_backward import swiglu_backward
 from shardtune.models.fused.full_finetune import (
-    JointLinear,
-    OnHalves,
-    Opening,
-    TurnedProducts,
-    WholeMLP,
-    prepare,
+    FullMLP,
+    FullSharedInput,
+    PackedTrainedWeights,
+    SharedInputLinear,
+    StackedLinearRoPE,
+    fuse_full,
 )
 from shardtune.models.materialize import decoder_layers
 from tests.models.exact import distance, some
@@ -29,20 +29,21 @@ from tests.models.test_fused_lora import base_of as model_of
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 STATIC, DYNAMIC = DimDynamic.STATIC, DimDynamic.DYNAMIC
 TOGETHER = {
-    family: (Opening, Opening if family == "gemma" else WholeMLP) for family in families.JOINED
+    family: (FullSharedInput, FullSharedInput if family == "gemma" else FullMLP)
+    for family in families.SHARED_INPUT_FAMILIES
 } | {"phi3": (), "olmo": ()}
 
 
 def prepared(model: Any) -> Any:
     for layer in decoder_layers(model):
-        prepare(layer, model.config.model_type)
+        fuse_full(layer, model.config.model_type)
     return model
 
 
 def joined(model: Any) -> Any:
     for module in prepared(model).modules():
-        if isinstance(module, OnHalves):
-            module.join_halves()
+        if isinstance(module, PackedTrainedWeights):
+            module.pack_trained_weights()
     return model
 
 
@@ -62,14 +63,17 @@ def test_every_family_computes_the_same(family: str) -> None:
     ours = found(model)
     assert ours.keys() == right.keys()
     assert max(distance(each, right[name].double()) for name, each in ours.items()) < 1e-5
-    assert tuple(kinds(model, Opening, WholeMLP)) == TOGETHER[family] * SHAPE["num_hidden_layers"]
+    assert (
+        tuple(kinds(model, FullSharedInput, FullMLP))
+        == TOGETHER[family] * SHAPE["num_hidden_layers"]
+    )
 
 
 def test_weights_stand_below_each_other_and_their_gradients_too() -> None:
     model = joined(model_of("llama"))
     attention = model.model.layers[0].self_attn
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    assert all(isinstance(layer, JointLinear) for layer in layers)
+    assert all(isinstance(layer, SharedInputLinear) for layer in layers)
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     for kind in ("weight", "grad"):
         at = [layer.weight if kind == "weight" else layer.weight.grad for layer in layers]
@@ -109,14 +113,14 @@ def test_sizes_come_with_the_input_and_not_with_the_angles() -> None:
             for name, each in given.items()
         )
         weights = [torch.empty(rows, 32) for rows in (32, 16, 16)]
-        parts = TurnedProducts.apply(x, cos, sin, (4, 2, 2), *weights)
+        parts = StackedLinearRoPE.apply(x, cos, sin, (4, 2, 2), *weights)
     assert str(x.shape[1]) != str(cos.shape[1]), "nobody has told it that they are the same"
     assert [str(part.shape[:2]) for part in parts] == [str(x.shape[:2])] * 3
 
 
 def test_in_bf16_the_activation_is_as_near_as_its_rounding() -> None:
     gradient, y = some((9, 40), 1).bfloat16(), some((9, 80), 2).bfloat16()
-    back, active = opened_back(gradient, y)
+    back, active = swiglu_backward(gradient, y)
     assert_opened(back, active, gradient, y, near=0.004)
 
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core import fused_families as families
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.models.fused.apply import settle
+from shardtune.models.fused.apply import pack_weights
 from shardtune.models.fused.lora import (
-    ATTENTION,
-    GATED,
-    AdaptedLinear,
-    Adding,
-    GatedMLP,
-    Joining,
-    quicken,
+    GATE_UP,
+    QKV,
+    FusedDecoderLayer,
+    FusedLoRALinear,
+    LoRAMLP,
+    LoRASharedInput,
+    fuse_lora,
 )
 from shardtune.models.materialize import decoder_layers
 from shardtune.models.peft_adapters import add_adapter
@@ -49,14 +49,14 @@ OTHERS = {
 }
 # Of each family: modules of a layer that join (or close) their products.
 JOINED = {
-    "llama": (Joining, GatedMLP),
-    "mistral": (Joining, GatedMLP),
-    "qwen2": (Joining, GatedMLP),  # with biases
-    "qwen3": (Joining, GatedMLP),
-    "smollm3": (Joining, GatedMLP),
-    "granite": (Joining, GatedMLP),
-    "olmo2": (Joining, GatedMLP),
-    "gemma": (Joining, Joining),  # GELU
+    "llama": (LoRASharedInput, LoRAMLP),
+    "mistral": (LoRASharedInput, LoRAMLP),
+    "qwen2": (LoRASharedInput, LoRAMLP),  # with biases
+    "qwen3": (LoRASharedInput, LoRAMLP),
+    "smollm3": (LoRASharedInput, LoRAMLP),
+    "granite": (LoRASharedInput, LoRAMLP),
+    "olmo2": (LoRASharedInput, LoRAMLP),
+    "gemma": (LoRASharedInput, LoRASharedInput),  # GELU
     "phi3": (),  # one layer for queries, keys and values, one for gate and up
     "olmo": (),  # of no known family: each layer by itself
 }
@@ -90,8 +90,8 @@ def quickened(adapted: Any) -> Any:
     causal = adapted.get_base_model()
     layers = decoder_layers(causal)
     for layer in layers:
-        quicken(layer, causal.config.model_type)
-    settle(layers)
+        fuse_lora(layer, causal.config.model_type)
+    pack_weights(layers)
     return adapted
 
 
@@ -119,7 +119,7 @@ def kinds(model: Any, *wanted: type) -> list[type]:
 
 
 def test_every_family_is_here() -> None:
-    assert set(JOINED) >= families.JOINED
+    assert set(JOINED) >= families.SHARED_INPUT_FAMILIES
 
 
 @pytest.mark.parametrize("family", JOINED)
@@ -129,8 +129,8 @@ def test_loss_and_gradients_are_those_of_peft(family: str) -> None:
     names = [type(module).__name__ for module in decoder_layers(model.get_base_model())]
     quickened(model)
     assert_alike(model, before)
-    assert tuple(kinds(model, Joining, GatedMLP)) == JOINED[family] * 2
-    assert len(kinds(model, AdaptedLinear)) == (8 if family == "phi3" else 14)
+    assert tuple(kinds(model, LoRASharedInput, LoRAMLP)) == JOINED[family] * 2
+    assert len(kinds(model, FusedLoRALinear)) == (8 if family == "phi3" else 14)
     after = [type(module).__name__ for module in decoder_layers(model.get_base_model())]
     assert after == names  # transformers looks for layers by their class's name
 
@@ -139,10 +139,10 @@ def test_loss_and_gradients_are_those_of_peft(family: str) -> None:
     ("targets", "joined"),
     [
         (("q_proj", "v_proj"), ()),
-        (("q_proj", "k_proj", "v_proj"), (Joining,)),
-        (("gate_proj", "up_proj"), (Joining,)),
+        (("q_proj", "k_proj", "v_proj"), (LoRASharedInput,)),
+        (("gate_proj", "up_proj"), (LoRASharedInput,)),
         (("up_proj", "down_proj"), ()),
-        (("gate_proj", "up_proj", "down_proj"), (GatedMLP,)),
+        (("gate_proj", "up_proj", "down_proj"), (LoRAMLP,)),
     ],
     ids=str,
 )
@@ -151,8 +151,8 @@ def test_some_layers_only(targets: tuple[str, ...], joined: tuple[type, ...]) ->
     before = loss_and_gradients(model)
     quickened(model)
     assert_alike(model, before)
-    assert tuple(kinds(model, Joining, GatedMLP)) == joined * 2
-    assert len(kinds(model, AdaptedLinear)) == 2 * len(targets)
+    assert tuple(kinds(model, LoRASharedInput, LoRAMLP)) == joined * 2
+    assert len(kinds(model, FusedLoRALinear)) == 2 * len(targets)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_is_not_plain_stays_as_it_is(adapter: LoRA, plain: bool) -> None:
     before = loss_and_gradients(model)
     quickened(model)
     assert_alike(model, before)
-    assert len(kinds(model, AdaptedLinear)) == (14 if plain else 0)
+    assert len(kinds(model, FusedLoRALinear)) == (14 if plain else 0)
 
 
 def test_a_joint_result_may_be_as_wide_as_the_input() -> None:
@@ -180,24 +180,30 @@ def test_a_joint_result_may_be_as_wide_as_the_input() -> None:
     before = loss_and_gradients(model)
     quickened(model)
     assert_alike(model, before)
-    assert kinds(model, Joining, GatedMLP) == [Joining, GatedMLP] * 2
+    assert kinds(model, LoRASharedInput, LoRAMLP) == [LoRASharedInput, LoRAMLP] * 2
 
 
-@pytest.mark.parametrize("family", sorted(families.JOINED))
+@pytest.mark.parametrize("family", sorted(families.SHARED_INPUT_FAMILIES))
 def test_where_nothing_is_in_between_queries_and_keys_are_turned_at_once(family: str) -> None:
     model = quickened(model_of(family))
-    turned = [m.turns for m in model.modules() if isinstance(m, Joining) and hasattr(m, "q_proj")]
-    assert turned == [family in families.TURNED] * 2
+    turned = [
+        m.fuses_rope
+        for m in model.modules()
+        if isinstance(m, LoRASharedInput) and hasattr(m, "q_proj")
+    ]
+    assert turned == [family in families.ROPE_FAMILIES] * 2
 
 
-@pytest.mark.parametrize("family", sorted(families.JOINED))
+@pytest.mark.parametrize("family", sorted(families.SHARED_INPUT_FAMILIES))
 def test_which_layers_add_to_what_goes_past_them(family: str) -> None:
     """Fails where transformers writes one of them in other words: see `LAYER`."""
     model = quickened(model_of(family))
     layers = decoder_layers(model.get_base_model())
-    assert [isinstance(layer, Adding) for layer in layers] == [family in families.ADDED] * 2
-    left = [layer.self_attn.o_proj.left for layer in layers]
-    assert left == [family in families.ADDED] * 2
+    assert [isinstance(layer, FusedDecoderLayer) for layer in layers] == [
+        family in families.RESIDUAL_FAMILIES
+    ] * 2
+    left = [layer.self_attn.o_proj.deferred for layer in layers]
+    assert left == [family in families.RESIDUAL_FAMILIES] * 2
 
 
 def test_a_layer_that_is_watched_is_not_left_to_others() -> None:
@@ -217,8 +223,8 @@ def test_weights_with_one_input_stand_together() -> None:
     model = quickened(model_of("llama"))
     assert joined_weights(model) == 4
     for layer in decoder_layers(model.get_base_model()):
-        for module, names in ((layer.self_attn, ATTENTION), (layer.mlp, GATED)):
-            assert getattr(module, names[-1]).base_layer.room == 4 * len(names)
+        for module, names in ((layer.self_attn, QKV), (layer.mlp, GATE_UP)):
+            assert getattr(module, names[-1]).base_layer.spare_rows == 4 * len(names)
 
 
 def test_another_adapter_is_computed_as_peft_does() -> None:
@@ -242,7 +248,7 @@ def test_biases_of_an_mlp_keep_it_open() -> None:
     before = loss_and_gradients(model)
     quickened(model)
     assert_alike(model, before)
-    assert kinds(model, Joining, GatedMLP) == [Joining] * 4
+    assert kinds(model, LoRASharedInput, LoRAMLP) == [LoRASharedInput] * 4
 
 
 @torch.no_grad()
@@ -261,7 +267,7 @@ def test_disabled_merged_and_unmerged() -> None:
     model.unmerge_adapter()
     torch.testing.assert_close(logits(model), adapted, rtol=1e-4, atol=1e-4)
     merged = model.merge_and_unload()
-    assert not kinds(merged, AdaptedLinear)
+    assert not kinds(merged, FusedLoRALinear)
     torch.testing.assert_close(logits(merged), adapted, rtol=1e-4, atol=1e-4)
 
 
@@ -279,7 +285,7 @@ def test_under_autocast_products_are_in_its_precision() -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    layer = next(module for module in model.modules() if isinstance(module, AdaptedLinear))
+    layer = next(module for module in model.modules() if isinstance(module, FusedLoRALinear))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(2, 3, 32)).dtype == torch.bfloat16
         _, gradients = loss_and_gradients(model)
@@ -311,7 +317,7 @@ def test_only_a_job_with_compiled_layers_has_them(tmp_path: Path) -> None:
             builder = PretrainedModelBuilder(section, LoRA(rank=4), train)
             further = () if build == "whole" else (lambda part: None,)
             model = getattr(builder, build)("cpu", *further)
-            assert len(kinds(model, AdaptedLinear)) == count
+            assert len(kinds(model, FusedLoRALinear)) == count
             whole = build == "whole" and kernels == "compiled"
             assert joined_weights(model) == (6 if whole else 0)
 
@@ -320,7 +326,7 @@ def joined_weights(model: Any) -> int:
     """Modules whose layers with one input have their weights in one piece of memory."""
     count = 0
     for layer in decoder_layers(model.get_base_model()):
-        for module, names in ((layer.self_attn, ATTENTION), (layer.mlp, GATED)):
+        for module, names in ((layer.self_attn, QKV), (layer.mlp, GATE_UP)):
             weights = [getattr(module, name).base_layer.weight for name in names]
             count += len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     return count

@@ -14,7 +14,13 @@ from shardtune.checkpoint.export import probe_logits
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core.step import MicroBatch
 from shardtune.models import tiny
-from shardtune.models.generate import Prompt, answer, held_out_prompt, prompt_ids, question_text
+from shardtune.models.generate import (
+    Prompt,
+    generate_answers,
+    held_out_prompt,
+    prompt_ids,
+    question_text,
+)
 from shardtune.models.load import load_base
 from shardtune.models.materialize import decoder_layers
 from tests.synthetic import load_model
@@ -111,8 +117,11 @@ def test_a_batch_gives_the_same_answers_as_one_by_one(model: Any) -> None:
     asked = [prompt_ids(tokenizer, prompt, chat=True) for prompt in PROMPTS]
     assert len({len(ids) for ids in asked}) == 3, "or nothing would have to be padded"
     stops = frozenset({tiny.END})
-    together = answer(model, tokenizer, asked, stops=stops, max_new_tokens=16)
-    apart = [answer(model, tokenizer, [ids], stops=stops, max_new_tokens=16)[0] for ids in asked]
+    together = generate_answers(model, tokenizer, asked, stops=stops, max_new_tokens=16)
+    apart = [
+        generate_answers(model, tokenizer, [ids], stops=stops, max_new_tokens=16)[0]
+        for ids in asked
+    ]
     assert together == apart == [text_of(greedy(model, ids, stops, 16)) for ids in asked]
     assert len(set(together)) > 1, "the control: the question matters"
 
@@ -123,7 +132,7 @@ def test_an_answer_ends_at_a_stop_token(model: Any) -> None:
     whole = greedy(model, ids, frozenset(), 16)
     stop = next(token for n, token in enumerate(whole) if n >= 3 and token not in whole[:n])
     stops = frozenset({tiny.END, stop})
-    short = answer(model, tokenizer, [ids], stops=stops, max_new_tokens=16)[0]
+    short = generate_answers(model, tokenizer, [ids], stops=stops, max_new_tokens=16)[0]
     assert short == text_of(whole[: whole.index(stop) + 1])
     assert len(short) < len(text_of(whole))
 
@@ -132,16 +141,18 @@ def test_an_answer_that_never_stops_ends_too(model: Any) -> None:
     """A job may name no stop token, and a tokenizer have none."""
     tokenizer = tiny.tokens()
     ids = prompt_ids(tokenizer, PROMPTS[0], chat=True)
-    found = answer(model, tokenizer, [ids], stops=frozenset(), max_new_tokens=5)
+    found = generate_answers(model, tokenizer, [ids], stops=frozenset(), max_new_tokens=5)
     assert found == [text_of(greedy(model, ids, frozenset(), 5))]
 
 
 def test_a_tokenizer_without_padding_is_padded_with_a_stop_token(model: Any) -> None:
     tokenizer = tiny.tokens()
     asked = [prompt_ids(tokenizer, prompt, chat=True) for prompt in PROMPTS]
-    expected = answer(model, tokenizer, asked, stops=frozenset({tiny.END}), max_new_tokens=8)
+    expected = generate_answers(
+        model, tokenizer, asked, stops=frozenset({tiny.END}), max_new_tokens=8
+    )
     tokenizer.pad_token = None
-    found = answer(model, tokenizer, asked, stops=frozenset({tiny.END}), max_new_tokens=8)
+    found = generate_answers(model, tokenizer, asked, stops=frozenset({tiny.END}), max_new_tokens=8)
     assert found == expected
 
 
@@ -154,7 +165,7 @@ def test_a_temperature_draws(model: Any) -> None:
             torch.manual_seed(seed)
             stops = frozenset({tiny.END})
             settings: Any = {"stops": stops, "max_new_tokens": 12, "temperature": 1.0}
-            return answer(model, tokenizer, asked, **settings)[0]
+            return generate_answers(model, tokenizer, asked, **settings)[0]
 
     assert draw(1) == draw(1)
     assert len({draw(seed) for seed in range(4)}) > 1
@@ -168,11 +179,11 @@ def test_nothing_is_compiled_for_an_answer_or_a_probe(model: Any) -> None:
     tokenizer = tiny.tokens()
     ids = prompt_ids(tokenizer, PROMPTS[0], chat=True)
     told: Any = {"stops": frozenset({tiny.END}), "max_new_tokens": 4}
-    right = answer(model, tokenizer, [ids], **told)
+    right = generate_answers(model, tokenizer, [ids], **told)
     quick = load_base(ModelSection(name="tiny"), "fp32")
     for layer in decoder_layers(quick):
         layer.compile(backend="eager")
-    assert answer(quick, tokenizer, [ids], **told) == right
+    assert generate_answers(quick, tokenizer, [ids], **told) == right
     row = torch.tensor([ids])
     probe_logits(quick, MicroBatch(row, torch.arange(len(ids))[None], row, (), 0, 0))
     assert not counters["stats"]["unique_graphs"]
@@ -189,7 +200,9 @@ def test_asking_leaves_a_model_in_training_as_it_was(precision: Any, training: b
     tokenizer = tiny.tokens()
     ids = prompt_ids(tokenizer, PROMPTS[0], chat=True)
     state = torch.get_rng_state()
-    found = answer(adapted, tokenizer, [ids], stops=frozenset({tiny.END}), max_new_tokens=4)
+    found = generate_answers(
+        adapted, tokenizer, [ids], stops=frozenset({tiny.END}), max_new_tokens=4
+    )
     assert found[0]
     assert adapted.training is training
     assert torch.equal(torch.get_rng_state(), state)

@@ -46,9 +46,9 @@ def test_the_model_computes_the_same(small_gguf: Any) -> None:
     model.load_state_dict(tensors, strict=False)
     reference = LlamaForCausalLM(small_gguf.model.config).float()
     reference.load_state_dict(small_gguf.model.state_dict())
-    # What was quantised can't come back exactly; with it taken over, all the rest must.
-    quantised = {name: tensor for name, tensor in tensors.items() if "up_proj" in name}
-    reference.load_state_dict(quantised, strict=False)
+    # What was quantized can't come back exactly; with it taken over, all the rest must.
+    quantized = {name: tensor for name, tensor in tensors.items() if "up_proj" in name}
+    reference.load_state_dict(quantized, strict=False)
     ids = torch.arange(3, 103).reshape(2, 50)
     with torch.no_grad():
         found, expected = model(ids).logits, reference(ids).logits

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardtune.kernels.matmul_fp32_out import in_fp32
-from shardtune.kernels.stacked_linear import across, back_across, opened, stand_together
-from shardtune.kernels.swiglu_lora import gated, gated_back
-from shardtune.models.fused.lora_autograd import Adapted, GatedProducts, Turned
-from shardtune.models.quantization.fp8 import by_row, scaled
-from shardtune.models.quantization.linear import Int8Linear, QuantisedLinear
+from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
+from shardtune.kernels.stacked_linear import (
+    stack_weights,
+    stacked_linear,
+    stacked_linear_backward,
+    stacked_linear_lora_a,
+)
+from shardtune.kernels.swiglu_lora import swiglu_lora, swiglu_lora_backward
+from shardtune.models.fused.lora_autograd import LoRALinear, LoRAQKVRoPE, LoRASwiGLUMLP
+from shardtune.models.quantization.fp8 import fp8_linear, quantize_fp8_rowwise
+from shardtune.models.quantization.linear import Int8Linear, QuantizedLinear
 from tests.kernels.test_rope import as_transformers
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
@@ -48,7 +53,7 @@ def as_exact(given: list[Tensor]) -> list[Tensor]:
 def test_adapted_as_float64(sizes: tuple[int, ...], together: bool, dtype: torch.dtype) -> None:
     layers = tuple(linear(size, WIDE, n, dtype) for n, size in enumerate(sizes))
     if together:
-        stand_together(layers, 0)
+        stack_weights(layers, 0)
     rank = 3 * len(sizes)
     given = [
         some((ROWS, WIDE), 10).to(dtype),
@@ -57,11 +62,11 @@ def test_adapted_as_float64(sizes: tuple[int, ...], together: bool, dtype: torch
     ]
     past = some((ROWS, sum(sizes)), 13).to(dtype)
     weights = [layer.weight.double() for layer in layers]
-    found = with_gradients(lambda *own: Adapted.apply(*own, None, layers), given)
+    found = with_gradients(lambda *own: LoRALinear.apply(*own, None, layers), given)
     expected = with_gradients(lambda *own: exact.adapted(*own, weights), as_exact(given))
     for ours, right in zip(found, expected, strict=True):
         assert distance(ours, right) < NEAR[dtype]
-    found = with_gradients(lambda *own: Adapted.apply(*own, layers), [*given, past])
+    found = with_gradients(lambda *own: LoRALinear.apply(*own, layers), [*given, past])
     expected = with_gradients(
         lambda *own: own[3] + exact.adapted(*own[:3], weights), as_exact([*given, past])
     )
@@ -80,7 +85,7 @@ def test_queries_keys_and_values_as_float64(
     rows, length = 2, 9
     layers = tuple(linear(count * wide, WIDE, n, dtype) for n, count in enumerate(heads))
     if room is not None:
-        stand_together(layers, room)
+        stack_weights(layers, room)
     given = [
         some((rows, length, WIDE), 10).to(dtype),
         rounded((16, WIDE), 11, dtype).float(),
@@ -91,7 +96,7 @@ def test_queries_keys_and_values_as_float64(
     weights = [layer.weight.double() for layer in layers]
 
     def ours(*own: Tensor) -> Tensor:
-        parts = Turned.apply(*own, cos, sin, heads, layers)
+        parts = LoRAQKVRoPE.apply(*own, cos, sin, heads, layers)
         return torch.cat([part.flatten(2) for part in parts], dim=-1)
 
     def right(*own: Tensor) -> Tensor:
@@ -108,7 +113,7 @@ def test_trained_weights_have_gradients_in_fp32_and_the_input_in_its_own_precisi
     layer = linear(17, WIDE, 0, torch.bfloat16)
     x = some((ROWS, WIDE), 1).bfloat16().requires_grad_()
     down, up = (nn.Parameter(some(shape, 2)) for shape in ((4, WIDE), (17, 4)))
-    Adapted.apply(x, down, up, None, (layer,)).sum().backward()
+    LoRALinear.apply(x, down, up, None, (layer,)).sum().backward()
     assert (x.grad.dtype, down.grad.dtype, up.grad.dtype) == (  # type: ignore[union-attr]
         torch.bfloat16,
         torch.float32,
@@ -121,7 +126,7 @@ def test_an_input_that_needs_no_gradient_gets_none() -> None:
     """The first layer's, where the embedding is frozen."""
     layer, x = linear(17, WIDE, 0, torch.float32), some((ROWS, WIDE), 1)
     down, up = (nn.Parameter(some(shape, 2)) for shape in ((4, WIDE), (17, 4)))
-    Adapted.apply(x, down, up, None, (layer,)).sum().backward()
+    LoRALinear.apply(x, down, up, None, (layer,)).sum().backward()
     assert x.grad is None
     assert down.grad is not None
 
@@ -134,7 +139,7 @@ def test_gated_mlp_as_float64(
 ) -> None:
     first = tuple(linear(inner, WIDE, n, dtype) for n in (0, 1))
     if room is not None:
-        stand_together(first, room)
+        stack_weights(first, room)
     last = linear(WIDE, inner, 2, dtype)
     given = [
         some((ROWS, WIDE), 5).to(dtype),
@@ -146,7 +151,7 @@ def test_gated_mlp_as_float64(
     ]
 
     def ours(*own: Tensor) -> Any:
-        return GatedProducts.apply(*own, first, (last,))
+        return LoRASwiGLUMLP.apply(*own, first, (last,))
 
     weights = ([layer.weight.double() for layer in first], last.weight.double())
     found = with_gradients(ours, given)
@@ -155,13 +160,13 @@ def test_gated_mlp_as_float64(
         assert distance(near, right) < 2 * NEAR[dtype]
 
 
-def test_quantised_weights_are_multiplied_as_they_are_restored() -> None:
+def test_quantized_weights_are_multiplied_as_they_are_restored() -> None:
     plain = linear(16, WIDE, 0, torch.float32)
     layer = Int8Linear(plain, torch.float32)
-    layer.quantise(plain.weight.data)
-    assert isinstance(layer, QuantisedLinear)
+    layer.quantize(plain.weight.data)
+    assert isinstance(layer, QuantizedLinear)
     given = [some((ROWS, WIDE), 1), some((4, WIDE), 2), some((16, 4), 3)]
-    found = with_gradients(lambda *own: Adapted.apply(*own, None, (layer,)), given)
+    found = with_gradients(lambda *own: LoRALinear.apply(*own, None, (layer,)), given)
     weights = [layer.dequantize().double()]
     expected = with_gradients(lambda *own: exact.adapted(*own, weights), as_exact(given))
     for ours, right in zip(found, expected, strict=True):
@@ -176,19 +181,19 @@ def test_what_a_compiler_is_told_is_what_comes(dtype: torch.dtype) -> None:
     up, down = some((13, 4), 2).to(dtype), some((4, WIDE), 3).to(dtype)
     gradient = some((ROWS, 13), 4).to(dtype)
     layers = tuple(linear(size, WIDE, size, dtype) for size in (8, 5))
-    stand_together(layers, 4)
+    stack_weights(layers, 4)
     together = [layer.weight for layer in layers]
     tests = ("test_schema", "test_faketensor")
     for op, given in (
-        (across, (narrow, up, x, weights)),
-        (across, (None, None, x, weights)),
-        (across, (narrow, up, x, weights, gradient.view(1, ROWS, 13))),
-        (opened, (x, down, weights, 0)),
-        (opened, (x, down, together, 4)),
-        (back_across, (narrow, down, gradient, weights)),
-        (back_across, (None, down, torch.cat([gradient, narrow], dim=1), weights, 0)),
-        (back_across, (None, down, torch.cat([gradient, narrow], dim=1), together, 4)),
-        (in_fp32, (x.t(), narrow)),
+        (stacked_linear, (narrow, up, x, weights)),
+        (stacked_linear, (None, None, x, weights)),
+        (stacked_linear, (narrow, up, x, weights, gradient.view(1, ROWS, 13))),
+        (stacked_linear_lora_a, (x, down, weights, 0)),
+        (stacked_linear_lora_a, (x, down, together, 4)),
+        (stacked_linear_backward, (narrow, down, gradient, weights)),
+        (stacked_linear_backward, (None, down, torch.cat([gradient, narrow], dim=1), weights, 0)),
+        (stacked_linear_backward, (None, down, torch.cat([gradient, narrow], dim=1), together, 4)),
+        (matmul_fp32_out, (x.t(), narrow)),
     ):
         torch.library.opcheck(op, given, test_utils=tests)
 
@@ -199,12 +204,21 @@ def test_the_number_of_rows_stays_open() -> None:
     def every(x: Tensor, narrow: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         weight, up, down, last = weights
         return (
-            across(narrow, up, x, [weight]),
-            opened(x, down, [weight], 0),
-            back_across(narrow, down, y, [weight]),
-            *gated(y, narrow, up, last),
-            *gated_back(y[:, :4].contiguous(), x[:, :3].contiguous(), last, y, narrow, up)[:1],
-            scaled(None, None, *by_row(x), *by_row(weight), None, torch.float32),
+            stacked_linear(narrow, up, x, [weight]),
+            stacked_linear_lora_a(x, down, [weight], 0),
+            stacked_linear_backward(narrow, down, y, [weight]),
+            *swiglu_lora(y, narrow, up, last),
+            *swiglu_lora_backward(
+                y[:, :4].contiguous(), x[:, :3].contiguous(), last, y, narrow, up
+            )[:1],
+            fp8_linear(
+                None,
+                None,
+                *quantize_fp8_rowwise(x),
+                *quantize_fp8_rowwise(weight),
+                None,
+                torch.float32,
+            ),
         )
 
     of_rows = (some((ROWS, WIDE), 0), some((ROWS, 4), 1), some((ROWS, 8), 2))

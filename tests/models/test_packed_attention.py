@@ -37,11 +37,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from shardtune.core.document_boundaries import ATTENTION, attention_inputs
+from shardtune.core.document_boundaries import VARLEN, attention_inputs
 from shardtune.models import packed_attention as attention
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
-from shardtune.models.packed_attention import agreed, attend, how_kept_apart, register, unsuited
-from shardtune.models.packing_check import require_isolation
+from shardtune.models.packed_attention import (
+    describe_attention,
+    register,
+    same_on_all_ranks,
+    varlen_attention,
+    why_unsuited,
+)
+from shardtune.models.packing_check import require_document_isolation
 
 SMALL = {
     "vocab_size": 100,
@@ -76,7 +82,7 @@ def small(name: str) -> PreTrainedModel:
 
 def by_boundaries(model: PreTrainedModel) -> PreTrainedModel:
     register()
-    model.set_attn_implementation(ATTENTION)
+    model.set_attn_implementation(VARLEN)
     return model
 
 
@@ -196,25 +202,25 @@ def test_isolation_is_shown_the_way_that_training_takes(name: str):
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["cu_seq_lens_q"]), with_kwargs=True
     )
-    require_isolation(model.float(), rows=2, precision="bf16")
+    require_document_isolation(model.float(), rows=2, precision="bf16")
     assert [ends is None for ends in seen] == [True, False, True]
 
 
 def test_the_saved_model_does_not_ask_for_it(tmp_path: Path):
     by_boundaries(small("llama")).save_pretrained(tmp_path)
-    assert ATTENTION not in (tmp_path / "config.json").read_text(encoding="utf-8")
+    assert VARLEN not in (tmp_path / "config.json").read_text(encoding="utf-8")
     assert AutoConfig.from_pretrained(tmp_path).model_type == "llama"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plain_causal_families_are_suited(name: str):
     model = small(name)
-    assert unsuited(model) is None
+    assert why_unsuited(model) is None
     assert model.config._attn_implementation == "sdpa"
     assert not model.training
     with init_empty_weights(include_buffers=False):  # as a model that comes in parts
         skeleton = FAMILIES[name]()
-    assert unsuited(skeleton) is None
+    assert why_unsuited(skeleton) is None
 
 
 @pytest.mark.parametrize(
@@ -244,22 +250,22 @@ def test_plain_causal_families_are_suited(name: str):
     ],
 )
 def test_families_that_ask_for_more_keep_their_mask(make, reason: str):
-    assert reason in unsuited(make())
+    assert reason in why_unsuited(make())
 
 
 def test_without_a_gpu_everything_stays_as_it_is():
     model = small("llama")
-    attention.use_boundaries(model, "cpu", torch.bfloat16)
+    attention.use_varlen_attention(model, "cpu", torch.bfloat16)
     assert model.config._attn_implementation == "sdpa"
-    assert how_kept_apart(model).endswith("by a dense mask (its weights are not on a GPU)")
-    told = how_kept_apart(by_boundaries(model))
+    assert describe_attention(model).endswith("by a dense mask (its weights are not on a GPU)")
+    told = describe_attention(by_boundaries(model))
     assert "torch's kernels (FlashAttention 4: nobody has asked for it); packed" in told
     assert told.endswith("by their boundaries")
 
 
 def test_ranks_that_differ_are_named():
-    assert agreed(["a", "a"]) == "a"
-    assert agreed(["a", "b", "a"]).endswith("ranks 0, 2: a; ranks 1: b")
+    assert same_on_all_ranks(["a", "a"]) == "a"
+    assert same_on_all_ranks(["a", "b", "a"]).endswith("ranks 0, 2: a; ranks 1: b")
 
 
 @pytest.mark.parametrize("asked", [{"sliding_window": 2}, {"dropout": 0.1}, {"is_causal": False}])
@@ -267,7 +273,9 @@ def test_what_a_layer_asks_for_is_never_ignored(asked: dict[str, object]):
     given = [torch.zeros(1, heads, 4, 8) for heads in (4, 2, 2)]
     ends = torch.tensor([0, 2, 4], dtype=torch.int32)
     with pytest.raises(AssertionError, match="has looked"):
-        attend(torch.nn.Identity(), *given, None, cu_seq_lens_q=ends, max_length_q=4, **asked)
+        varlen_attention(
+            torch.nn.Identity(), *given, None, cu_seq_lens_q=ends, max_length_q=4, **asked
+        )
 
 
 def test_a_stand_in_for_a_mask_never_passes_for_one():
@@ -284,7 +292,7 @@ def test_the_kernel_is_asked_for_what_it_can_do():
     with FakeTensorMode():
         query, key, value = (torch.empty(2, 16, n, 8, requires_grad=True) for n in (4, 2, 2))
         ends = torch.empty(65, dtype=torch.int32)
-        found = attention._by_kernel(query, key, value, ends, 16, 0.5)
+        found = attention._varlen_kernel(query, key, value, ends, 16, 0.5)
         assert found.shape == query.shape
         gradients = torch.autograd.grad(found.sum(), (query, key, value))
     assert [each.shape[2] for each in gradients] == [4, 2, 2]

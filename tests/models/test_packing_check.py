@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from shardtune.errors import ModelError
-from shardtune.models.packing_check import require_isolation
+from shardtune.models.packing_check import require_document_isolation
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -42,11 +42,11 @@ def small(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_models_that_read_positions_pass(name: str, dtype: torch.dtype) -> None:
-    require_isolation(small(name).to(dtype), rows=2)
+    require_document_isolation(small(name).to(dtype), rows=2)
 
 
 @pytest.mark.parametrize("name", ["opt", "bloom"])
 def test_models_that_do_not_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="doesn't keep packed documents apart") as caught:
-        require_isolation(small(name), rows=2)
+        require_document_isolation(small(name), rows=2)
     assert caught.value.problems[0].fix == "set data.packing: false"

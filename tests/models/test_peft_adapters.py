@@ -75,7 +75,7 @@ def test_an_adapter_changes_nothing_before_it_is_trained(tmp_path: Path, adapter
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_result_of_quantised_weights_comes_back_on_quantised_weights(
+def test_a_result_of_quantized_weights_comes_back_on_quantized_weights(
     tmp_path: Path, kind: str
 ) -> None:
     from transformers import GenerationConfig

@@ -1,4 +1,4 @@
-"""Quantised base weights: what is quantised, how well, and that gradients pass through."""
+"""Quantized base weights: what is quantized, how well, and that gradients pass through."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardtune.config.job import (
 from shardtune.config.rules import check
 from shardtune.errors import JobError, ModelError
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.models.quantization.linear import Int8Linear, NF4Linear, QuantisedLinear
+from shardtune.models.quantization.linear import Int8Linear, NF4Linear, QuantizedLinear
 from tests.models.families import write
 
 IDS = torch.arange(12).view(1, 12) * 5
@@ -40,11 +40,11 @@ def build(name: str | Path, kind: str, adapter: Adapter, precision: str = "fp32"
     return PretrainedModelBuilder(section, adapter, TrainSection(precision=precision)).whole("cpu")
 
 
-def quantised(model: nn.Module) -> dict[str, QuantisedLinear]:
+def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {
         name.replace("base_model.model.", "").replace(".base_layer", ""): module
         for name, module in model.named_modules()
-        if isinstance(module, QuantisedLinear)
+        if isinstance(module, QuantizedLinear)
     }
 
 
@@ -65,7 +65,7 @@ def test_nf4_weights_are_those_of_bitsandbytes(tmp_path: Path, precision: str) -
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=told, dtype=dtype, device_map="cpu"
     )
-    found = quantised(build(tmp_path, "nf4", LoRA(rank=4), precision))
+    found = quantized(build(tmp_path, "nf4", LoRA(rank=4), precision))
     expected = {
         name: module
         for name, module in theirs.named_modules()
@@ -81,7 +81,7 @@ def test_nf4_weights_are_those_of_bitsandbytes(tmp_path: Path, precision: str) -
 
 def test_nf4_stores_half_a_byte_a_weight() -> None:
     layer = NF4Linear(nn.Linear(64, 256), torch.bfloat16)
-    layer.quantise(torch.randn(256, 64))
+    layer.quantize(torch.randn(256, 64))
     assert layer.weight.dtype == torch.uint8
     assert layer.weight.numel() == 256 * 64 // 2
     scales = layer.state.absmax.numel() + 4 * layer.state.state2.absmax.numel()
@@ -93,7 +93,7 @@ def test_int8_is_off_by_half_a_unit_at_most(dtype: torch.dtype) -> None:
     weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
     layer = Int8Linear(nn.Linear(32, 48), dtype)
-    layer.quantise(weight)
+    layer.quantize(weight)
     assert layer.weight.dtype == torch.int8
     assert layer.weight.shape == (48, 32)
     unit = weight.abs().amax(1, keepdim=True) / 127
@@ -104,12 +104,12 @@ def test_int8_is_off_by_half_a_unit_at_most(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("make", [NF4Linear, Int8Linear])
 def test_the_layer_is_the_linear_layer_of_its_restored_weights(
-    make: type[QuantisedLinear],
+    make: type[QuantizedLinear],
 ) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(64, 32)
     layer = make(plain, torch.float32)
-    layer.quantise(plain.weight.detach())
+    layer.quantize(plain.weight.detach())
     layer.bias = nn.Parameter(plain.bias.detach(), requires_grad=False)
     one = torch.randn(2, 5, 64, requires_grad=True)
     other = one.detach().clone().requires_grad_()
@@ -126,7 +126,7 @@ def test_the_layer_is_the_linear_layer_of_its_restored_weights(
 def test_head_and_saved_modules_keep_their_digits(tmp_path: Path, kind: str) -> None:
     write(tmp_path, "llama")
     adapter = LoRA(rank=4, targets=("q_proj",), modules_to_save=("lm_head", "up_proj"))
-    names = quantised(build(tmp_path, kind, adapter)).keys()
+    names = quantized(build(tmp_path, kind, adapter)).keys()
     assert {name.rsplit(".", 1)[-1] for name in names} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
     }
@@ -137,7 +137,7 @@ def test_head_and_saved_modules_keep_their_digits(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize(
     "adapter", [LoRA(rank=4), LoRA(rank=4, variant="dora"), IA3()], ids=["lora", "dora", "ia3"]
 )
-def test_adapters_on_quantised_weights_learn(tmp_path: Path, kind: str, adapter: Adapter) -> None:
+def test_adapters_on_quantized_weights_learn(tmp_path: Path, kind: str, adapter: Adapter) -> None:
     write(tmp_path, "llama")
     model = build(tmp_path, kind, adapter)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -164,7 +164,7 @@ def test_int8_is_near_the_original_and_nf4_is_farther(tmp_path: Path) -> None:
 
 def test_moving_takes_the_scales_along() -> None:
     layer = NF4Linear(nn.Linear(64, 64, bias=False), torch.float32)
-    layer.quantise(torch.randn(64, 64))
+    layer.quantize(torch.randn(64, 64))
     layer.to(torch.bfloat16)  # what DeepSpeed does to a module; packed weights are no numbers
     assert layer.weight.dtype == torch.uint8
     assert layer.state.absmax.device == layer.weight.device
@@ -210,11 +210,11 @@ def test_what_can_not_work_is_refused(adapter: Adapter, said: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
 @pytest.mark.parametrize("make", [NF4Linear, Int8Linear])
 def test_compiled_code_keeps_no_restored_weights_for_the_backward_pass(
-    make: type[QuantisedLinear],
+    make: type[QuantizedLinear],
 ) -> None:
     """A compiler sees that forward and backward restore the same weights, and would keep them."""
     layer = make(nn.Linear(256, 128, bias=False), torch.bfloat16)
-    layer.quantise(torch.randn(128, 256))
+    layer.quantize(torch.randn(128, 256))
     input = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
     layer(input).sum().backward()
     expected, input.grad = input.grad, None

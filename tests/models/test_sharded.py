@@ -40,7 +40,7 @@ def plan_of(folder: str, kind: str, adapter: Adapter) -> PretrainedModelBuilder:
 def reference(
     plan: PretrainedModelBuilder,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, int]:
-    """Logits, gradients, bytes and quantised bytes of the undivided model."""
+    """Logits, gradients, bytes and quantized bytes of the undivided model."""
     model = plan.whole("cpu")
     logits = model(input_ids=IDS).logits
     logits.logsumexp(-1).sum().backward()
@@ -199,7 +199,7 @@ def test_a_rank_never_holds_more_than_its_share_and_two_layers(
         pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     write(tmp_path, "llama")
     layer = 8.2 * MIB
-    # Quantising one weight takes bitsandbytes several times that weight on a CPU.
+    # Quantizing one weight takes bitsandbytes several times that weight on a CPU.
     constant = (16 if kind == "none" else 28) * MIB
     for rise, held in on_ranks(2, peak_of_building, str(large), str(tmp_path), kind):
         share = LAYERS * layer / 2 / (1 if kind == "none" else 8)

@@ -108,10 +108,10 @@ def test_offload_and_zeropp_are_derived_from_the_layout_alone() -> None:
     moved = replace(plain.layout(), home={"optim": "cpu", "params": "cpu"})
     zero = derived(plain, moved)["zero_optimization"]
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
-    quantised = strategy(
+    quantized = strategy(
         stage=3, zero_quantized_weights=True, zero_quantized_gradients=True
     ).layout()
-    zero = derived(plain, quantised)["zero_optimization"]
+    zero = derived(plain, quantized)["zero_optimization"]
     assert zero["zero_quantized_weights"]
     assert zero["zero_quantized_gradients"]
     assert zero["zero_hpz_partition_size"] == 1
@@ -151,7 +151,7 @@ def test_what_deepspeed_cannot_do_is_refused(zero: dict[str, Any], key: str) -> 
     assert problem.fix
 
 
-def test_quantised_collectives_need_a_gpu() -> None:
+def test_quantized_collectives_need_a_gpu() -> None:
     chosen = strategy(stage=3, zero_quantized_weights=True)
     with pytest.raises(JobError, match="written for GPUs"):
         chosen.require(World(size=2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardtune.config.job import LoRA, ModelSection, TrainSection
-from shardtune.core.document_boundaries import ATTENTION
+from shardtune.core.document_boundaries import VARLEN
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, Loss, OptimizerSetup
 from shardtune.core.step import MicroBatch
@@ -32,7 +32,7 @@ def make(*, told: bool, loss: Loss) -> tuple[NativeEngine, list[bool]]:
     model = PretrainedModelBuilder(section, LoRA(rank=4), train).whole("cpu")
     if told:
         register()
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(VARLEN)
     seen: list[bool] = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs.get("cu_seq_lens_q") is not None),

@@ -184,7 +184,7 @@ def test_adapters_of_the_last_layer_only(schedule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_a_quantised_base(schedule: str, tmp_path: Path) -> None:
+def test_a_quantized_base(schedule: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     write(tmp_path, "llama", num_hidden_layers=4, hidden_size=64)
     adapter, settings = LoRA(rank=4), pipeline(schedule=schedule)

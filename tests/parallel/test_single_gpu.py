@@ -21,7 +21,7 @@ from shardtune.engine.optim.build_optimizer import future_moments
 from shardtune.engine.optim.host_mapped import in_main_memory
 from shardtune.errors import JobError
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.models.fused.full_finetune import prepare
+from shardtune.models.fused.full_finetune import fuse_full
 from shardtune.models.materialize import decoder_layers
 from shardtune.parallel.ddp.engine import native_engine
 from shardtune.parallel.ddp.single_gpu import HalvedEngine
@@ -44,7 +44,7 @@ def make(
     model: Any = PretrainedModelBuilder(ModelSection(name="tiny"), NoAdapter(), train).whole("cpu")
     if together:
         for layer in decoder_layers(model):
-            prepare(layer, model.config.model_type)
+            fuse_full(layer, model.config.model_type)
     rule = OptimizerSetup(betas=(0.9, 0.95), weight_decay=0.1, paged=paged)
     schedule = Schedule("constant", rate, 0, 100)
     setup = EngineSetup(precision, rule, schedule, 1.0, 0, loss=loss, halves=halves)

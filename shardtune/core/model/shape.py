@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from shardtune.core.fp8_memory import ROOM, columns_twice, rounding, square
+from shardtune.core.fp8_memory import (
+    HESSIAN_BUDGET,
+    gptq_workspace_bytes,
+    hessian_bytes,
+    outlier_columns,
+)
 from shardtune.core.model.weight import Kind, Part, Weight
 from shardtune.errors import ModelError, Problem, did_you_mean
 
@@ -298,7 +303,7 @@ class ModelShape:
 
     # Bytes -------------------------------------------------------------------------------------
 
-    def quantisable(self, kept: Collection[str] = ()) -> int:
+    def quantizable(self, kept: Collection[str] = ()) -> int:
         """Numbers in the linear modules that can be stored in 4 or 8 bits, biases not counted."""
         return sum(weight.total for weight in self._packed(kept))
 
@@ -308,7 +313,7 @@ class ModelShape:
         return sum(
             weight.total
             // weight.shape[-1]
-            * (2 * weight.shape[-1] + columns_twice(weight.shape[-1]))
+            * (2 * weight.shape[-1] + outlier_columns(weight.shape[-1]))
             for weight in self._packed(())
         )
 
@@ -317,12 +322,14 @@ class ModelShape:
         Modules with one input may hear it together, which takes less."""
         packed = self._packed(())
         squares = {
-            part: sum(square(each.shape[-1]) for each in packed if each.part == part)
+            part: sum(hessian_bytes(each.shape[-1]) for each in packed if each.part == part)
             for part in LAYERS
         }
-        whole = sum(square(each.shape[-1]) * each.times for each in packed)
-        heard = min(whole, max(ROOM, *squares.values()))
-        return heard + max((rounding(each.shape[-1], each.size) for each in packed), default=0)
+        whole = sum(hessian_bytes(each.shape[-1]) * each.times for each in packed)
+        heard = min(whole, max(HESSIAN_BUDGET, *squares.values()))
+        return heard + max(
+            (gptq_workspace_bytes(each.shape[-1], each.size) for each in packed), default=0
+        )
 
     def _packed(self, kept: Collection[str]) -> list[Weight]:
         """Linear modules in layers, without those in modules called as one of `kept`; GPT-2's
@@ -343,7 +350,7 @@ class ModelShape:
         width: int = 2,
         kept: Collection[str] = (),
     ) -> int:
-        """Bytes of all weights, those that are not quantised in `width` bytes each."""
+        """Bytes of all weights, those that are not quantized in `width` bytes each."""
         if quantization == "none":
             return self.parameters * width
         packed = self._packed(kept)

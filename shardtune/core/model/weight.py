@@ -13,7 +13,7 @@ Part = Literal["embedding", "layer", "moe_layer", "encoder_layer", "root", "head
 Kind = Literal["linear", "conv1d", "matrix", "table", "norm", "vector", "buffer"]
 """What a tensor is: the weight of a linear module, or of GPT-2's transposed one; a matrix that is
 multiplied with but is no module of its own (router, experts), so that it can be neither adapted nor
-quantised; a table to look up in; a norm's; a bias or the like; or a number that is stored with the
+quantized; a table to look up in; a norm's; a bias or the like; or a number that is stored with the
 weights but is no parameter."""
 
 

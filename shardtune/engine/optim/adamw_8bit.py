@@ -50,7 +50,7 @@ def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
 def unpacked(kept: Mapping[str, Any]) -> dict[str, Tensor]:
     """The optimizer's state of one weight as torch's AdamW would keep it."""
     moments = {
-        name: _dequantised(kept[f"state{n}"], kept[f"absmax{n}"], kept[f"qmap{n}"])
+        name: _dequantized(kept[f"state{n}"], kept[f"absmax{n}"], kept[f"qmap{n}"])
         for name, n in _NUMBERS.items()
     }
     return {"step": torch.tensor(float(kept["step"])), **moments}
@@ -63,26 +63,26 @@ def packed(moments: Mapping[str, Tensor], optimizer: Any) -> dict[str, Any]:
         values = moments[name]
         # One map for all weights, on the device of the moments.
         qmap = optimizer.name2qmap[kind] = optimizer.name2qmap[kind].to(values.device)
-        kept[f"state{n}"], kept[f"absmax{n}"] = _quantised(values, qmap)
+        kept[f"state{n}"], kept[f"absmax{n}"] = _quantized(values, qmap)
         kept[f"qmap{n}"] = qmap
     return kept
 
 
-def _dequantised(codes: Tensor, scales: Tensor, qmap: Tensor) -> Tensor:
+def _dequantized(codes: Tensor, scales: Tensor, qmap: Tensor) -> Tensor:
     values = qmap[codes.flatten().int()]
     values *= scales.repeat_interleave(BLOCK)[: values.numel()]
     return values.view(codes.shape)
 
 
-def _quantised(values: Tensor, qmap: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(values: Tensor, qmap: Tensor) -> tuple[Tensor, Tensor]:
     flat = values.flatten()
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     parts = torch.split(padded, _AT_ONCE)
-    codes, scales = zip(*(_quantised_blocks(part, qmap) for part in parts), strict=True)
+    codes, scales = zip(*(_quantized_blocks(part, qmap) for part in parts), strict=True)
     return torch.cat(codes).flatten()[: flat.numel()].view(values.shape), torch.cat(scales)
 
 
-def _quantised_blocks(blocks: Tensor, qmap: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized_blocks(blocks: Tensor, qmap: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of rows: a scale that gives exactly these values where there is one, else
     the largest value, as bitsandbytes takes it."""
     borders = (qmap[1:] + qmap[:-1]) / 2

@@ -27,15 +27,15 @@ WIDE = 2
 worth: in a decoder that is what comes before an MLP's activation. In an 8 B Llama it is 61 % of all
 that is kept, for half of a forward pass."""
 KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
-Rule = Callable[..., CheckpointPolicy]
+Policy = Callable[..., CheckpointPolicy]
 
 
-def recompute(layer: nn.Module, what: Recompute) -> None:
+def checkpoint_activations(layer: nn.Module, what: Recompute) -> None:
     """Lets `layer` keep what the setting says. It stays what it was, by its class's name too."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     kind: Any = type(layer)
     layer.__class__ = _recomputing(kind)
-    layer.rule = RULES[what]  # type: ignore[assignment]
+    layer.rule = POLICIES[what]  # type: ignore[assignment]
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -44,10 +44,10 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-class Recomputing:
+class CheckpointedLayer:
     """A layer that computes some things twice."""
 
-    rule: Rule
+    rule: Policy
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class Recomputing:
 
 @cache
 def _recomputing(kind: type) -> type:
-    return type(kind.__name__, (Recomputing, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (CheckpointedLayer, kind), {"__module__": kind.__module__})
 
 
 def _attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -86,7 +86,7 @@ def _products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return KEEP if name in _ALWAYS or name in _PRODUCTS else DROP
 
 
-RULES: dict[Recompute, Rule] = {"none": _products, "mlp": _narrow, "most": _attention}
+POLICIES: dict[Recompute, Policy] = {"none": _products, "mlp": _narrow, "most": _attention}
 """`full` isn't here: transformers does that itself."""
 
 
@@ -102,7 +102,7 @@ _ALWAYS = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "torch_attn::_varlen_attn",
-        "shardtune::attended",
+        "shardtune::flash_attention",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
     }
@@ -113,11 +113,11 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "aten::bmm": lambda args: args[1].shape[1:],
     "aten::baddbmm": lambda args: args[2].shape[1:],
     "aten::_grouped_mm": lambda args: args[1].shape[-2:],
-    "shardtune::across": lambda args: (args[2].shape[1], len(args[3][0])),
-    "shardtune::opened": lambda args: (args[0].shape[1], len(args[2][0])),
-    "shardtune::turned": lambda args: (1, 1),
-    "shardtune::scaled": lambda args: (args[2].shape[1], len(args[4])),
-    "shardtune::gated": lambda args: (args[0].shape[1], len(args[3])),
+    "shardtune::stacked_linear": lambda args: (args[2].shape[1], len(args[3][0])),
+    "shardtune::stacked_linear_lora_a": lambda args: (args[0].shape[1], len(args[2][0])),
+    "shardtune::rope_qkv": lambda args: (1, 1),
+    "shardtune::fp8_linear": lambda args: (args[2].shape[1], len(args[4])),
+    "shardtune::swiglu_lora": lambda args: (args[0].shape[1], len(args[3])),
 }
 """How many numbers a row of the input and of the result has."""
 

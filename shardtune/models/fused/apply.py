@@ -14,16 +14,19 @@ from torch._dynamo.callback import callback_handler
 from shardtune.config.job import Adapter, LoRA, NoAdapter, TrainSection
 from shardtune.core.heartbeat import own_heartbeat
 from shardtune.core.setup import Recompute
-from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers, recompute
-from shardtune.models.fused.full_finetune import prepare
+from shardtune.models.fused.activation_checkpointing import (
+    checkpoint_activations,
+    checkpoint_whole_layers,
+)
+from shardtune.models.fused.full_finetune import fuse_full
 
-GRAPHS = 64
+RECOMPILE_LIMIT = 64
 """How often the code of a layer may be compiled: with and without gradients, in training and
 evaluation, for rows of few lengths. Beyond it torch would go on uncompiled, with a mere warning."""
 
 
 @dataclass(frozen=True)
-class Speed:
+class LayerSetup:
     """What the job says of it."""
 
     compiled: bool = False
@@ -36,52 +39,57 @@ class Speed:
         return self.compiled or self.recompute in ("mlp", "most")
 
     @classmethod
-    def of(cls, train: TrainSection) -> Speed:
+    def of(cls, train: TrainSection) -> LayerSetup:
         return cls(train.kernels == "compiled", train.recompute, train.keep_layers)
 
 
-def settle(layers: Iterable[nn.Module]) -> None:
-    """Prepares layers that have their weights, whole and where they stay, once `hasten` has run."""
-    joined = False
+def pack_weights(layers: Iterable[nn.Module]) -> None:
+    """Packs the weights of layers that share an input into one matrix: after `apply_fused_layers`,
+    once the weights are whole and where they stay."""
+    packed = False
     for layer in layers:
         for module in layer.modules():
-            join_weights = getattr(module, "join_weights", None)
-            if join_weights is not None:
-                join_weights()
-                joined = True
-    if joined:
+            pack = getattr(module, "pack_weights", None)
+            if pack is not None:
+                pack()
+                packed = True
+    if packed:
         # What weights have left is a little too small for those that stand together now. Unless the
         # allocator gives it back, it keeps gigabytes of it. Without a GPU this does nothing.
         torch.cuda.empty_cache()
 
 
-def hasten(causal: Any, layers: Sequence[nn.Module], adapter: Adapter, speed: Speed) -> None:
+def apply_fused_layers(
+    causal: Any, layers: Sequence[nn.Module], adapter: Adapter, setup: LayerSetup
+) -> None:
     """Prepares `layers` of a model that has its adapters. They may be without weights still.
 
     Compiling itself happens when a layer first runs; layers that are alike share the result.
     """
-    what, family = speed.recompute, causal.config.get_text_config().model_type
+    what, family = setup.recompute, causal.config.get_text_config().model_type
     if what == "full":
         checkpoint_whole_layers(causal)
-    if speed.compiled and isinstance(adapter, LoRA):
-        from shardtune.models.fused.lora import quicken  # peft is slow to import
+    if setup.compiled and isinstance(adapter, LoRA):
+        from shardtune.models.fused.lora import fuse_lora  # peft is slow to import
 
         for layer in layers:
-            quicken(layer, family)
-    if speed.compiled and isinstance(adapter, NoAdapter):
+            fuse_lora(layer, family)
+    if setup.compiled and isinstance(adapter, NoAdapter):
         for layer in layers:
-            prepare(layer, family)
+            fuse_full(layer, family)
     for number, layer in enumerate(layers):
-        if speed.changes_layers:
+        if setup.changes_layers:
             # A layer that is run again as a whole keeps for a moment what it would otherwise.
-            keeps = what == "full" or number >= len(layers) - speed.kept
-            recompute(layer, "none" if keeps else what)
-        if speed.compiled:
+            keeps = what == "full" or number >= len(layers) - setup.kept
+            checkpoint_activations(layer, "none" if keeps else what)
+        if setup.compiled:
             layer.compile()
-    if speed.compiled:
+    if setup.compiled:
         tell_of_compiling()
         read_rows_once()
-        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        torch._dynamo.config.recompile_limit = max(
+            RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit
+        )
 
 
 def tell_of_compiling() -> None:

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.fused_families import TURNED
-from shardtune.kernels.rope import leave_turned
+from shardtune.core.fused_families import ROPE_FAMILIES
+from shardtune.kernels.rope import skip_if_rotated
 
-GATED = ("gate_proj", "up_proj")
-ATTENTION = ("q_proj", "k_proj", "v_proj")
-JOINT = (ATTENTION, GATED)
+GATE_UP = ("gate_proj", "up_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
+SHARED_INPUT = (QKV, GATE_UP)
 """Names of layers that have one input, where they are in one module."""
 
 
-class Pieces(NamedTuple):
+class PrecomputedOutputs(NamedTuple):
     """What layers with one input have made of it. It stands in the place of that input."""
 
     shape: tuple[int, ...]
@@ -30,14 +30,14 @@ class Pieces(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
-def turns_at_once(module: Any, layers: Sequence[nn.Linear]) -> bool:
+def applies_rope_directly(module: Any, layers: Sequence[nn.Linear]) -> bool:
     """Whether queries and keys are turned by their positions with nothing in between."""
     between = ("q_norm", "k_norm", "qk_norm")
     return (
-        module.config.model_type in TURNED
+        module.config.model_type in ROPE_FAMILIES
         and all(layer.bias is None for layer in layers)
         and not any(hasattr(module, name) for name in between)
-        and leave_turned(type(module).__module__)
+        and skip_if_rotated(type(module).__module__)
     )
 
 
@@ -47,21 +47,21 @@ def is_silu(mlp: Any) -> bool:
     return isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
 
 
-class Together:
+class SharedInputLayers:
     """A module with layers that have one input."""
 
-    joint: tuple[str, ...]
+    shared_input: tuple[str, ...]
     """Their names."""
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.joint)
+        return tuple(getattr(self, name) for name in self.shared_input)
 
 
-class Ahead(Together):
+class SharedInput(SharedInputLayers):
     """A module that computes them before its own forward pass."""
 
-    turns = False
+    fuses_rope = False
     """Whether queries and keys are turned by their positions here, and not later."""
     head_dim: int
 
@@ -70,11 +70,11 @@ class Ahead(Together):
         """Whether it can."""
         raise NotImplementedError
 
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
+    def project_rope(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
         """What the layers make of `x`, `[rows, length, width]`: by head, and turned."""
         raise NotImplementedError
 
-    def product(self, hidden_states: Tensor) -> Tensor:
+    def project(self, hidden_states: Tensor) -> Tensor:
         """What they make of it, side by side, without their biases."""
         raise NotImplementedError
 
@@ -84,28 +84,28 @@ class Ahead(Together):
         angles: Any = kwargs.get("position_embeddings") or (None, None)
         cos, sin = angles
         sizes = [layer.out_features for layer in self.layers]
-        if self.turns and cos is not None and cos.shape[-1] == self.head_dim:
+        if self.fuses_rope and cos is not None and cos.shape[-1] == self.head_dim:
             heads = tuple(size // self.head_dim for size in sizes)
-            parts = self.turned(as_computed(hidden_states), cos, sin, heads)
+            parts = self.project_rope(to_compute_dtype(hidden_states), cos, sin, heads)
             kwargs["position_embeddings"] = (None, None)
         else:
-            parts = torch.split(self.product(hidden_states), sizes, dim=-1)
-        pieces = Pieces(tuple(hidden_states.shape), tuple(parts))
+            parts = torch.split(self.project(hidden_states), sizes, dim=-1)
+        pieces = PrecomputedOutputs(tuple(hidden_states.shape), tuple(parts))
         return super().forward(pieces, *args, **kwargs)  # type: ignore[misc]
 
 
 @cache
-def with_way(way: type, kind: type) -> type:
+def fused_class(way: type, kind: type) -> type:
     """`kind`, with another way to compute; by its own name, because transformers goes by names."""
     return type(kind.__name__, (way, kind), {"__module__": kind.__module__})
 
 
-def by_token(x: Tensor) -> Tensor:
+def flatten_tokens(x: Tensor) -> Tensor:
     """A row for each token, in the precision of the computation."""
-    return as_computed(x.reshape(-1, x.shape[-1]))
+    return to_compute_dtype(x.reshape(-1, x.shape[-1]))
 
 
-def as_computed(x: Tensor) -> Tensor:
+def to_compute_dtype(x: Tensor) -> Tensor:
     """In the precision of the computation."""
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):

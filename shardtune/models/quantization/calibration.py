@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.fp8_memory import ROOM, square
+from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.models.quantization.fp8 import FP8Linear
 
-Texts = Sequence[Sequence[int]]
+CalibrationSamples = Sequence[Sequence[int]]
 """Token ids."""
 
 
-def in_turn(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+def calibration_groups(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     """Decoder layers, as many at a time as there is room to listen to, but one at least."""
     group: list[nn.Module] = []
     taken = 0
     for layer in layers:
-        size = sum(square(each.in_features) for each in holders(layer))
-        if group and taken + size > ROOM:
+        size = sum(hessian_bytes(each.in_features) for each in weight_holders(layer))
+        if group and taken + size > HESSIAN_BUDGET:
             yield group
             group, taken = [], 0
         group.append(layer)
@@ -30,17 +30,17 @@ def in_turn(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     yield group
 
 
-def holders(part: nn.Module) -> list[FP8Linear]:
+def weight_holders(part: nn.Module) -> list[FP8Linear]:
     """The layers that hold 8-bit weights, their own or those of several."""
     found = [module for module in part.modules() if isinstance(module, FP8Linear)]
-    return [module for module in found if module.whole is module]
+    return [module for module in found if module.holder is module]
 
 
 class _Enough(Exception):
     """Ends a forward pass."""
 
 
-class Passage:
+class CalibrationPass:
     """Texts on their way through a model that has its weights, one after the other and as far as to
     the layers that listen. Adapters add nothing yet.
 
@@ -52,17 +52,17 @@ class Passage:
         self,
         model: Any,
         layers: Sequence[nn.Module],
-        texts: Texts,
+        samples: CalibrationSamples,
         device: str,
         compute: torch.dtype,
     ) -> None:
         causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._model: Any = causal.base_model
-        self._layers, self._texts = layers, texts
+        self._layers, self._samples = layers, samples
         self._device, self._compute = device, compute
         self._behind = 0
         """Layers that are passed for good."""
-        self._kept: list[Any] = [None] * len(texts)
+        self._kept: list[Any] = [None] * len(samples)
         """What the last of them gave, for each text."""
         self._met, plainly = self._look()
         self._apart = plainly and self._met == [layer for layer in layers if layer in self._met]
@@ -86,11 +86,11 @@ class Passage:
         return met, all(plain)
 
     @torch.no_grad()
-    def hear(self, group: Sequence[nn.Module]) -> None:
+    def collect(self, group: Sequence[nn.Module]) -> None:
         """Up to the end of `group`, which listens. Groups come in the order of their layers."""
         for part in group:
-            for holder in holders(part):
-                holder.listen()
+            for holder in weight_holders(part):
+                holder.observe()
         if not any(layer in self._met for layer in group):
             return
         begin = self._layers.index(group[0])
@@ -106,21 +106,21 @@ class Passage:
                 last = self._layers[begin - 1]
                 keep = last.register_forward_hook(lambda *of: caught.append(_copied(of[-1])))
                 undo.callback(keep.remove)
-            for number in range(len(self._texts)):
+            for number in range(len(self._samples)):
                 given = _copied(self._kept[number], self._device)
                 with suppress(_Enough):
                     self._send(number)
                 if caught:
                     self._kept[number] = caught.pop()
                     kept += 1
-        if kept == len(self._texts):  # none, if it is a layer that they don't meet
+        if kept == len(self._samples):  # none, if it is a layer that they don't meet
             self._behind = begin
 
     def _send(self, number: int) -> None:
         # Each text has a length of its own, for which nothing is to be compiled.
         eager = torch.compiler.set_stance("force_eager")
         with eager, torch.autocast(torch.device(self._device).type, self._compute):
-            ids = torch.tensor([list(self._texts[number])], device=self._device)
+            ids = torch.tensor([list(self._samples[number])], device=self._device)
             self._model(input_ids=ids, use_cache=False)
 
 

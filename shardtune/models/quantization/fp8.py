@@ -1,20 +1,22 @@
-"""Frozen weights in 8-bit floating point, multiplied as such: Hopper's matrix unit does twice the
-work a second that it does in bf16.
+"""FP8 (e4m3) frozen weights with row-wise scaling, multiplied in 8 bits (`torch._scaled_mm`): on
+Hopper a matmul in FP8 takes half the time that it takes in bf16.
 
-Each row of activations, of incoming gradients and of weights has a scale of its own (e4m3: three
-bits behind the point, so a number is off by up to 6 % of itself, by chance in either direction;
-one below a 28,000th of its row's largest by more, and below a 450,000th it is zero).
-The backward pass multiplies with the transposed weights, whose rows are others: a layer holds its
-weights twice, one byte each, as much as once in bf16. Adapters and everything that is trained stay
-in bf16 and fp32.
+Row-wise scaling: each row of activations, incoming gradients and weights has one fp32 scale,
 
-Three things keep the loss near to that in bf16, all of them from what goes into a layer (`usual`):
-- Inputs have much in common: some channels are large, and much the same, in every token. Rounding
-  would do the same to each of them. So what inputs usually are is taken off before they are rounded
-  and goes through exact weights, once and for all.
-- Weights are rounded by the data (`by_data`), not each by itself.
-- Of the channels that matter most, what rounding has left of an input is multiplied too: they have
-  a second column, behind all others.
+    s = max|x| / 448        q = e4m3(x / s)        x @ W.T ~ (q_x @ q_W.T) * s_x * s_W.T
+
+e4m3 has 3 mantissa bits: a number is off by up to 6 % of itself, one below a 28,000th of its row's
+largest by more, and below a 450,000th it is zero. The backward pass multiplies with the transpose,
+whose rows are others and need scales of their own: a layer holds its weights twice, one byte each,
+as much as once in bf16. Adapters and everything that is trained stay in bf16 and fp32.
+
+Calibration (`calibration.py`) keeps the loss near to that in bf16, in three ways:
+- Bias correction. Some channels are large, and much the same, in every token. The mean activation
+  is subtracted before quantization and added back through the exact weights:
+  `y = fp8(x - mean) @ W.T + mean_output`, with `mean_output = W @ mean`.
+- Weights are rounded by GPTQ (`gptq.py`), not each to its nearest.
+- Outlier channels. Of those that matter most the rounding error of the input is multiplied too:
+  `weight` has their columns a second time, behind all others.
 """
 
 from __future__ import annotations
@@ -25,10 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.fp8_memory import columns_twice
-from shardtune.kernels.lora_residual import added
-from shardtune.models.quantization.gptq import E4M3, LARGEST, Heard, by_data, bytes_of
-from shardtune.models.quantization.linear import QuantisedLinear
+from shardtune.core.fp8_memory import outlier_columns
+from shardtune.kernels.lora_residual import add_lora_residual
+from shardtune.models.quantization.gptq import (
+    E4M3,
+    E4M3_MAX,
+    HessianAccumulator,
+    as_bytes,
+    gptq_quantize,
+)
+from shardtune.models.quantization.linear import QuantizedLinear
 
 try:
     import triton
@@ -36,128 +44,144 @@ try:
 except ImportError:  # on a machine without a GPU
     triton = None
 
-BLOCK = 32768
+_BLOCK = 32768
 """Numbers of a row that a processor of the GPU can hold."""
-FEW = 64
+_PARAMETERS = (
+    "scale", "backward_weight", "backward_scale", "input_mean", "mean_output", "outlier_channels",
+)  # fmt: skip
+_FEW_ROWS = 64
 """Rows for which cuBLAS may have no kernel that adds anything."""
-NEEDED = (8, 9)
+FP8_CAPABILITY = (8, 9)
 """The first compute capability whose matrix unit multiplies 8-bit numbers: Ada, then Hopper."""
 
 
-class FP8Linear(QuantisedLinear):
-    """A frozen layer; or several that have one input, side by side, with one scale for what they
-    share. Each of those then has its rows in the joint layer, and no weights of its own.
+class FP8Linear(QuantizedLinear):
+    """A frozen FP8 layer. Layers that share an input may be stacked in one `StackedFP8Linear`; each
+    then has its rows there (`holder`), and no weights of its own.
 
-    `weight` is what the forward pass multiplies with, `back` its transpose with scales of its own.
-    `usual` is what its inputs usually are, and `to_usual` what exact weights make of that; both are
-    zero until somebody finds out. `twice` are the channels whose columns `weight` has twice.
+    `weight` and `scale` are for the forward pass, `backward_weight` (the transpose) and
+    `backward_scale` for the backward pass. `input_mean` is the mean activation and `mean_output`
+    what the exact weights make of it; both are zero before calibration. `outlier_channels` are the
+    channels whose columns `weight` has twice.
     """
 
     scale: nn.Parameter
-    back: nn.Parameter
-    back_scale: nn.Parameter
-    usual: nn.Parameter
-    to_usual: nn.Parameter
-    twice: nn.Parameter
+    backward_weight: nn.Parameter
+    backward_scale: nn.Parameter
+    input_mean: nn.Parameter
+    mean_output: nn.Parameter
+    outlier_channels: nn.Parameter
 
-    def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
-        super().__init__(linear, compute)
-        for name in ("scale", "back", "back_scale", "usual", "to_usual", "twice"):
+    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+        super().__init__(linear, compute_dtype)
+        for name in _PARAMETERS:
             self.register_parameter(name, None)
-        self.home: tuple[JointFP8, ...] = ()
-        self.begin = 0
-        self.heard: Heard | None = None
+        self.stacked_in: tuple[StackedFP8Linear, ...] = ()
+        self.first_row = 0
+        self.observer: HessianAccumulator | None = None
         """Its inputs, while somebody listens."""
-        self.factor: Tensor | None = None
+        self.inverse_factor: Tensor | None = None
         """By which its weights are rounded, while they are."""
 
-    def quantise(self, weight: Tensor) -> None:
-        if self.home:
+    def quantize(self, weight: Tensor) -> None:
+        if self.stacked_in:
             self.weight = None  # type: ignore[assignment]
-            self.home[0].take(self, weight)
+            self.stacked_in[0].add_member(self, weight)
             return
         rows, columns = weight.shape
-        twice = torch.arange(columns_twice(columns), dtype=torch.int32, device=weight.device)
-        small, scale = by_row(weight)
-        self.weight, self.scale = _frozen(_with_twice(small, twice), scale)
-        self.back, self.back_scale = _frozen(*by_row(weight.t().contiguous()))
-        zeros = (weight.new_zeros(size, dtype=self.compute) for size in (columns, rows))
-        self.usual, self.to_usual, self.twice = _frozen(*zeros, twice)
+        outlier_channels = torch.arange(
+            outlier_columns(columns), dtype=torch.int32, device=weight.device
+        )
+        small, scale = quantize_fp8_rowwise(weight)
+        self.weight, self.scale = _frozen(_with_outlier_columns(small, outlier_channels), scale)
+        self.backward_weight, self.backward_scale = _frozen(
+            *quantize_fp8_rowwise(weight.t().contiguous())
+        )
+        zeros = (weight.new_zeros(size, dtype=self.compute_dtype) for size in (columns, rows))
+        self.input_mean, self.mean_output, self.outlier_channels = _frozen(*zeros, outlier_channels)
 
     def dequantize(self) -> Tensor:
-        weight, scale, _ = self.forwards()
-        return (weight[:, : self.in_features].float() * scale).to(self.compute)
+        weight, scale, _ = self.forward_weights()
+        return (weight[:, : self.in_features].float() * scale).to(self.compute_dtype)
 
     @property
-    def whole(self) -> FP8Linear:
+    def holder(self) -> FP8Linear:
         """The layer that holds the weights."""
-        return self.home[0] if self.home else self
+        return self.stacked_in[0] if self.stacked_in else self
 
     @property
-    def rows(self) -> slice:
+    def own_rows(self) -> slice:
         """Where its own are."""
-        return slice(self.begin, self.begin + self.out_features)
+        return slice(self.first_row, self.first_row + self.out_features)
 
-    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """An input, less what it usually is, as the forward pass multiplies it."""
-        whole = self.whole
-        if whole.heard is not None:
-            whole.heard.add(x)
-        small, scale = by_row(x, whole.usual, whole.twice)
+        whole = self.holder
+        if whole.observer is not None:
+            whole.observer.add(x)
+        small, scale = quantize_fp8_rowwise(x, whole.input_mean, whole.outlier_channels)
         return small, scale
 
-    def forwards(self) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the forward pass multiplies with, and adds."""
-        whole = self.whole
+        whole = self.holder
         if whole is self:
-            return self.weight, self.scale, self.to_usual
-        return whole.weight[self.rows], whole.scale[self.rows], whole.to_usual[self.rows]
+            return self.weight, self.scale, self.mean_output
+        return (
+            whole.weight[self.own_rows],
+            whole.scale[self.own_rows],
+            whole.mean_output[self.own_rows],
+        )
 
-    def backwards(self) -> tuple[Tensor, Tensor, None]:
+    def backward_weights(self) -> tuple[Tensor, Tensor, None]:
         """What the backward pass multiplies with; it has nothing to add."""
-        whole = self.whole
+        whole = self.holder
         if whole is self:
-            return self.back, self.back_scale, None
-        return whole.back[:, self.rows].contiguous(), whole.back_scale, None
+            return self.backward_weight, self.backward_scale, None
+        return whole.backward_weight[:, self.own_rows].contiguous(), whole.backward_scale, None
 
-    def listen(self) -> None:
+    def observe(self) -> None:
         """From here on it hears what its inputs are."""
-        self.heard = Heard(self.in_features, self.weight.device)
+        self.observer = HessianAccumulator(self.in_features, self.weight.device)
 
-    def conclude(self) -> None:
+    def finish_calibration(self) -> None:
         """What inputs usually are, which channels matter most, and how weights are to be rounded;
         and listens no more."""
-        assert self.heard is not None
-        heard, self.heard = self.heard, None
-        self.usual.data.copy_(heard.mean())
-        sizes = self.dequantize().float().square().sum(0) * heard.spread.diagonal()
-        self.twice.data.copy_(sizes.topk(len(self.twice)).indices.sort().values)
-        self.factor = heard.factor()
+        assert self.observer is not None
+        observer, self.observer = self.observer, None
+        self.input_mean.data.copy_(observer.mean())
+        sizes = self.dequantize().float().square().sum(0) * observer.hessian.diagonal()
+        self.outlier_channels.data.copy_(
+            sizes.topk(len(self.outlier_channels)).indices.sort().values
+        )
+        self.inverse_factor = observer.inverse_factor()
 
-    def take_exactly(self, weight: Tensor) -> None:
+    def requantize(self, weight: Tensor) -> None:
         """Rounds `weight`, which are its exact weights, once more, now by what was heard; and has
         what inputs usually are go through them."""
-        whole, exact = self.whole, weight.float()
-        whole.to_usual.data[self.rows] = (exact @ whole.usual.float()).to(self.compute)
-        if whole.factor is not None:
-            small = by_data(exact, whole.scale[self.rows], whole.factor)
-            bytes_of(whole.weight)[self.rows, : self.in_features] = bytes_of(small)
+        whole, exact = self.holder, weight.float()
+        whole.mean_output.data[self.own_rows] = (exact @ whole.input_mean.float()).to(
+            self.compute_dtype
+        )
+        if whole.inverse_factor is not None:
+            small = gptq_quantize(exact, whole.scale[self.own_rows], whole.inverse_factor)
+            as_bytes(whole.weight)[self.own_rows, : self.in_features] = as_bytes(small)
 
-    def finish(self) -> None:
+    def copy_outlier_columns(self) -> None:
         """Once all its rows have been taken."""
-        self.factor = None
-        found = bytes_of(self.weight)
-        found[:, self.in_features :] = found.index_select(1, self.twice)
+        self.inverse_factor = None
+        found = as_bytes(self.weight)
+        found[:, self.in_features :] = found.index_select(1, self.outlier_channels)
 
     def forward(self, input: Tensor) -> Tensor:
-        flat = input.reshape(-1, input.shape[-1]).to(self.compute)
-        y: Tensor = Product8.apply(flat, self)  # type: ignore[no-untyped-call]
+        flat = input.reshape(-1, input.shape[-1]).to(self.compute_dtype)
+        y: Tensor = FP8Matmul.apply(flat, self)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             y = y + self.bias
         return y.view(*input.shape[:-1], y.shape[-1]).to(input.dtype)
 
 
-class JointFP8(FP8Linear):
+class StackedFP8Linear(FP8Linear):
     """Layers that have one input, as one."""
 
     def __init__(self, members: Sequence[FP8Linear]) -> None:
@@ -165,53 +189,58 @@ class JointFP8(FP8Linear):
         first = members[0]
         width = sum(member.out_features for member in members)
         together = nn.Linear(first.in_features, width, bias=False, device="meta")
-        super().__init__(together, first.compute)
+        super().__init__(together, first.compute_dtype)
         self._waiting: dict[int, Tensor] = {}
         self._count = len(members)
         begin = 0
         for member in members:
-            member.home, member.begin = (self,), begin
+            member.stacked_in, member.first_row = (self,), begin
             begin += member.out_features
 
-    def take(self, member: FP8Linear, weight: Tensor) -> None:
+    def add_member(self, member: FP8Linear, weight: Tensor) -> None:
         """Waits for the weights of all members: what they share has one scale."""
-        self._waiting[member.begin] = weight
+        self._waiting[member.first_row] = weight
         if len(self._waiting) == self._count:
-            self.quantise(torch.cat([self._waiting[begin] for begin in sorted(self._waiting)]))
+            self.quantize(torch.cat([self._waiting[begin] for begin in sorted(self._waiting)]))
             self._waiting.clear()
 
 
-class Product8(torch.autograd.Function):
+class FP8Matmul(torch.autograd.Function):
     """Input times 8-bit weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FP8Linear) -> Tensor:
         ctx.layer = layer
-        y: Tensor = scaled(None, None, *layer.rounded(x), *layer.forwards(), x.dtype)
+        y: Tensor = fp8_linear(
+            None, None, *layer.quantize_input(x), *layer.forward_weights(), x.dtype
+        )
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        weights = ctx.layer.backwards()
-        return scaled(None, None, *by_row(gradient), *weights, gradient.dtype), None
+        weights = ctx.layer.backward_weights()
+        return fp8_linear(
+            None, None, *quantize_fp8_rowwise(gradient), *weights, gradient.dtype
+        ), None
 
 
-def multiplied_as_such(device: str | torch.device) -> bool:
+def has_fp8_matmul(device: str | torch.device) -> bool:
     """Whether the device's matrix unit takes 8-bit numbers."""
     if torch.device(device).type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device) >= NEEDED
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def how_multiplied(device: str) -> str:
+def describe_fp8_matmul(device: str) -> str:
     """In words, for whoever wonders why 8 bits are no faster."""
-    if multiplied_as_such(device):
+    if has_fp8_matmul(device):
         return "frozen weights: held in 8 bits and multiplied as such"
     why = "there is no GPU"
     if torch.device(device).type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        why = f"the GPU has compute capability {major}.{minor}, of {NEEDED[0]}.{NEEDED[1]}"
+        needed = ".".join(map(str, FP8_CAPABILITY))
+        why = f"the GPU has compute capability {major}.{minor}, of {needed}"
     return (
         f"frozen weights: held in 8 bits, multiplied as wider numbers, which saves no time ({why})"
     )
@@ -221,50 +250,62 @@ def _frozen(*values: Tensor) -> Iterator[nn.Parameter]:
     return (nn.Parameter(value, requires_grad=False) for value in values)
 
 
-def _with_twice(small: Tensor, twice: Tensor) -> Tensor:
-    found = bytes_of(small)
-    return torch.cat([found, found.index_select(1, twice)], 1).view(E4M3)
+def _with_outlier_columns(small: Tensor, outlier_channels: Tensor) -> Tensor:
+    found = as_bytes(small)
+    return torch.cat([found, found.index_select(1, outlier_channels)], 1).view(E4M3)
 
 
-@torch.library.custom_op("shardtune::by_row", mutates_args=())
-def by_row(
-    x: Tensor, usual: Tensor | None = None, twice: Tensor | None = None
+@torch.library.custom_op("shardtune::quantize_fp8_rowwise", mutates_args=())
+def quantize_fp8_rowwise(
+    x: Tensor, input_mean: Tensor | None = None, outlier_channels: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """8-bit numbers, and the scale of each row, of what is left without the `usual`. The columns
-    `twice` come once more, at the end, with what rounding has left of them. On a GPU a row of up to
-    `BLOCK` is read once; a compiler would read it twice, and gains nothing from doing it where the
-    numbers are made."""
-    if triton is None or not multiplied_as_such(x.device):
-        wide = x.float() if usual is None else x.float() - usual.float()
-        scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-        wide = (wide / scale).clamp(-LARGEST, LARGEST)
+    """FP8 quantization with one scale for each row: `s = max|x - mean| / 448`,
+    `q = e4m3((x - mean) / s)`. The columns `outlier_channels` come once more, at the end, with the
+    rounding error of the first: `e4m3((x - mean) / s - q)`.
+
+    The kernel reads a row of up to `_BLOCK` numbers once and writes a byte for each; a compiler
+    would read it twice, for the maximum and for the quotient."""
+    if triton is None or not has_fp8_matmul(x.device):
+        wide = x.float() if input_mean is None else x.float() - input_mean.float()
+        scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / E4M3_MAX
+        wide = (wide / scale).clamp(-E4M3_MAX, E4M3_MAX)
         small = wide.to(E4M3)
-        if twice is not None:
-            left = wide[:, twice] - small.float()[:, twice]
-            small = torch.cat([bytes_of(small), bytes_of(left.to(E4M3))], 1).view(E4M3)
+        if outlier_channels is not None:
+            left = wide[:, outlier_channels] - small.float()[:, outlier_channels]
+            small = torch.cat([as_bytes(small), as_bytes(left.to(E4M3))], 1).view(E4M3)
         return small.contiguous(), scale
     x = x if x.stride(1) == 1 else x.contiguous()
-    columns, more = x.shape[1], 0 if twice is None else len(twice)
+    columns, more = x.shape[1], 0 if outlier_channels is None else len(outlier_channels)
     small = x.new_empty(len(x), columns + more, dtype=E4M3)
     scale = x.new_empty(len(x), 1, dtype=torch.float32)
-    block = min(triton.next_power_of_2(columns), BLOCK)
-    given = (x, x if usual is None else usual, x if twice is None else twice, small, scale)
+    block = min(triton.next_power_of_2(columns), _BLOCK)
+    given = (
+        x,
+        x if input_mean is None else input_mean,
+        x if outlier_channels is None else outlier_channels,
+        small,
+        scale,
+    )
     sizes = (x.stride(0), columns, more, block, triton.next_power_of_2(max(more, 1)))
-    _rows[(len(x),)](*given, *sizes, block >= columns, usual is not None, num_warps=8)
+    _quantize_fp8_rowwise[(len(x),)](
+        *given, *sizes, block >= columns, input_mean is not None, num_warps=8
+    )
     return small, scale
 
 
-@by_row.register_fake
-def _(x: Tensor, usual: Tensor | None = None, twice: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    columns = x.shape[1] + (0 if twice is None else twice.shape[0])
+@quantize_fp8_rowwise.register_fake
+def _(
+    x: Tensor, input_mean: Tensor | None = None, outlier_channels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    columns = x.shape[1] + (0 if outlier_channels is None else outlier_channels.shape[0])
     small = x.new_empty(x.shape[0], columns, dtype=E4M3)
     return small, x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
-def _row_kernel(  # type: ignore[no-untyped-def]
+def _quantize_fp8_rowwise_kernel(  # type: ignore[no-untyped-def]
     x,
-    usual,
-    twice,
+    input_mean,
+    outlier_channels,
     small,
     scale,
     x_row,
@@ -284,7 +325,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         inside = c < columns
         numbers = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
         if less:
-            numbers -= tl.load(usual + c, mask=inside, other=0.0).to(tl.float32)
+            numbers -= tl.load(input_mean + c, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(numbers), 0))
         tl.store(small + c, (numbers * (448.0 / largest)).to(tl.float8e4nv), mask=inside)
     else:
@@ -292,32 +333,34 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             inside = begin + c < columns
             numbers = tl.load(x + begin + c, mask=inside, other=0.0).to(tl.float32)
             if less:
-                numbers -= tl.load(usual + begin + c, mask=inside, other=0.0).to(tl.float32)
+                numbers -= tl.load(input_mean + begin + c, mask=inside, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(numbers), 0))
         for begin in range(0, columns, block):
             inside = begin + c < columns
             numbers = tl.load(x + begin + c, mask=inside, other=0.0).to(tl.float32)
             if less:
-                numbers -= tl.load(usual + begin + c, mask=inside, other=0.0).to(tl.float32)
+                numbers -= tl.load(input_mean + begin + c, mask=inside, other=0.0).to(tl.float32)
             numbers = (numbers * (448.0 / largest)).to(tl.float8e4nv)
             tl.store(small + begin + c, numbers, mask=inside)
     tl.store(scale + row, largest / 448.0)
     if more > 0:
         m = tl.arange(0, more_block)
-        c = tl.load(twice + m, mask=m < more, other=0)
+        c = tl.load(outlier_channels + m, mask=m < more, other=0)
         numbers = tl.load(x + c).to(tl.float32)
         if less:
-            numbers -= tl.load(usual + c).to(tl.float32)
+            numbers -= tl.load(input_mean + c).to(tl.float32)
         numbers = numbers * (448.0 / largest)
         numbers -= numbers.to(tl.float8e4nv).to(tl.float32)
         tl.store(small + columns + m, numbers.to(tl.float8e4nv), mask=m < more)
 
 
-_rows: Any = triton.jit(_row_kernel) if triton is not None else None
+_quantize_fp8_rowwise: Any = (
+    triton.jit(_quantize_fp8_rowwise_kernel) if triton is not None else None
+)
 
 
-@torch.library.custom_op("shardtune::scaled", mutates_args=())
-def scaled(
+@torch.library.custom_op("shardtune::fp8_linear", mutates_args=())
+def fp8_linear(
     narrow: Tensor | None,
     matrix: Tensor | None,
     x: Tensor,
@@ -330,15 +373,15 @@ def scaled(
 ) -> Tensor:
     """`narrow @ matrix` (if there is any) plus the 8-bit product `x @ weight.T`, and `more` in each
     row. Where there is, it may be added to what went `past` it, and has its shape then."""
-    y = _multiply(x, x_scale, weight, scale, more, dtype)
+    y = _fp8_matmul(x, x_scale, weight, scale, more, dtype)
     if narrow is None or matrix is None:
         return y
     if past is None:
         return y.addmm_(narrow, matrix)
-    return added(y, narrow, matrix.t(), past)
+    return add_lora_residual(y, narrow, matrix.t(), past)
 
 
-@scaled.register_fake
+@fp8_linear.register_fake
 def _(
     narrow: Tensor | None,
     matrix: Tensor | None,
@@ -355,7 +398,7 @@ def _(
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
-def _multiply(
+def _fp8_matmul(
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,
@@ -364,8 +407,8 @@ def _multiply(
     dtype: torch.dtype,
 ) -> Tensor:
     """`x @ weight.T`, both with a scale for each row, and `more`."""
-    if multiplied_as_such(x.device) and not any(size % 16 for size in weight.shape):
-        few = len(x) < FEW
+    if has_fp8_matmul(x.device) and not any(size % 16 for size in weight.shape):
+        few = len(x) < _FEW_ROWS
         y = torch._scaled_mm(
             x.contiguous(),
             weight.t(),

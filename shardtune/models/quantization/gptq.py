@@ -20,18 +20,18 @@ except ImportError:  # on a machine without a GPU
     triton = None
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
+E4M3_MAX = 448.0
 DAMPING = (0.01, 0.1, 1.0)
 """Shares of the mean spread that each channel is given besides, so that none is without. More where
 the least is too little for the arithmetic."""
-TOO_LARGE = 10
+OUTLIER_TOKEN = 10
 """Times the median size of a token."""
-COLUMNS = 64
+BLOCK_COLUMNS = 64
 """That are made up for one by one, before all that follow are at once."""
-ROWS = 16
+_BLOCK_ROWS = 16
 
 
-class Heard:
+class HessianAccumulator:
     """What inputs are: what they usually are, and how they differ from that.
 
     Tokens that are much larger than others have no part in the first: in most models the first of a
@@ -41,7 +41,7 @@ class Heard:
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.count = 0
-        self.spread = torch.zeros(width, width, device=device)
+        self.hessian = torch.zeros(width, width, device=device)
         """Sums of products of each channel with each other."""
         self._origin: Tensor | None = None
         self._sums = torch.zeros(2, width, device=device)
@@ -53,7 +53,7 @@ class Heard:
             return
         wide = x.float()
         sizes = wide.norm(dim=1)
-        usual = ~(sizes > TOO_LARGE * sizes.median())  # what isn't a number stays, to be seen
+        usual = ~(sizes > OUTLIER_TOKEN * sizes.median())  # what isn't a number stays, to be seen
         if self._origin is None:
             self._origin = wide[usual].mean(0)  # near to the mean, or digits would be lost
         wide = wide - self._origin
@@ -61,33 +61,33 @@ class Heard:
         self._usual += int(usual.sum())
         self._sums += torch.stack([wide[usual].sum(0), wide.sum(0)])
         with torch.autocast(x.device.type, enabled=False):
-            self.spread.addmm_(wide.t(), wide)
+            self.hessian.addmm_(wide.t(), wide)
 
     def mean(self) -> Tensor:
         """What inputs usually are; zero if there were none, or if one isn't finite: then nothing is
         spread, either. To be asked for once."""
         if self._origin is None or not self._sums.isfinite().all():
-            self.spread.zero_()
+            self.hessian.zero_()
             return torch.zeros_like(self._sums[0])
         off, total = self._sums[0] / self._usual, self._sums[1]
         # From sums around the origin to sums around the mean.
-        self.spread.addr_(off, total, alpha=-1).addr_(total, off, alpha=-1)
-        self.spread.addr_(off, off, alpha=self.count)
+        self.hessian.addr_(off, total, alpha=-1).addr_(total, off, alpha=-1)
+        self.hessian.addr_(off, off, alpha=self.count)
         return self._origin + off
 
-    def factor(self) -> Tensor | None:
+    def inverse_factor(self) -> Tensor | None:
         """How the error of a column is made up for in those behind it: the upper factor of the
-        inverse of `spread`, which is gone then. None if there is none."""
-        spread, self.spread = self.spread, self.spread.new_empty(0)
-        usual = spread.diagonal().mean()
+        inverse of `hessian`, which is gone then. None if there is none."""
+        hessian, self.hessian = self.hessian, self.hessian.new_empty(0)
+        usual = hessian.diagonal().mean()
         added = 0.0
         for damping in DAMPING if usual > 0 else ():
-            spread.diagonal().add_((damping - added) * usual)
+            hessian.diagonal().add_((damping - added) * usual)
             added = damping
-            lower, failed = torch.linalg.cholesky_ex(spread)
+            lower, failed = torch.linalg.cholesky_ex(hessian)
             if failed:
                 continue
-            del spread  # squares of a wide layer are gigabytes
+            del hessian  # squares of a wide layer are gigabytes
             inverse = torch.cholesky_inverse(lower)
             del lower
             upper: Tensor
@@ -100,13 +100,13 @@ class Heard:
         return None
 
 
-def by_data(weight: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+def gptq_quantize(weight: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
     """8-bit numbers for weights in fp32, with the scales of their rows."""
     left, small = weight.clone(), torch.empty_like(weight, dtype=E4M3)
     width = weight.shape[1]
     block = _on_gpu if triton is not None and weight.is_cuda else _one_by_one
-    for begin in range(0, width, COLUMNS):
-        end = min(begin + COLUMNS, width)
+    for begin in range(0, width, BLOCK_COLUMNS):
+        end = min(begin + BLOCK_COLUMNS, width)
         errors = block(left, scale, factor, small, begin, end)
         left[:, end:].addmm_(errors, factor[begin:end, end:], alpha=-1)
     return small
@@ -116,10 +116,10 @@ def _one_by_one(
     left: Tensor, scale: Tensor, factor: Tensor, small: Tensor, begin: int, end: int
 ) -> Tensor:
     errors = left.new_empty(len(left), end - begin)
-    numbers = bytes_of(small)
+    numbers = as_bytes(small)
     for column in range(begin, end):
-        ratio = (left[:, column : column + 1] / scale).clamp(-LARGEST, LARGEST).to(E4M3)
-        numbers[:, column : column + 1] = bytes_of(ratio)
+        ratio = (left[:, column : column + 1] / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        numbers[:, column : column + 1] = as_bytes(ratio)
         error = (left[:, column] - (ratio.float() * scale)[:, 0]) / factor[column, column]
         left[:, column:end].addr_(error, factor[column, column:end], alpha=-1)
         errors[:, column - begin] = error
@@ -132,14 +132,24 @@ def _on_gpu(
     """The same in one kernel: a row knows nothing of the others."""
     rows, width = left.shape
     errors = left.new_empty(rows, end - begin)
-    grid = (triton.cdiv(rows, ROWS),)
-    _columns[grid](
-        left, scale, factor, small, errors, rows, width, begin, end - begin, ROWS, COLUMNS
+    grid = (triton.cdiv(rows, _BLOCK_ROWS),)
+    _gptq_block[grid](
+        left,
+        scale,
+        factor,
+        small,
+        errors,
+        rows,
+        width,
+        begin,
+        end - begin,
+        _BLOCK_ROWS,
+        BLOCK_COLUMNS,
     )
     return errors
 
 
-def _column_kernel(  # type: ignore[no-untyped-def]
+def _gptq_block_kernel(  # type: ignore[no-untyped-def]
     left,
     scale,
     factor,
@@ -175,9 +185,9 @@ def _column_kernel(  # type: ignore[no-untyped-def]
     tl.store(errors + r.to(tl.int64)[:, None] * columns + c[None, :], off, mask=inside)
 
 
-_columns: Any = triton.jit(_column_kernel) if triton is not None else None
+_gptq_block: Any = triton.jit(_gptq_block_kernel) if triton is not None else None
 
 
-def bytes_of(small: Tensor) -> Tensor:
+def as_bytes(small: Tensor) -> Tensor:
     """8-bit numbers as bytes, which can be moved about in more ways."""
     return small.detach().view(torch.uint8)

@@ -26,7 +26,7 @@ from shardtune.engine.native import COMPUTE, NativeEngine
 from shardtune.engine.optim.adamw_split_bf16 import OnePassAdamW
 from shardtune.engine.optim.host_mapped import in_main_memory
 from shardtune.engine.optim.split_fp32 import joined, split
-from shardtune.kernels.autocast_forward import answer_under_autocast
+from shardtune.kernels.autocast_forward import autocast_forward
 
 FEW = 3072
 """Tokens up to which torch adds up an embedding's gradient on a GPU in its own precision."""
@@ -39,7 +39,7 @@ class HalvedEngine(NativeEngine):
         assert COMPUTE[setup.precision] == torch.bfloat16
         self.beside = halve(model, paged=setup.optimizer.paged)
         add_up_rows(model)
-        answer_under_autocast(model, torch.bfloat16)  # buffers are in fp32
+        autocast_forward(model, torch.bfloat16)  # buffers are in fp32
         super().__init__(model, setup, world)
 
     def _make_optimizer(self) -> OnePassAdamW:
@@ -122,9 +122,9 @@ def halve(model: nn.Module, *, paged: bool = False) -> dict[str, Tensor]:
         for module, leaf in found:  # shared ones stay shared
             setattr(module, leaf, upper)
     for module in model.modules():
-        join: Any = getattr(module, "join_halves", None)
-        if join is not None:
-            join()
+        pack: Any = getattr(module, "pack_trained_weights", None)
+        if pack is not None:
+            pack()
     return beside
 
 

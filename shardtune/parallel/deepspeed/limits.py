@@ -66,7 +66,7 @@ def here(zero: ZeRO, *, gpu: bool) -> list[Problem]:
         "zero_quantized_gradients": zero.zero_quantized_gradients,
     }
     for key in (key for key, used in quantized.items() if used and not gpu):
-        fact = "DeepSpeed's quantised collectives are written for GPUs, and there is none here"
+        fact = "DeepSpeed's quantized collectives are written for GPUs, and there is none here"
         problems.append(Problem(f"{PLACE}.{key}", fact, "set it to false, or run on a GPU"))
     for key in ("offload_optimizer", "offload_param"):
         if getattr(zero, key).device == "nvme" and find_library("aio") is None:

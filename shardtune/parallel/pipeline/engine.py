@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from shardtune.core.document_boundaries import is_told
+from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
@@ -74,7 +74,9 @@ class PipelineEngine(NativeEngine):
         )
         home = "cpu" if self._offload else world.device
         model: Any = builder.in_parts(home, parts.divide, parts.left_out)
-        if is_told(model):  # schedules hand on rows of tensors, and boundaries run over all rows
+        if takes_boundaries(
+            model
+        ):  # schedules hand on rows of tensors, and boundaries run over all rows
             model.set_attn_implementation("sdpa")
         self.anatomy, self.division, self._aliases = parts.anatomy, parts.division, parts.aliases
         # Shares are gathered in the precision of the computation; else it is as weights are held.

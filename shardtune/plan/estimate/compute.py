@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardtune.core.fused_families import ADDED, TURNED
+from shardtune.core.fused_families import RESIDUAL_FAMILIES, ROPE_FAMILIES
 from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
@@ -109,7 +109,7 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Bu
     if work.autocast:
         total += _casts(work.trained(shape) - _ends(shape, work), on, layers * cut.tensor)
     if work.packed_bits is not None:
-        unpack = shape.quantisable() / layers / cut.tensor * _unpacking(work, on)
+        unpack = shape.quantizable() / layers / cut.tensor * _unpacking(work, on)
         total += Busy(unpack, unpack)
     return _launched(total, shape, work, cut, on)
 
@@ -140,7 +140,7 @@ def repeated_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) ->
 
 
 def _unpacking(work: Workload, on: Engine) -> float:
-    """Seconds for a quantised weight to become a 16-bit one."""
+    """Seconds for a quantized weight to become a 16-bit one."""
     assert work.packed_bits is not None
     return (work.packed_bits / 8 + 2) / on.bytes
 
@@ -273,8 +273,8 @@ def _joined(shape: ModelShape, work: Workload) -> Joined:
     adapted, own = frozenset(work.adapts(shape)), stream_readers(shape)
     attention, mlp = own & ATTENTION_INPUTS, own & MLP_INPUTS
     return Joined(
-        attention=shape.family in TURNED and attention <= adapted,
-        ends=shape.family in ADDED and (mlp | {"down_proj"}) <= adapted,
+        attention=shape.family in ROPE_FAMILIES and attention <= adapted,
+        ends=shape.family in RESIDUAL_FAMILIES and (mlp | {"down_proj"}) <= adapted,
     )
 
 

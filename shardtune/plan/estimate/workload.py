@@ -33,7 +33,7 @@ Kernels = Literal["eager", "fused", "compiled"]
 ALTERNATING = Pipelining("1f1b")
 """What most pipelines do."""
 NF4_SINGLE_BITS = 4 + 32 / 64
-"""NF4 without double quantisation: an fp32 scale for 64 weights."""
+"""NF4 without double quantization: an fp32 scale for 64 weights."""
 NF4_DOUBLE_BITS = NF4_BITS
 
 
@@ -100,7 +100,7 @@ class Workload:
     widths: Widths = MIXED
     adapter: Adapter | None = None
     packed_bits: float | None = None
-    """Bits of a quantised weight; None where none are quantised."""
+    """Bits of a quantized weight; None where none are quantized."""
     fp8: bool = False
     """Matrix products of the layers in 8 bits; of our own engines, those with frozen weights."""
     checkpointing: Checkpointing = "none"
@@ -127,7 +127,7 @@ class Workload:
     torch.autocast. The casts are kept for the backward pass, and so are the inputs' where there are
     any: of fp32 norms and embeddings, and of what peft hands to an adapter in fp32."""
     packed_inputs: bool = True
-    """Quantised linears keep their input for the backward pass, as those of bitsandbytes do."""
+    """Quantized linears keep their input for the backward pass, as those of bitsandbytes do."""
     dropout: bool = False
     """Whether the model drops activations in training."""
     overlap: bool = True
@@ -199,11 +199,11 @@ def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
     if work.adapter is None:
         params = shape.parameters * widths.trained
     else:
-        packed = 0 if work.packed_bits is None else shape.quantisable()
+        packed = 0 if work.packed_bits is None else shape.quantizable()
         bits = work.packed_bits or 0.0
         frozen = (shape.parameters - packed) * widths.frozen + packed * bits / 8
         if work.by_row:
-            frozen += shape.eight_bit() - shape.quantisable() * widths.frozen
+            frozen += shape.eight_bit() - shape.quantizable() * widths.frozen
         params = frozen + trained * widths.trained
     return ModelBytes(
         params=round(params),

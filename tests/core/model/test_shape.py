@@ -17,7 +17,7 @@ from shardtune.config.job import IA3, LoRA
 from shardtune.core.model.architectures import FAMILIES
 from shardtune.core.model.shape import LAYERS, ModelShape
 from shardtune.errors import ModelError
-from shardtune.models.peft_adapters import add_adapter, insert
+from shardtune.models.peft_adapters import add_adapter, insert_adapters
 
 Config = dict[str, Any]
 
@@ -168,7 +168,7 @@ def test_every_tensor_is_the_one_that_transformers_makes(family: str, config: Co
 
 @ALL
 def test_linear_modules_are_known_as_such(family: str, config: Config) -> None:
-    """Adapters and quantisation go by the module's type."""
+    """Adapters and quantization go by the module's type."""
     kinds = {"Conv1D": "conv1d", "Linear": "linear", "FalconLinear": "linear"}
     model = model_of(family, config)
     real = {
@@ -186,7 +186,7 @@ def test_linear_modules_are_known_as_such(family: str, config: Config) -> None:
 
 @ALL
 def test_lora_trains_as_many_as_peft_does(family: str, config: Config) -> None:
-    adapted = insert(model_of(family, config), LoRA(rank=4))
+    adapted = insert_adapters(model_of(family, config), LoRA(rank=4))
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert shape_of(family, config).lora_parameters(4) == expected
 
@@ -205,13 +205,13 @@ def test_ia3_trains_as_many_as_peft_does(family: str, config: Config) -> None:
     shape = shape_of(family, config)
     if family in WITHOUT_IA3:
         for refused in (
-            lambda: insert(model_of(family, config), IA3()),
+            lambda: insert_adapters(model_of(family, config), IA3()),
             shape.ia3_parameters,
         ):
             with pytest.raises(ModelError, match=r"adapter\.targets"):
                 refused()
         return
-    adapted = insert(model_of(family, config), IA3())
+    adapted = insert_adapters(model_of(family, config), IA3())
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert shape.ia3_parameters() == expected
 
@@ -222,7 +222,7 @@ def test_ia3_trains_as_many_as_peft_does(family: str, config: Config) -> None:
 def test_modules_trained_whole_are_counted_once(family: str) -> None:
     names = ("lm_head", {"gpt2": "wte", "t5": "shared"}.get(family, "embed_tokens"))
     adapter = LoRA(rank=2, modules_to_save=names)
-    adapted = insert(model_of(*TINY[family]), adapter)
+    adapted = insert_adapters(model_of(*TINY[family]), adapter)
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     shape = shape_of(*TINY[family])
     assert shape.lora_parameters(2, modules_to_save=names) == expected
@@ -284,7 +284,7 @@ def test_nf4_of_llama_2_7b() -> None:
     # Dettmers et al., "QLoRA": 4.127 bits a weight; litgpt holds 3.86 GB of weights
     config = {**LLAMA_8B, "intermediate_size": 11008, "num_key_value_heads": 32}
     shape = shape_of("llama", {**config, "vocab_size": 32000})
-    assert shape.quantisable() == 6_476_005_376
+    assert shape.quantizable() == 6_476_005_376
     assert shape.frozen_bytes("nf4") / 1e9 == pytest.approx(3.86, abs=0.01)
     assert shape.frozen_bytes() == 2 * 6_738_415_616
 
@@ -293,16 +293,16 @@ def test_int8_keeps_a_scale_for_each_output() -> None:
     shape = shape_of("llama", USUAL)
     linears = [w for w in shape.weights if w.kind == "linear" and w.part == "layer"]
     outputs = sum(3 * w.shape[0] for w in linears)
-    packed = shape.quantisable()
+    packed = shape.quantizable()
     assert packed == 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
     expected = packed + 2 * outputs + 2 * (shape.parameters - packed)
     assert shape.frozen_bytes("int8") == expected
 
 
-def test_what_is_trained_whole_is_not_quantised() -> None:
+def test_what_is_trained_whole_is_not_quantized() -> None:
     shape = shape_of("llama", USUAL)
-    assert shape.quantisable() - shape.quantisable(kept=["mlp"]) == 3 * 3 * 64 * 96
-    assert shape_of("gpt2", GPT2).quantisable() == 0
+    assert shape.quantizable() - shape.quantizable(kept=["mlp"]) == 3 * 3 * 64 * 96
+    assert shape_of("gpt2", GPT2).quantizable() == 0
 
 
 def test_flops_of_llama_8b() -> None:

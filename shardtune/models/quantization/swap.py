@@ -1,0 +1,45 @@
+"""Puts quantized linear layers in the place of a model's own: which layers, and as what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from shardtune.errors import ModelError, Problem
+from shardtune.models.quantization.fp8 import FP8Linear
+from shardtune.models.quantization.linear import QUANTIZATION_KEY, Int8Linear, NF4Linear
+
+Quantization = Literal["nf4", "int8", "fp8"]
+
+
+def quantizable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Module]:
+    """The linear layers in `parts`, without those that lie in a module called as one of `kept`.
+
+    The output head lies in no part, so it is never among them.
+    """
+    names = frozenset(name.rsplit(".", 1)[-1] for name in kept)
+    found: set[nn.Module] = {
+        module
+        for part in parts
+        for name, module in part.named_modules()
+        if isinstance(module, nn.Linear) and names.isdisjoint(name.split("."))
+    }
+    if not found:
+        fact = "the model's layers have no ordinary linear layers that could be quantized"
+        raise ModelError(Problem(QUANTIZATION_KEY, fact, "set model.quantization: none"))
+    return found
+
+
+def swap(
+    model: nn.Module, chosen: set[nn.Module], kind: Quantization, compute_dtype: torch.dtype
+) -> None:
+    """Puts an empty quantized layer in the place of each one that was chosen."""
+    make = {"nf4": NF4Linear, "int8": Int8Linear, "fp8": FP8Linear}[kind]
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in chosen:
+                assert isinstance(child, nn.Linear)
+                setattr(parent, name, make(child, compute_dtype))
