@@ -319,6 +319,6 @@ def test_ratios_are_to_the_best_peer_of_the_same_machine() -> None:
     table = {(row[0], row[1], row[2]): row for row in rows(records)}
     assert table["bf16 8x2048", "Unsloth", "A"][3] == "failed: no memory"
     assert table["bf16 8x2048", "shardtune", "A"][-2:] == ["1.0e-02", "3.0e-01"]
-    assert table["bf16 8x2048", "shardtune", "A"][9] == "0.500"
+    assert table["bf16 8x2048", "shardtune", "A"][10] == "0.500"
     assert table["bf16 8x2048", "shardtune", "B"][5] == "none beside it"
     assert len({len(row) for row in table.values()}) == 1
