@@ -10,7 +10,7 @@ from shardtune.core.layout import AxisRule, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
 from shardtune.parallel import DDP, FSDP, DeepSpeed
-from shardtune.parallel.deepspeed.fields import ZeRO
+from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.plan.estimate.workload import NF4_DOUBLE_BITS, NF4_SINGLE_BITS, Workload
 
 Row = dict[str, str]

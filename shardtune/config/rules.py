@@ -17,7 +17,7 @@ from shardtune.core.machine import Machine
 from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, Problem
 from shardtune.parallel import FSDP, DeepSpeed, Pipeline
-from shardtune.parallel.deepspeed.fields import ZeRO
+from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
-from shardtune.parallel.deepspeed.fields import DeepSpeedFields
+from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
 
 
 def to_deepspeed(

@@ -21,7 +21,7 @@ from shardtune.core.lr_schedule import ScheduleKind
 from shardtune.core.setup import OptimizerSetup, Precision
 from shardtune.core.yaml_document import KeyPath, dotted, parse_document
 from shardtune.errors import JobError, Problem, did_you_mean
-from shardtune.parallel.deepspeed.fields import DeepSpeedFields
+from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
 from shardtune.parallel.deepspeed.json_keys import KNOWN, NOT_FIELDS, Known, section_of
 
 Chosen = TypeVar("Chosen", bound=DeepSpeedFields)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shardtune.parallel.deepspeed.fields import (
+from shardtune.parallel.deepspeed.deepspeed_fields import (
     AsyncIO,
     LossScale,
     OffloadOptimizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes.util import find_library
 
 from shardtune.errors import Problem
-from shardtune.parallel.deepspeed.fields import ZeRO
+from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 
 PLACE = "strategy.zero_optimization"
 

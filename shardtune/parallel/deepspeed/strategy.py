@@ -15,8 +15,8 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.deepspeed import limits
+from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
 from shardtune.parallel.deepspeed.derive_config import to_deepspeed
-from shardtune.parallel.deepspeed.fields import DeepSpeedFields
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 from shardtune.core.footprint import ModelBytes, predict_messages
 from shardtune.core.mesh import Mesh
 from shardtune.parallel import FSDP, DeepSpeed
-from shardtune.parallel.deepspeed.fields import ZeRO
+from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate.comms import (
     Group,

@@ -11,7 +11,7 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import Kind, Pipelining
 from shardtune.parallel import DDP, FSDP, DeepSpeed
-from shardtune.parallel.deepspeed.fields import ZeRO
+from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.plan.estimate.activations import stack_bytes
 from shardtune.plan.estimate.constants import GIB
 from shardtune.plan.estimate.memory import Memory, estimate_memory
