@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.table import write_table
-from shardtune.checkpoint.async_saver import Identity, Saver
-from shardtune.checkpoint.latest import newest
+from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
@@ -104,7 +104,7 @@ def stall(
 ) -> Stall:
     """A save every so many steps. Steps beside one are compared with those around them, not with a
     window of their own: a machine's speed drifts by more than what is looked for."""
-    saver = Saver(folder, JoinedWorld(), keep=1, background=True)
+    saver = AsyncSaver(folder, JoinedWorld(), keep=1, background=True)
     _step(engine, saver, make_batch(0, *shape))  # there are no moments before
     _save(engine, saver, 0)  # its memory is made here
     saver.wait()
@@ -143,11 +143,11 @@ def _around(steps: list[Step], number: int) -> float:
     return statistics.median(steps[other].seconds for other in near)
 
 
-def _save(engine: NativeEngine, saver: Saver, step: int) -> None:
-    saver.save(Identity("run", step, "ddp", ""), *engine.pieces(), {})
+def _save(engine: NativeEngine, saver: AsyncSaver, step: int) -> None:
+    saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.pieces(), {})
 
 
-def _step(engine: NativeEngine, saver: Saver, batch: MicroBatch) -> None:
+def _step(engine: NativeEngine, saver: AsyncSaver, batch: MicroBatch) -> None:
     engine.step([batch]).read()
     saver.poll()
 
@@ -163,12 +163,14 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def ours(engine: NativeEngine, folder: Path) -> tuple[float, float, int]:
-    saver = Saver(folder, JoinedWorld(), keep=1, background=False)
+    saver = AsyncSaver(folder, JoinedWorld(), keep=1, background=False)
     pieces, numbers = engine.pieces()
-    write = timed(lambda: saver.save(Identity("run", 1, "ddp", ""), pieces, numbers, {}))
+    write = timed(lambda: saver.save(CheckpointIdentity("run", 1, "ddp", ""), pieces, numbers, {}))
 
     def load() -> None:
-        found = newest(folder, "run", JoinedWorld()).checkpoint  # every byte is hashed here
+        found = latest_checkpoint(
+            folder, "run", JoinedWorld()
+        ).checkpoint  # every byte is hashed here
         assert found is not None
         engine.load_state(Reader(*found), found[1].numbers)
 

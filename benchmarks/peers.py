@@ -10,9 +10,15 @@ from typing import Any
 
 from benchmarks.cases import Case, Metric, ddp
 from benchmarks.published_models import shape_of
-from shardtune.plan.estimate.workload import NF4_DOUBLE_BITS, PURE_BF16, Adapter, Widths, Workload
+from shardtune.plan.estimate.workload import (
+    NF4_DOUBLE_BITS,
+    PURE_BF16,
+    AdapterSize,
+    Widths,
+    Workload,
+)
 
-LORA: dict[str, Any] = {"adapter": Adapter(16), "widths": PURE_BF16}
+LORA: dict[str, Any] = {"adapter": AdapterSize(16), "widths": PURE_BF16}
 FP32: dict[str, Any] = {**LORA, "widths": Widths(trained=4, gradients=4, optimizer=8)}
 NF4: dict[str, Any] = {**LORA, "packed_bits": NF4_DOUBLE_BITS}
 LIGER: dict[str, Any] = {"kernels": "fused", "loss": "fused"}

@@ -21,13 +21,13 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 from benchmarks.table import write_table
-from shardtune.core.pipeline_schedule import Kind, Pipelining
+from shardtune.core.pipeline_schedule import PipelineKind, Pipelining
 from shardtune.engine.timer import Stopwatch
 from shardtune.parallel.pipeline.schedules import TimedStage, make_schedule
 
 UNIT = 0.1  # seconds of each of the three parts of a rank's work on one micro-batch
 STEPS = 3  # the fastest counts: whatever else the machine does only adds to the waiting
-SCHEDULES: dict[Kind, int] = {
+SCHEDULES: dict[PipelineKind, int] = {
     "layers": 1,
     "gpipe": 1,
     "1f1b": 1,
@@ -82,7 +82,7 @@ class SleepingStage(nn.Module):
         return found
 
 
-def measured(kind: Kind, chunks: int, ranks: int, microbatches: int) -> float:
+def measured(kind: PipelineKind, chunks: int, ranks: int, microbatches: int) -> float:
     """The time that this rank waits as a share of the time that it works, in the best step."""
     order = Pipelining(kind, chunks)
     owners, rows = order.ranks(ranks), torch.ones(microbatches, 8)

@@ -33,12 +33,13 @@ from benchmarks.gpu_report import latest, letters_of
 from benchmarks.table import DOCS, write_table
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
+from shardtune.core.units import GIB
 from shardtune.core.world import World
 from shardtune.measure.dry_run import micro_batch
 from shardtune.models.builder import MetaModelBuilder
 from shardtune.models.weight_files import NoFiles
 from shardtune.plan.cluster import Cluster, parse_cluster
-from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.forecast import Forecast, forecast
 from shardtune.training.engine_setup import make_plan
 
 WARM, STEPS = 3, 8

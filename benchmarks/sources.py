@@ -30,7 +30,7 @@ from shardtune.plan.estimate.workload import (
     NF4_DOUBLE_BITS,
     PURE_BF16,
     SHARDED_FP32,
-    Adapter,
+    AdapterSize,
     Buckets,
     Widths,
     Workload,
@@ -96,7 +96,7 @@ def _torchtune(row: Row) -> Settings:
     adapter = None
     if row["peft"].startswith("LoRA"):
         targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        adapter = Adapter(8, targets)
+        adapter = AdapterSize(8, targets)
     widths = PURE_BF16
     if "8bit" in optimizer:
         # Paged states lie in main memory until they are needed.
@@ -130,7 +130,7 @@ def _automodel(row: Row) -> Settings:
         raise Missing("checkpointing is ?")
     adapter = None
     if row["peft"].startswith("LoRA"):
-        adapter = Adapter(16)
+        adapter = AdapterSize(16)
     tensor, context = degree(row, "TP"), degree(row, "CP")
     if row["zero_stage/shard"] == "none":
         layout, mesh = ddp(ranks)
@@ -178,7 +178,7 @@ def _fsdp_qlora(row: Row) -> Settings:
     work = work_of(
         row,
         widths=PURE_BF16,
-        adapter=Adapter(64, targets, dropout=0.1),
+        adapter=AdapterSize(64, targets, dropout=0.1),
         packed_bits=NF4_DOUBLE_BITS if row["quant"] == "nf4" else None,
         kernels="eager",
         loss="shifted",
@@ -199,7 +199,7 @@ def _peft_docs(row: Row) -> Settings:
     work = work_of(
         row,
         widths=PURE_BF16,
-        adapter=Adapter(8, dropout=0.1),
+        adapter=AdapterSize(8, dropout=0.1),
         kernels="eager",
         loss="shifted",
         returns_logits=True,
@@ -213,14 +213,14 @@ def _peft_docs(row: Row) -> Settings:
     return Settings(layout, mesh, work, "device")
 
 
-PEFT_METHODS: dict[str, Adapter | None] = {
+PEFT_METHODS: dict[str, AdapterSize | None] = {
     "full-finetuning-lr_0.00001": None,
-    "lora-rank32": Adapter(32, ("q_proj", "v_proj")),
-    "lora-rank64": Adapter(64, ("q_proj", "v_proj")),
-    "lora-rank10-target-mlp": Adapter(10, ("gate_proj", "up_proj", "down_proj")),
-    "lora-rank32-dora": Adapter(32, ("q_proj", "v_proj"), trained=9289728),
-    "ia3-default": Adapter(1, ("k_proj", "v_proj", "down_proj"), trained=286720),
-    "vera-default": Adapter(1, ("q_proj", "v_proj"), trained=129024),
+    "lora-rank32": AdapterSize(32, ("q_proj", "v_proj")),
+    "lora-rank64": AdapterSize(64, ("q_proj", "v_proj")),
+    "lora-rank10-target-mlp": AdapterSize(10, ("gate_proj", "up_proj", "down_proj")),
+    "lora-rank32-dora": AdapterSize(32, ("q_proj", "v_proj"), trained=9289728),
+    "ia3-default": AdapterSize(1, ("k_proj", "v_proj", "down_proj"), trained=286720),
+    "vera-default": AdapterSize(1, ("q_proj", "v_proj"), trained=129024),
 }
 
 
@@ -252,7 +252,7 @@ def _litgpt(row: Row) -> Settings:
     work = work_of(
         row,
         widths=PURE_BF16,
-        adapter=Adapter(8, targets.get(model[:3], ("q_proj", "v_proj")), dropout=0.05),
+        adapter=AdapterSize(8, targets.get(model[:3], ("q_proj", "v_proj")), dropout=0.05),
         kernels="eager",
     )
     return Settings(layout, mesh, work, "allocated", LOADING if several else "")
@@ -267,7 +267,9 @@ def _ms_swift(row: Row) -> Settings:
         rank = re.search(r"r(\d+)", row["peft"])
         assert rank
         every = "all-linear" in row["peft"]
-        adapter = Adapter(int(rank[1]), "all-linear" if every else ("q_proj", "k_proj", "v_proj"))
+        adapter = AdapterSize(
+            int(rank[1]), "all-linear" if every else ("q_proj", "k_proj", "v_proj")
+        )
     if row["quant"] != "none":
         bits = {"gptq-int4": 4.25, "gptq-int8": 8.25, "bnb-int4": NF4_DOUBLE_BITS}[row["quant"]]
     work = work_of(
@@ -292,7 +294,7 @@ def _unsloth(row: Row) -> Settings:
         row,
         # peft turns what isn't quantized to fp32 (prepare_model_for_kbit_training).
         widths=Widths(2 if own else 4, trained=4, gradients=4, optimizer=2),
-        adapter=Adapter(32),
+        adapter=AdapterSize(32),
         packed_bits=NF4_DOUBLE_BITS,
         kernels="fused" if own else "eager",
         loss=("chunked" if old else "fused") if own else "shifted",

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from shardtune.core.layout import AxisRule, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
-from shardtune.core.pipeline_schedule import cut, stage_costs
+from shardtune.core.pipeline_schedule import split_layers, stage_costs
 from shardtune.parallel import Strategy
 
 FOLDER = Path(__file__).with_name("pictures")
@@ -177,7 +177,9 @@ class Picture:
     def _stages(self) -> tuple[range, ...]:
         order = self.layout.pipelining
         assert order is not None
-        return cut(stage_costs([1.0] * LAYERS, 0.5), order.stages(self.mesh.size_of("pipeline")))
+        return split_layers(
+            stage_costs([1.0] * LAYERS, 0.5), order.stages(self.mesh.size_of("pipeline"))
+        )
 
     def _arrows(self) -> Iterator[str]:
         """From the last layer of each stage to the first of the next, where that is elsewhere."""

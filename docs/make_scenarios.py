@@ -16,8 +16,9 @@ from typing import Any
 from shardtune.config.auto import leaves_layers_alone
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
+from shardtune.core.units import GIB
 from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.search import Candidate, rank
 from shardtune.plan.this_machine import offer, shortage
 

@@ -24,11 +24,12 @@ from shardtune.config.job import Job
 from shardtune.config.rules import check
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
 from shardtune.core.machine import Machine
+from shardtune.core.units import GIB
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, Problem
 from shardtune.parallel import DeepSpeed, Strategy
 from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.memory_budget import within_memory
 from shardtune.plan.model_config import shape_of
 from shardtune.training.engine_setup import make_plan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.async_saver import Saver
+from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.core.cache import cache_dir
@@ -76,7 +76,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
                 world.device,
             )
             keep, background = job.save.keep, job.save.background
-            saver = Saver(files.checkpoints, world, keep=keep, background=background)
+            saver = AsyncSaver(files.checkpoints, world, keep=keep, background=background)
             digests, predicted = (
                 inputs.data.digests(),
                 forecast_here(job, Machine.here(), world.nodes),

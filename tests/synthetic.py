@@ -12,14 +12,14 @@ from datasets import Dataset
 
 from shardtune.config.job import Adapter, Job, ModelSection, TrainSection
 from shardtune.core.step import IGNORED, MicroBatch
-from shardtune.data.dataset import Prepared, SourceReport
+from shardtune.data.dataset import PreparedSet, SourceReport
 from shardtune.models.builder import PretrainedModelBuilder
 
 Tokens = tuple[list[int], list[bool]]
 """The ids of a document, and which of them are trained."""
 
 
-def prepared(name: str, documents: Sequence[Tokens]) -> Prepared:
+def prepared(name: str, documents: Sequence[Tokens]) -> PreparedSet:
     """A data set as preparation hands it on."""
     rows = Dataset.from_dict(
         {"input_ids": [ids for ids, _ in documents], "trained": [flags for _, flags in documents]}
@@ -31,7 +31,7 @@ def prepared(name: str, documents: Sequence[Tokens]) -> Prepared:
         documents=len(documents), tokens=int(lengths.sum()), labels=int(labels.sum()), truncated=0,
         truncated_tokens=0, split=0, dropped=0, untrained=0, bad=0, stops_trained=len(documents),
     )  # fmt: skip
-    return Prepared(name, 1.0, rows, lengths, labels, report)
+    return PreparedSet(name, 1.0, rows, lengths, labels, report)
 
 
 def numbered(count: int, length: int = 8) -> list[Tokens]:

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from shardtune.checkpoint.async_saver import Saver
+from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
@@ -77,7 +77,7 @@ def make_run(folder: Path, engine: Engine, **sections: dict[str, Any]) -> tuple[
     )
     view = RunView(STEPS, console=Console(file=io.StringIO()))
     files, world = RunDir(folder), JoinedWorld()
-    saver = Saver(files.checkpoints, world, keep=job.save.keep, background=job.save.background)
+    saver = AsyncSaver(files.checkpoints, world, keep=job.save.keep, background=job.save.background)
     return Run(job, world, engine, evaluator, files, view, {"train/d": "digest"}, saver), data
 
 

@@ -18,13 +18,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardtune.checkpoint import directory as store
-from shardtune.checkpoint.manifest import Manifest, joined
-from shardtune.checkpoint.rank_files import FILE_SIZE, Share, dumped, loaded, write_share
-from shardtune.checkpoint.snapshot import Place, Snapshot
+from shardtune.checkpoint.manifest import Manifest, merge_tensors
+from shardtune.checkpoint.rank_files import (
+    FILE_SIZE,
+    RankFiles,
+    decode_answer,
+    encode_answer,
+    write_rank_files,
+)
+from shardtune.checkpoint.snapshot import BufferSpec, Snapshot
 from shardtune.core.tensor_shards import Piece
+from shardtune.core.units import MIB
 from shardtune.errors import Problem, RunError
-
-MIB = 1 << 20
 
 
 class Ranks(Protocol):
@@ -44,7 +49,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Identity:
+class CheckpointIdentity:
     """What a checkpoint says about the run that it is of."""
 
     run: str
@@ -56,21 +61,21 @@ class Identity:
 class _Writing(threading.Thread):
     """One rank's part of a save, under way."""
 
-    def __init__(self, saver: Saver, pieces: Sequence[Piece], facts: _Facts) -> None:
+    def __init__(self, saver: AsyncSaver, pieces: Sequence[Piece], facts: _Facts) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.facts = facts
         self._saver, self._pieces = saver, pieces
         self._folder, self._rank = saver.folder, saver.ranks.rank
-        self.answer: Share | str = ""
+        self.answer: RankFiles | str = ""
 
     def run(self) -> None:
         if self.answer:  # there is nothing to write
             return
         identity = self.facts.identity
         try:
-            self._saver.snapshot.settle()
-            self.answer = write_share(
-                store.begun(self._folder, identity.step),
+            self._saver.snapshot.wait()
+            self.answer = write_rank_files(
+                store.partial_folder(self._folder, identity.step),
                 self._pieces,
                 run=identity.run,
                 step=identity.step,
@@ -92,12 +97,12 @@ class _Writing(threading.Thread):
 
 @dataclass(frozen=True)
 class _Facts:
-    identity: Identity
+    identity: CheckpointIdentity
     progress: Mapping[str, Any]
     numbers: Mapping[str, float]
 
 
-class Saver:
+class AsyncSaver:
     """Writes `folder/step-N`, keeps the latest, and says when one could not be written."""
 
     def __init__(
@@ -118,14 +123,14 @@ class Saver:
     def prepare(self, pieces: Sequence[Piece]) -> None:
         """Gets the memory for a copy of `pieces` beside the training, which the first save would
         hold up for it (docs/LOG.md: a first save on a GPU)."""
-        places = [Place.of(piece) for piece in pieces]
-        make = threading.Thread(target=self.snapshot.make_room, args=(places,), daemon=True)
+        places = [BufferSpec.of(piece) for piece in pieces]
+        make = threading.Thread(target=self.snapshot.preallocate, args=(places,), daemon=True)
         self._preparing = make
         make.start()
 
     def save(
         self,
-        identity: Identity,
+        identity: CheckpointIdentity,
         pieces: Sequence[Piece],
         numbers: Mapping[str, float],
         progress: Mapping[str, Any],
@@ -180,10 +185,12 @@ class Saver:
 
     def _finish(self, writing: _Writing) -> None:
         self._writing = None
-        answers = [loaded(text) for text in self.ranks.all_gather(dumped(writing.answer))]
+        answers = [
+            decode_answer(text) for text in self.ranks.all_gather(encode_answer(writing.answer))
+        ]
         step = writing.facts.identity.step
         failures = [answer for answer in answers if isinstance(answer, str)]
-        shares = [answer for answer in answers if isinstance(answer, Share)]
+        shares = [answer for answer in answers if isinstance(answer, RankFiles)]
         if failures:
             if self.ranks.rank == 0:
                 with contextlib.suppress(OSError):  # the next save, or the next start, does it
@@ -192,7 +199,7 @@ class Saver:
         self._on_main(step, lambda: self._commit(writing.facts, shares))
         self.failure = None
 
-    def _commit(self, facts: _Facts, shares: Sequence[Share]) -> None:
+    def _commit(self, facts: _Facts, shares: Sequence[RankFiles]) -> None:
         files = {name: each for share in shares for name, each in share.files.items()}
         manifest = Manifest(
             **asdict(facts.identity),
@@ -200,16 +207,16 @@ class Saver:
             progress=facts.progress,
             numbers=facts.numbers,
             files=files,
-            tensors=joined(share.tensors for share in shares),
+            tensors=merge_tensors(share.tensors for share in shares),
         )
         if gaps := manifest.gaps():
             raise OSError(f"{len(gaps)} tensors are not whole: {gaps[0]}")
-        partial = store.begun(self.folder, manifest.step)
+        partial = store.partial_folder(self.folder, manifest.step)
         for name, each in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != each.bytes:
                 raise OSError(f"{name} isn't seen by rank 0; nodes have to share save.directory")
         store.commit(self.folder, manifest)
-        old = store.outdated(self.folder, self.keep)
+        old = store.rotate(self.folder, self.keep)
         if self._removing is not None:
             self._removing.join()
         self._removing = threading.Thread(target=_remove_all, args=(old,), daemon=True)

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardtune.checkpoint.safetensors_writer import DTYPES, blocks_of
+from shardtune.checkpoint.safetensors_writer import SAFETENSORS_DTYPES, byte_blocks
 
 if TYPE_CHECKING:
     from shardtune.core.step import StepResult
 
 
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of whole tensors in the order of their names; names, types and shapes count too."""
     found = sha256()
     for key in sorted(tensors):
         tensor = tensors[key]
-        found.update(f"{key} {DTYPES[tensor.dtype]} {list(tensor.shape)}\n".encode())
-        for block in blocks_of(tensor):
+        found.update(f"{key} {SAFETENSORS_DTYPES[tensor.dtype]} {list(tensor.shape)}\n".encode())
+        for block in byte_blocks(tensor):
             found.update(block)
     return found.hexdigest()
 
 
-def digest_of_random_state(device: str) -> str:
+def digest_rng_state(device: str) -> str:
     """SHA-256 of the state of the random number generators that training draws from."""
     found = sha256(torch.get_rng_state().numpy().tobytes())
     if device != "cpu":

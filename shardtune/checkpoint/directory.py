@@ -12,13 +12,13 @@ import shutil
 from pathlib import Path
 
 from shardtune.checkpoint.hashed_file import write_file
-from shardtune.checkpoint.manifest import NAME, Manifest, render
+from shardtune.checkpoint.manifest import MANIFEST_FILE, Manifest, render
 from shardtune.core.cache import sync
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
-RUBBISH = ".partial"
+PARTIAL = ".partial"
 REPLACED = ".replaced"  # a checkpoint whose step is being saved again
-ASIDE = ".damaged"
+QUARANTINED = ".damaged"
 
 
 def checkpoint_name(step: int) -> str:
@@ -33,31 +33,31 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in named if match)
 
 
-def sweep(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Removes what was being written, or being removed, when a run was killed."""
     if folder.is_dir():
         for path in folder.glob(f".*{REPLACED}"):
             target = folder / path.name.removeprefix(".").removesuffix(REPLACED)
             _remove(path) if target.exists() else path.rename(target)
-        for path in folder.glob(f".*{RUBBISH}"):
+        for path in folder.glob(f".*{PARTIAL}"):
             _remove(path)
 
 
-def begun(folder: Path, step: int) -> Path:
+def partial_folder(folder: Path, step: int) -> Path:
     """The folder that the ranks write their files to, before it is a checkpoint."""
-    return folder / f".{checkpoint_name(step)}{RUBBISH}"
+    return folder / f".{checkpoint_name(step)}{PARTIAL}"
 
 
 def begin(folder: Path, step: int) -> None:
     """Makes an empty folder for the checkpoint of `step`."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = begun(folder, step)
+    partial = partial_folder(folder, step)
     _remove(partial)
     partial.mkdir()
 
 
 def abandon(folder: Path, step: int) -> None:
-    _remove(begun(folder, step))
+    _remove(partial_folder(folder, step))
 
 
 def commit(folder: Path, manifest: Manifest) -> Path:
@@ -66,8 +66,8 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     Their files are on the disk already. The manifest follows, then the list of names, then the
     rename, then the parent's list of names.
     """
-    partial = begun(folder, manifest.step)
-    write_file(partial / NAME, [memoryview(render(manifest).encode())])
+    partial = partial_folder(folder, manifest.step)
+    write_file(partial / MANIFEST_FILE, [memoryview(render(manifest).encode())])
     sync(partial)
     target = folder / checkpoint_name(manifest.step)
     before = folder / f".{target.name}{REPLACED}"
@@ -80,14 +80,14 @@ def commit(folder: Path, manifest: Manifest) -> Path:
     return target
 
 
-def outdated(folder: Path, keep: int) -> list[Path]:
+def rotate(folder: Path, keep: int) -> list[Path]:
     """Takes their names from all but the `keep` latest checkpoints; they can then be removed."""
     return [_renamed(path) for _, path in checkpoints(folder)[:-keep]]
 
 
-def set_aside(checkpoint: Path) -> Path:
+def quarantine(checkpoint: Path) -> Path:
     """Takes a damaged checkpoint out of the row, for a person to look at."""
-    target = checkpoint.with_name(checkpoint.name + ASIDE)
+    target = checkpoint.with_name(checkpoint.name + QUARANTINED)
     _remove(target)
     checkpoint.rename(target)
     sync(checkpoint.parent)
@@ -100,7 +100,7 @@ def remove(path: Path) -> None:
 
 
 def _renamed(path: Path) -> Path:
-    target = path.with_name(f".{path.name}.{secrets.token_hex(4)}{RUBBISH}")
+    target = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     path.rename(target)
     return target
 

@@ -6,14 +6,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.core.units import GIB
 from shardtune.errors import Problem, RunError
 
-GIB = 1 << 30
 _SMALL = 1 << 20  # tokenizer, configuration, metrics
 
 
 @dataclass(frozen=True)
-class Need:
+class DiskNeed:
     """Bytes that a run will have on its disk at most."""
 
     checkpoint: int
@@ -26,12 +26,12 @@ class Need:
         return self.checkpoint * self.copies + self.result + _SMALL
 
 
-def estimate(trained: int, moments: int, *, keep: int, saves: int, result: int) -> Need:
+def estimate_disk(trained: int, moments: int, *, keep: int, saves: int, result: int) -> DiskNeed:
     """For `trained` weights with so many moments, in fp32, and `saves` checkpoints in all."""
-    return Need(4 * trained * (1 + moments), min(keep + 1, saves), result)
+    return DiskNeed(4 * trained * (1 + moments), min(keep + 1, saves), result)
 
 
-def require_room(folder: Path, need: Need) -> None:
+def require_disk_space(folder: Path, need: DiskNeed) -> None:
     """RunError with the numbers if the disk can't hold it; checkpoints that are there count."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     has = size_of(folder / "checkpoints")

@@ -17,8 +17,8 @@ from shardtune.errors import Problem, RunError
 if TYPE_CHECKING:
     from shardtune.core.step import MicroBatch
 
-PROBE = 128  # tokens of one training row on which the two models are compared
-SAME_LOGITS = {
+PROBE_TOKENS = 128  # tokens of one training row on which the two models are compared
+LOGIT_TOLERANCE = {
     torch.float32: 1e-4,
     torch.bfloat16: 1e-1,
     torch.float16: 2e-2,
@@ -112,7 +112,7 @@ def check_result(
             raise _wrong(f"{name} differs from what was trained")
     difference = (logits - probe_logits(reloaded, probe)).abs().max().item()
     rounded = (written, computed, next(iter(reloaded.parameters())).dtype)
-    allowed = max(SAME_LOGITS[dtype] for dtype in rounded) * logits.abs().max().item()
+    allowed = max(LOGIT_TOLERANCE[dtype] for dtype in rounded) * logits.abs().max().item()
     if not difference <= allowed:  # so that it is refused also when it isn't a number
         raise _wrong(f"its logits differ by {difference:.3g} from those of the trained model")
     return difference
@@ -124,8 +124,8 @@ def probe_logits(model: nn.Module, probe: MicroBatch, device: str = "cpu") -> Te
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # nothing is to be compiled for one short row
         logits: Tensor = model(
-            input_ids=probe.input_ids[:1, :PROBE].to(device),
-            position_ids=probe.position_ids[:1, :PROBE].to(device),
+            input_ids=probe.input_ids[:1, :PROBE_TOKENS].to(device),
+            position_ids=probe.position_ids[:1, :PROBE_TOKENS].to(device),
             use_cache=False,
         ).logits
     return logits.float().cpu()

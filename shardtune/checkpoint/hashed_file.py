@@ -11,19 +11,19 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-CHUNK = 1 << 20  # bytes that are hashed, then written: few enough to stay in the cache between
+HASH_CHUNK = 1 << 20  # bytes that are hashed, then written: few enough to stay in the cache between
 _LONGEST_HEADER = 100 << 20  # what safetensors accepts
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigest:
     """What a file must be like to be the one that was written."""
 
     bytes: int
     sha256: str
 
 
-def write_file(path: Path, blocks: Iterator[memoryview] | Sequence[memoryview]) -> Written:
+def write_file(path: Path, blocks: Iterator[memoryview] | Sequence[memoryview]) -> FileDigest:
     """Writes a new file, and returns when it is on the disk."""
     digest, size = sha256(), 0
     with path.open("xb", buffering=0) as file:
@@ -33,10 +33,10 @@ def write_file(path: Path, blocks: Iterator[memoryview] | Sequence[memoryview]) 
             while len(block):
                 block = block[file.write(block) :]
         os.fsync(file.fileno())
-    return Written(size, digest.hexdigest())
+    return FileDigest(size, digest.hexdigest())
 
 
-def difference(path: Path, expected: Written, metadata: Mapping[str, str] | None = None) -> str:
+def find_damage(path: Path, expected: FileDigest, metadata: Mapping[str, str] | None = None) -> str:
     """What is wrong with a file, or nothing. Every byte is read; a link is not followed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -61,7 +61,7 @@ def difference(path: Path, expected: Written, metadata: Mapping[str, str] | None
 
 
 def _hash(file: Any) -> str:
-    digest, buffer = sha256(), bytearray(CHUNK)
+    digest, buffer = sha256(), bytearray(HASH_CHUNK)
     view = memoryview(buffer)
     while count := file.readinto(buffer):
         digest.update(view[:count])

@@ -13,20 +13,26 @@ from pathlib import Path
 
 from shardtune.checkpoint.async_saver import Ranks
 from shardtune.checkpoint.directory import checkpoints
-from shardtune.checkpoint.hashed_file import difference
-from shardtune.checkpoint.manifest import NAME, Damaged, Manifest, Newer, read_manifest
+from shardtune.checkpoint.hashed_file import find_damage
+from shardtune.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Damaged,
+    Manifest,
+    NewerFormat,
+    read_manifest,
+)
 from shardtune.errors import Problem, RunError
 
 
 @dataclass(frozen=True)
-class Found:
+class LatestCheckpoint:
     """The checkpoint to go on from, if there is one, and those that were passed over."""
 
     checkpoint: tuple[Path, Manifest] | None
     damaged: tuple[tuple[Path, str], ...]
 
 
-def newest(folder: Path, run: str, ranks: Ranks) -> Found:
+def latest_checkpoint(folder: Path, run: str, ranks: Ranks) -> LatestCheckpoint:
     """The latest good checkpoint of `run`. All ranks look together and find the same.
 
     RunError if there are checkpoints and none of them is good, or if one is of a newer version.
@@ -40,20 +46,20 @@ def newest(folder: Path, run: str, ranks: Ranks) -> Found:
         manifest, wrong = None, ""
         try:
             manifest = read_checked(path, run)
-            wrong = next(faults(path, manifest, ranks.rank, ranks.size), "")
+            wrong = next(damaged_files(path, manifest, ranks.rank, ranks.size), "")
         except Damaged as error:
             wrong = str(error)
-        except Newer as error:
+        except NewerFormat as error:
             fix = "use the version of shardtune that wrote it"
             raise RunError(Problem(str(path), str(error), fix)) from None
         reasons = [reason for reason in ranks.all_gather(wrong) if reason]
         if manifest is not None and not reasons:
-            return Found((path, manifest), tuple(damaged))
+            return LatestCheckpoint((path, manifest), tuple(damaged))
         damaged.append((path, reasons[0]))
     if damaged:
         fix = "put a good copy back, or begin again (--overwrite)"
         raise RunError([Problem(str(path), f"is damaged: {why}", fix) for path, why in damaged])
-    return Found(None, ())
+    return LatestCheckpoint(None, ())
 
 
 def read_checked(checkpoint: Path, run: str | None) -> Manifest:
@@ -62,20 +68,22 @@ def read_checked(checkpoint: Path, run: str | None) -> Manifest:
         raise Damaged("is no folder")
     manifest = read_manifest(checkpoint)
     if checkpoint.name != f"step-{manifest.step:06d}":
-        raise Damaged(f"{NAME} is that of step {manifest.step}")
+        raise Damaged(f"{MANIFEST_FILE} is that of step {manifest.step}")
     if run is not None and manifest.run != run:
-        raise Damaged(f"{NAME} is that of another run ({manifest.run}; this one is {run})")
+        raise Damaged(f"{MANIFEST_FILE} is that of another run ({manifest.run}; this one is {run})")
     return manifest
 
 
-def faults(checkpoint: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> Iterator[str]:
+def damaged_files(
+    checkpoint: Path, manifest: Manifest, rank: int = 0, ranks: int = 1
+) -> Iterator[str]:
     """What is wrong with this rank's share of the files, file by file; every byte is read."""
     if rank == 0:
-        known = {NAME, *manifest.files}
+        known = {MANIFEST_FILE, *manifest.files}
         there = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".")}
         for name in sorted(there - known):
             yield f"{name} does not belong to it"
     for name in sorted(manifest.files)[rank::ranks]:
-        wrong = difference(checkpoint / name, manifest.files[name], manifest.metadata(name))
+        wrong = find_damage(checkpoint / name, manifest.files[name], manifest.metadata(name))
         if wrong:
             yield f"{name} {wrong}"

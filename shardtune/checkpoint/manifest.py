@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.hashed_file import Written
+from shardtune.checkpoint.hashed_file import FileDigest
 from shardtune.core.tensor_shards import Cut
 
 FORMAT = 1
-NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 _SHARD = re.compile(r"rank-\d{5}-\d{3,}\.safetensors")
 _LARGEST = 1 << 30
 
@@ -29,7 +29,7 @@ class Damaged(Exception):
     """Something on the disk isn't what was written. Says what; not shown to a person as it is."""
 
 
-class Newer(Exception):
+class NewerFormat(Exception):
     """Written by a later version than this one."""
 
 
@@ -91,7 +91,7 @@ class Manifest:
     """Digest of the job that ran."""
     progress: Mapping[str, Any]
     numbers: Mapping[str, float]
-    files: Mapping[str, Written]
+    files: Mapping[str, FileDigest]
     tensors: Mapping[str, StoredTensor]
 
     @property
@@ -111,14 +111,14 @@ def shard_metadata(run: str, step: int, rank: int) -> dict[str, str]:
     return {"run": run, "step": str(step), "rank": str(rank)}
 
 
-def sealed(body: Mapping[str, Any]) -> str:
+def seal(body: Mapping[str, Any]) -> str:
     """A JSON document with its own digest."""
     text = _canonical(body)
     return _canonical({**body, "seal": sha256(text.encode()).hexdigest()}) + "\n"
 
 
-def unsealed(path: Path) -> dict[str, Any]:
-    """The document, if it is exactly as `sealed` wrote it."""
+def unseal(path: Path) -> dict[str, Any]:
+    """The document, if it is exactly as `seal` wrote it."""
     try:
         if path.is_symlink() or not path.is_file():
             raise Damaged(f"{path.name} is missing")
@@ -131,7 +131,7 @@ def unsealed(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path.name} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"{path.name} is not what was written") from None
-    if sealed(body) != text:
+    if seal(body) != text:
         raise Damaged(f"{path.name} is not what was written (its seal is broken)")
     return body
 
@@ -142,16 +142,16 @@ def _canonical(body: Mapping[str, Any]) -> str:
 
 def render(manifest: Manifest) -> str:
     """The text of manifest.json."""
-    return sealed({"format": FORMAT, "kind": "checkpoint", **asdict(manifest)})
+    return seal({"format": FORMAT, "kind": "checkpoint", **asdict(manifest)})
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in `folder`; Damaged if it is not what was written, Newer if we can't know."""
-    body = unsealed(folder / NAME)
+    body = unseal(folder / MANIFEST_FILE)
     if body.get("kind") != "checkpoint":
-        raise Damaged(f"{NAME} is not a checkpoint's")
+        raise Damaged(f"{MANIFEST_FILE} is not a checkpoint's")
     if body.get("format", 0) > FORMAT:
-        raise Newer(f"is written in format {body['format']}; this version reads {FORMAT}")
+        raise NewerFormat(f"is written in format {body['format']}; this version reads {FORMAT}")
     # The seal holds: what follows is as we wrote it, but for somebody who seals his own.
     try:
         manifest = Manifest(
@@ -162,18 +162,18 @@ def read_manifest(folder: Path) -> Manifest:
             job=str(body["job"]),
             progress=dict(body["progress"]),
             numbers={str(key): float(value) for key, value in body["numbers"].items()},
-            files={name: Written(**each) for name, each in body["files"].items()},
+            files={name: FileDigest(**each) for name, each in body["files"].items()},
             tensors={key: tensor_from(each) for key, each in body["tensors"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise Damaged(f"{NAME} lacks what a checkpoint has") from None
+        raise Damaged(f"{MANIFEST_FILE} lacks what a checkpoint has") from None
     if not all(_SHARD.fullmatch(name) for name in manifest.files):
-        raise Damaged(f"{NAME} names files that are none of a checkpoint's")
+        raise Damaged(f"{MANIFEST_FILE} names files that are none of a checkpoint's")
     known = manifest.files.keys()
     if not {p.file for each in manifest.tensors.values() for p in each.pieces} <= known:
-        raise Damaged(f"{NAME} has tensors in files that it doesn't list")
+        raise Damaged(f"{MANIFEST_FILE} has tensors in files that it doesn't list")
     if gaps := manifest.gaps():
-        raise Damaged(f"{NAME}: {gaps[0]}")
+        raise Damaged(f"{MANIFEST_FILE}: {gaps[0]}")
     return manifest
 
 
@@ -194,7 +194,7 @@ def tensor_from(body: Mapping[str, Any]) -> StoredTensor:
     return StoredTensor(tuple(map(int, body["shape"])), str(body["dtype"]), pieces)
 
 
-def joined(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """The tensors of all ranks; pieces of one tensor come together."""
     found: dict[str, StoredTensor] = {}
     for part in parts:

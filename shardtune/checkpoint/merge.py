@@ -10,7 +10,7 @@ import torch
 from shardtune.core.cache import atomic_folder
 from shardtune.errors import Problem, RunError
 
-SAME = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+PROBABILITY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """How far rounding to a type may move a probability."""
 
 
@@ -25,7 +25,7 @@ def merge_adapter(model: Any, tokenizer: Any, target: Path, dtype: torch.dtype) 
     for parameter in merged.parameters():  # not `.to`: it would round the rotary tables too
         parameter.data = parameter.data.to(dtype)
     change = (before - _probabilities(merged)).abs().max().item()
-    if not change <= SAME[dtype]:
+    if not change <= PROBABILITY_TOLERANCE[dtype]:
         fact = f"merged, the model's probabilities change by up to {change:.2g}: not rounding alone"
         fix = "use the adapter as it is, with peft"
         raise RunError(Problem("merge", fact, fix))

@@ -8,37 +8,37 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.hashed_file import Written
+from shardtune.checkpoint.hashed_file import FileDigest
 from shardtune.checkpoint.manifest import (
     StoredPiece,
     StoredTensor,
-    joined,
+    merge_tensors,
     shard_metadata,
     tensor_from,
 )
-from shardtune.checkpoint.safetensors_writer import DTYPES, write_shard
+from shardtune.checkpoint.safetensors_writer import SAFETENSORS_DTYPES, write_safetensors
 from shardtune.core.tensor_shards import Piece
 
 FILE_SIZE = 2 << 30  # bytes of a file at most, unless one tensor is larger
 
 
 @dataclass(frozen=True)
-class Share:
+class RankFiles:
     """The files that a rank wrote, and the tensors in them."""
 
-    files: Mapping[str, Written]
+    files: Mapping[str, FileDigest]
     tensors: Mapping[str, StoredTensor]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def from_json(body: Mapping[str, Any]) -> Share:
-        files = {name: Written(**each) for name, each in body["files"].items()}
-        return Share(files, {key: tensor_from(each) for key, each in body["tensors"].items()})
+    def from_json(body: Mapping[str, Any]) -> RankFiles:
+        files = {name: FileDigest(**each) for name, each in body["files"].items()}
+        return RankFiles(files, {key: tensor_from(each) for key, each in body["tensors"].items()})
 
 
-def write_share(
+def write_rank_files(
     folder: Path,
     pieces: Iterable[Piece],
     *,
@@ -46,14 +46,14 @@ def write_share(
     step: int,
     rank: int,
     file_size: int = FILE_SIZE,
-) -> Share:
+) -> RankFiles:
     """Writes the pieces, and returns when they are on the disk."""
-    files: dict[str, Written] = {}
+    files: dict[str, FileDigest] = {}
     parts: list[dict[str, StoredTensor]] = []
     for number, some in enumerate(_in_files(pieces, file_size)):
         file = f"rank-{rank:05d}-{number:03d}.safetensors"
         named = [(_name(piece), piece) for piece in some]
-        files[file] = write_shard(
+        files[file] = write_safetensors(
             folder / file,
             [(name, piece.value()) for name, piece in named],
             shard_metadata(run, step, rank),
@@ -62,13 +62,13 @@ def write_share(
             {
                 piece.key: StoredTensor(
                     piece.shape,
-                    DTYPES[piece.tensor.dtype],
+                    SAFETENSORS_DTYPES[piece.tensor.dtype],
                     (StoredPiece(file, name, piece.cut),),
                 )
             }
             for name, piece in named
         )
-    return Share(files, joined(parts))
+    return RankFiles(files, merge_tensors(parts))
 
 
 def _in_files(pieces: Iterable[Piece], size: int) -> list[list[Piece]]:
@@ -91,11 +91,11 @@ def _name(piece: Piece) -> str:
     return f"{piece.key}[{'flat ' * piece.cut.flat}{','.join(spans)}]"
 
 
-def dumped(answer: Share | str) -> str:
+def encode_answer(answer: RankFiles | str) -> str:
     """A rank's report as text for the others: its share, or what went wrong."""
     return json.dumps(answer if isinstance(answer, str) else answer.to_json())
 
 
-def loaded(text: str) -> Share | str:
+def decode_answer(text: str) -> RankFiles | str:
     body = json.loads(text)
-    return body if isinstance(body, str) else Share.from_json(body)
+    return body if isinstance(body, str) else RankFiles.from_json(body)

@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardtune.checkpoint.manifest import Manifest, StoredPiece
-from shardtune.checkpoint.safetensors_writer import DTYPES
+from shardtune.checkpoint.safetensors_writer import SAFETENSORS_DTYPES
 from shardtune.core.tensor_shards import Cut, Piece
 from shardtune.errors import Problem, RunError
 
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+_TORCH = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Reader(Mapping[str, Tensor]):

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.directory import sweep
+from shardtune.checkpoint.directory import remove_partial
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves, load_job
 from shardtune.core.yaml_document import dotted, dump_document
@@ -179,7 +179,7 @@ class RunDir:
         self._make()
         self.forget_report()
         for folder in (self.path, self.checkpoints):  # of a run that was killed while it wrote
-            sweep(folder)
+            remove_partial(folder)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.checkpoint.hashed_file import CHUNK, Written, write_file
+from shardtune.checkpoint.hashed_file import HASH_CHUNK, FileDigest, write_file
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -32,16 +32,16 @@ DTYPES = {
 }
 
 
-def write_shard(
+def write_safetensors(
     path: Path, tensors: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str]
-) -> Written:
+) -> FileDigest:
     """Writes the tensors to a new file and returns when they are on the disk."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors:
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -50,15 +50,15 @@ def write_shard(
     text += b" " * (-len(text) % 8)  # tensors begin aligned
     start = memoryview(len(text).to_bytes(8, "little") + text)
     return write_file(
-        path, chain([start], (block for _, each in tensors for block in blocks_of(each)))
+        path, chain([start], (block for _, each in tensors for block in byte_blocks(each)))
     )
 
 
-def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
+def byte_blocks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, in pieces of bounded size."""
     if tensor.numel() == 0:
         return
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     data = memoryview(flat.numpy())  # type: ignore[arg-type]
-    for begin in range(0, len(data), CHUNK):
-        yield data[begin : begin + CHUNK]
+    for begin in range(0, len(data), HASH_CHUNK):
+        yield data[begin : begin + HASH_CHUNK]

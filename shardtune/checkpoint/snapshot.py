@@ -18,7 +18,7 @@ from shardtune.core.tensor_shards import Piece
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSpec:
     """Where a piece is copied to; it holds no piece itself."""
 
     key: tuple[object, ...]
@@ -27,13 +27,13 @@ class Place:
     device: torch.device
 
     @classmethod
-    def of(cls, piece: Piece) -> Place:
+    def of(cls, piece: Piece) -> BufferSpec:
         tensor = piece.tensor
         shape = tuple(tensor.shape)
         key = (piece.key, piece.cut, tensor.dtype, shape)
         return cls(key, shape, tensor.dtype, tensor.device)
 
-    def made(self) -> Tensor:
+    def allocate(self) -> Tensor:
         if self.device.type == "cuda":  # a copy to other memory would make the GPU wait
             with torch.cuda.device(self.device):
                 return torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
@@ -49,8 +49,8 @@ class Snapshot:
         self._stream: torch.cuda.Stream | None = None
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces, copied; from a GPU the copy may still be under way: see `settle`."""
-        places = [Place.of(piece) for piece in pieces]
+        """The pieces, copied; from a GPU the copy may still be under way: see `wait`."""
+        places = [BufferSpec.of(piece) for piece in pieces]
         self._kept = {place.key: self._buffer(place) for place in places}
         copies = [
             replace(piece, tensor=self._kept[place.key], made=None)
@@ -63,21 +63,21 @@ class Snapshot:
                 copy.tensor.copy_(piece.value())
         return copies
 
-    def make_room(self, places: Sequence[Place]) -> None:
+    def preallocate(self, places: Sequence[BufferSpec]) -> None:
         """Gets memory for pieces that are to be copied later. What can't be had now is asked for
         again by `take`, which says so."""
         with contextlib.suppress(RuntimeError):
             for place in places:
-                self._kept[place.key] = place.made()
+                self._kept[place.key] = place.allocate()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Returns when the copy is complete. The thread that writes waits here."""
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _buffer(self, place: Place) -> Tensor:
+    def _buffer(self, place: BufferSpec) -> Tensor:
         kept = self._kept.get(place.key)
-        return place.made() if kept is None else kept
+        return place.allocate() if kept is None else kept
 
     def _copy_beside(self, pieces: Sequence[Piece], copies: Sequence[Piece]) -> None:
         """Copies on a stream of its own. The next update waits for it on the GPU; the forward and

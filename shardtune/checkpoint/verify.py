@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.checkpoint.directory import checkpoints
-from shardtune.checkpoint.latest import faults, read_checked
-from shardtune.checkpoint.manifest import Damaged, Newer
+from shardtune.checkpoint.latest import damaged_files, read_checked
+from shardtune.checkpoint.manifest import Damaged, NewerFormat
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.seal import files_of, folder_faults
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """One checkpoint, or the result: what it is, and what is wrong with it."""
 
     name: str
@@ -24,34 +24,34 @@ class Verdict:
     faults: tuple[str, ...] = ()
 
 
-def verify_run(run: RunDir) -> list[Verdict]:
+def verify_run(run: RunDir) -> list[Verification]:
     """Every checkpoint, in the order of their steps, and the result if there is one."""
     run.require_run()
     here = run.run_id()
     found = [_checkpoint(path, here) for _, path in checkpoints(run.checkpoints)]
     if here is None:
         fault = "can't be read: which run this is, and so whose checkpoints, is unknown"
-        found.insert(0, Verdict("environment.json", faults=(fault,)))
+        found.insert(0, Verification("environment.json", faults=(fault,)))
     if run.result.exists():
         found.append(_result(run.result))
     return found
 
 
-def _checkpoint(path: Path, run: str | None) -> Verdict:
+def _checkpoint(path: Path, run: str | None) -> Verification:
     name = f"{path.parent.name}/{path.name}"
     try:
         manifest = read_checked(path, run)
-    except (Damaged, Newer) as error:
-        return Verdict(name, faults=(str(error),))
+    except (Damaged, NewerFormat) as error:
+        return Verification(name, faults=(str(error),))
     by = f"{manifest.strategy} x{manifest.ranks}"
-    wrong = tuple(faults(path, manifest))
-    return Verdict(name, by, len(manifest.files), manifest.bytes, wrong)
+    wrong = tuple(damaged_files(path, manifest))
+    return Verification(name, by, len(manifest.files), manifest.bytes, wrong)
 
 
-def _result(path: Path) -> Verdict:
+def _result(path: Path) -> Verification:
     try:
         files = files_of(path)
     except Damaged as error:
-        return Verdict(path.name, faults=(str(error),))
+        return Verification(path.name, faults=(str(error),))
     size = sum(each.bytes for each in files.values())
-    return Verdict(path.name, "", len(files), size, tuple(folder_faults(path, files)))
+    return Verification(path.name, "", len(files), size, tuple(folder_faults(path, files)))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
 from shardtune.core.network import listen, own_address
 from shardtune.errors import LaunchError, Problem, ShardtuneError
-from shardtune.measure.bandwidth import Link, receive, send
-from shardtune.measure.node_checks import CLOCK, Finding, NodeFacts, findings, local_facts
+from shardtune.measure.bandwidth import MeasuredLink, receive, send
+from shardtune.measure.node_checks import CLOCK_TOLERANCE, Finding, NodeFacts, findings, local_facts
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
@@ -37,7 +37,7 @@ class DoctorReport:
 
     nodes: Sequence[NodeFacts]
     """The first is node 0."""
-    links: Sequence[Link]
+    links: Sequence[MeasuredLink]
     findings: Sequence[Finding]
 
 
@@ -122,14 +122,14 @@ def _exchange(launchers: MultiNode | None, mine: NodeFacts) -> list[NodeFacts]:
     return [NodeFacts.from_json(text) for text in launchers.all_gather("facts", mine.to_json())]
 
 
-def _links(launchers: MultiNode) -> list[Link]:
+def _links(launchers: MultiNode) -> list[MeasuredLink]:
     """From each node to the next, in both directions; the last one's next is the first."""
     node, found = launchers.node, []
     own = node.head if node.number == 0 else own_address(node.head)
     pairs = [(a, (a + 1) % node.count) for a in range(node.count)]
     ways = list(dict.fromkeys(way for a, b in pairs for way in ((a, b), (b, a))))
     for source, target in ways:
-        link: Link | None = None
+        link: MeasuredLink | None = None
         listener = listen(own, 0) if node.number == target else None
         name = f"{source}-{target}"
         if listener is not None:
@@ -147,12 +147,12 @@ def _links(launchers: MultiNode) -> list[Link]:
             fix = "open all ports between the nodes, or mend the network"
             raise LaunchError(Problem("link", fact, fix)) from None
         mine = json.dumps(asdict(link) if link is not None else None)
-        found.append(Link(**json.loads(launchers.all_gather(f"link {name}", mine)[source])))
+        found.append(MeasuredLink(**json.loads(launchers.all_gather(f"link {name}", mine)[source])))
     return found
 
 
 def about_links(
-    links: Sequence[Link], job: Job | None, nodes: int, expected: float | None
+    links: Sequence[MeasuredLink], job: Job | None, nodes: int, expected: float | None
 ) -> list[Finding]:
     """How fast each is, beside what was expected and what the job needs."""
     found = []
@@ -164,7 +164,7 @@ def about_links(
             fact += f"; {expected:g} Gbit/s were expected"
         fix = "look for a wrong interface (--interface), a full switch or a bad cable"
         found.append(Finding("warning" if slow else "good", place, fact, fix if slow else ""))
-        if abs(link.clock_seconds) > CLOCK:
+        if abs(link.clock_seconds) > CLOCK_TOLERANCE:
             fact = f"the clocks are {abs(link.clock_seconds):.1f} s apart"
             fix = "let a time service set them; logs of the nodes can't be compared so"
             found.append(Finding("warning", place, fact, fix))
@@ -173,10 +173,10 @@ def about_links(
     return found
 
 
-def _need(job: Job, nodes: int, slowest: Link) -> Finding:
+def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
     """What the slowest link means for the job."""
     from shardtune.core.machine import Machine
-    from shardtune.plan.forecast import GIB
+    from shardtune.core.units import GIB
     from shardtune.plan.model_config import shape_of
     from shardtune.plan.this_machine import forecast_here
 

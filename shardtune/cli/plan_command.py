@@ -122,10 +122,11 @@ def _dry_run(found: Forecast) -> DryRunSummary:
 
     Operations run on their own there: what a compiler would make of them can't be seen.
     """
+    from shardtune.core.units import GIB
     from shardtune.measure.dry_run import dry_run
     from shardtune.models.builder import MetaModelBuilder
     from shardtune.models.load import config_from
-    from shardtune.plan.forecast import GIB, forecast
+    from shardtune.plan.forecast import forecast
     from shardtune.plan.forecast_summary import DryRunSummary
     from shardtune.plan.model_config import config_of
     from shardtune.training.engine_setup import make_plan
@@ -214,7 +215,7 @@ def _summary(ranking: Ranking, fix: str) -> PlanResult:
 
 
 def _candidate(each: Candidate) -> CandidateSummary:
-    from shardtune.plan.forecast import GIB
+    from shardtune.core.units import GIB
     from shardtune.plan.forecast_summary import CandidateSummary
 
     found = each.found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-Kind = Literal["layers", "gpipe", "1f1b", "interleaved", "zero_bubble"]
+PipelineKind = Literal["layers", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Pipelining:
     weights in the time that would be waited.
     """
 
-    kind: Kind
+    kind: PipelineKind
     chunks: int = 1
     """Stages of each rank; the V-shaped schedule has two."""
 
@@ -90,7 +90,7 @@ def stage_costs(layers: Sequence[float], head: float) -> list[float]:
     return [*layers[:-1], layers[-1] + head]
 
 
-def cut(costs: Sequence[float], stages: int) -> tuple[range, ...]:
+def split_layers(costs: Sequence[float], stages: int) -> tuple[range, ...]:
     """Consecutive parts in so many groups, the most expensive of which is as cheap as can be.
 
     Among equally good cuts it takes the one whose groups are most alike.

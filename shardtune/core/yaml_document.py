@@ -18,10 +18,10 @@ import yaml
 
 from shardtune.errors import JobError, Problem, did_you_mean
 
-LARGEST_FILE = 1 << 18
+MAX_YAML_BYTES = 1 << 18
 LARGEST_DOCUMENT = 20_000  # values, as written and once aliases are expanded
 LONGEST_INTEGER = 1000  # digits; no field takes more, and Python refuses to read many more
-DEEPEST = 40
+MAX_YAML_DEPTH = 40
 
 KeyPath = tuple[str | int, ...]
 
@@ -33,7 +33,7 @@ _SPECIAL_FLOAT = re.compile(r"^(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """A parsed file: plain dicts, lists and scalars, and the line of every key path."""
 
     source: str
@@ -46,11 +46,11 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path) -> YamlDocument:
     """Reads a YAML file; raises JobError with the line for anything that isn't plain data."""
     try:
         with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)  # never more: it may be anything
+            raw = file.read(MAX_YAML_BYTES + 1)  # never more: it may be anything
     except FileNotFoundError:
         raise JobError(_missing(path)) from None
     except IsADirectoryError:
@@ -59,8 +59,8 @@ def read_document(path: Path) -> Document:
     except OSError as error:
         fact, fix = f"can't be read: {error.strerror}", "correct the path or its permissions"
         raise JobError(Problem(str(path), fact, fix)) from None
-    if len(raw) > LARGEST_FILE:
-        fact = f"has more than {LARGEST_FILE:,} bytes, which no job file needs"
+    if len(raw) > MAX_YAML_BYTES:
+        fact = f"has more than {MAX_YAML_BYTES:,} bytes, which no job file needs"
         fix = "is this the data file? Name the job file instead"
         raise JobError(Problem(str(path), fact, fix))
     try:
@@ -79,12 +79,12 @@ def _missing(path: Path) -> Problem:
     return Problem(str(path), "no such file", fix)
 
 
-def parse_document(text: str, source: str) -> Document:
+def parse_document(text: str, source: str) -> YamlDocument:
     """Parses YAML text; `source` names it in errors."""
     try:
         node = yaml.compose(text, Loader=_Loader)
     except RecursionError:
-        fact = f"is nested far more than {DEEPEST} levels deep"
+        fact = f"is nested far more than {MAX_YAML_DEPTH} levels deep"
         raise JobError(Problem(source, fact, "is this really a job file?")) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -95,12 +95,12 @@ def parse_document(text: str, source: str) -> Document:
     except yaml.MarkedYAMLError as error:
         raise JobError(_broken(source, error)) from None
     if node is None:
-        return Document(source, None, {})
+        return YamlDocument(source, None, {})
     reader = _Reader(source)
     value = reader.read(node, ())
     if reader.problems:
         raise JobError(reader.problems)
-    return Document(source, value, reader.lines)
+    return YamlDocument(source, value, reader.lines)
 
 
 def _broken(source: str, error: yaml.MarkedYAMLError) -> Problem:
@@ -186,8 +186,8 @@ class _Reader:
         self.seen += 1
         if self.seen > LARGEST_DOCUMENT:
             raise JobError(_too_large(self.source, line))
-        if len(path) > DEEPEST:
-            fact = f"more than {DEEPEST} levels deep"
+        if len(path) > MAX_YAML_DEPTH:
+            fact = f"more than {MAX_YAML_DEPTH} levels deep"
             raise JobError(Problem(f"{self.source}:{line}", fact, "write it out plainly"))
         if isinstance(node, yaml.MappingNode):
             self._refuse_tag(node, path)

@@ -32,8 +32,16 @@ ROLES = {
 }  # fmt: skip
 """The names that data sets give to speakers, and what chat templates call them."""
 
-SHOWN = ("system", "developer", "user", "assistant")  # roles whose words a template must repeat
-THOUGHT = "</think>"  # what stands before it in a turn is reasoning, which templates may drop
+# Roles whose words a template must repeat.
+REPEATED_ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+)
+END_OF_THOUGHT = (
+    "</think>"  # what stands before it in a turn is reasoning, which templates may drop
+)
 
 # A template is a program of somebody else: what it may raise when a conversation isn't to its
 # liking, on purpose or because it looks for a key that isn't there.
@@ -42,7 +50,7 @@ TEMPLATE_ERRORS = (
     ValueError,
 )  # fmt: skip
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 Rendered = str | Unreadable
 
 
@@ -50,7 +58,7 @@ Rendered = str | Unreadable
 class Conversation:
     """Messages with the roles and keys that chat templates expect."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     tools: list[Any] | None = None
 
     @property
@@ -83,7 +91,7 @@ def read_conversation(turns: Any, tools: Any = None) -> Conversation:
     return Conversation(messages, tools or None)
 
 
-def _message(turn: Any, number: int) -> Message:
+def _message(turn: Any, number: int) -> ChatMessage:
     if not isinstance(turn, dict):
         raise Unreadable(f"turn {number} is not an object")
     # A table gives every row the keys of all the others, with nothing in them.
@@ -107,7 +115,7 @@ def _message(turn: Any, number: int) -> Message:
     return message
 
 
-def _content(message: Message, number: int) -> str:
+def _content(message: ChatMessage, number: int) -> str:
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
@@ -265,7 +273,7 @@ class ChatTemplate:
             return Unreadable(f"the chat template refuses it: {_told(error)}")
 
     def _apply(
-        self, messages: list[list[Message]], tools: list[Any] | None, prompt: bool
+        self, messages: list[list[ChatMessage]], tools: list[Any] | None, prompt: bool
     ) -> list[str]:
         texts: list[str] = self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt
@@ -278,8 +286,8 @@ def _require_all(conversation: Conversation, whole: str) -> None:
     for number, message in enumerate(conversation.messages, 1):
         content = message["content"].strip()
         if message["role"] == "assistant":
-            content = content.rpartition(THOUGHT)[2].strip()
-        if message["role"] in SHOWN and content not in whole:
+            content = content.rpartition(END_OF_THOUGHT)[2].strip()
+        if message["role"] in REPEATED_ROLES and content not in whole:
             raise Unreadable(f"the chat template leaves out turn {number} ({message['role']})")
         for call in message.get("tool_calls") or ():
             name = call.get("function", call).get("name", "") if isinstance(call, dict) else ""
@@ -290,7 +298,7 @@ def _require_all(conversation: Conversation, whole: str) -> None:
 def _other_than(content: str) -> str:
     """A content that differs from this one in its first and in its last character."""
     stripped = content.strip()
-    edges = {stripped[:1], stripped[-1:], stripped.rpartition(THOUGHT)[2].strip()[:1]}
+    edges = {stripped[:1], stripped[-1:], stripped.rpartition(END_OF_THOUGHT)[2].strip()[:1]}
     return next(letter for letter in "abcd" if letter not in edges)
 
 

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from shardtune.core.step import IGNORED, MicroBatch
-from shardtune.data.dataset import Prepared
-from shardtune.data.sampler import Document, Row
+from shardtune.data.dataset import PreparedSet
+from shardtune.data.sampler import BatchRow, DocumentRef
 
-MULTIPLE = 8  # row widths that matrix units like
+WIDTH_MULTIPLE = 8  # row widths that matrix units like
 
 
 class Collator:
     """Fetches the documents of rows from their data sets and lays them out as tensors."""
 
-    def __init__(self, sets: Sequence[Prepared], *, capacity: int, pad_id: int) -> None:
+    def __init__(self, sets: Sequence[PreparedSet], *, capacity: int, pad_id: int) -> None:
         """`Document.dataset` is an index into `sets`; a row is never wider than `capacity`."""
         self._names = [each.name for each in sets]
         # As Arrow tables: a slice of the memory-mapped file, never a Python object per token.
@@ -28,7 +28,7 @@ class Collator:
         self._capacity = capacity
         self._pad_id = pad_id
 
-    def __call__(self, rows: Sequence[Row]) -> MicroBatch:
+    def __call__(self, rows: Sequence[BatchRow]) -> MicroBatch:
         """Rows are padded on the right to the longest.
 
         No rows at all (a rank that has nothing to do in its turn still takes part) become one row
@@ -36,7 +36,7 @@ class Collator:
         """
         documents = [document for row in rows for document in row]
         longest = max((sum(document.length for document in row) for row in rows), default=1)
-        width = min(-(-longest // MULTIPLE) * MULTIPLE, self._capacity)
+        width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._capacity)
         shape = (max(len(rows), 1), width)
 
         # Where each document begins, in its row and in the flat tensors.
@@ -68,12 +68,12 @@ class Collator:
             labels=int(trained.sum()),
         )
 
-    def ids(self, documents: Sequence[Document]) -> tuple[str, ...]:
+    def ids(self, documents: Sequence[DocumentRef]) -> tuple[str, ...]:
         """The documents' sample ids."""
         return tuple(f"{self._names[each.dataset]}:{each.index}" for each in documents)
 
     def _fetch(
-        self, documents: Sequence[Document], starts: NDArray[np.int64], total: int
+        self, documents: Sequence[DocumentRef], starts: NDArray[np.int64], total: int
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens of all documents one after the other, and which of them are trained."""
         tokens = np.empty(total, dtype=np.int64)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CALIBRATION_SAMPLES = 64
 """Documents, of all data sets together; but one of each at least."""
-EXAMPLE_TOKENS = 512
+CALIBRATION_TOKENS = 512
 """Of each, at most."""
 
 
@@ -47,7 +47,7 @@ class SourceReport:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSet:
     """One data set, tokenised.
 
     A document is one row of `rows`; its id is `name:index`. `rows` has two columns: `input_ids`
@@ -72,8 +72,8 @@ class Prepared:
 class PreparedData:
     """All data sets of a job."""
 
-    train: tuple[Prepared, ...]
-    eval: tuple[Prepared, ...]
+    train: tuple[PreparedSet, ...]
+    eval: tuple[PreparedSet, ...]
 
     def digests(self) -> dict[str, str]:
         """The digest of each set, by what it is for and its name."""
@@ -88,5 +88,5 @@ class PreparedData:
         for each, share in zip(self.train, shares, strict=True):
             count = min(max(1, round(CALIBRATION_SAMPLES * share / sum(shares))), len(each.rows))
             places = (number * len(each.rows) // count for number in range(count))
-            found += [each.rows[row]["input_ids"][:EXAMPLE_TOKENS] for row in places]
+            found += [each.rows[row]["input_ids"][:CALIBRATION_TOKENS] for row in places]
         return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Spans = Sequence[tuple[int, int]]
 
 CALL = 1 << 20  # characters in one call: the library needs about 150 bytes for each
-WINDOW = 1 << 18  # a longer text is tokenised through windows of this size ...
+TEXT_WINDOW = 1 << 18  # a longer text is tokenised through windows of this size ...
 OVERLAP = 1 << 12  # ... which overlap, so that they can be joined where both agree
 AGREE = 256  # characters over which they have to
 
@@ -64,7 +64,7 @@ class Encoder:
         """
         encoded: list[Tokens] = []
         for group in _grouped(texts):
-            if len(group) == 1 and len(group[0].text) > WINDOW:
+            if len(group) == 1 and len(group[0].text) > TEXT_WINDOW:
                 encoded.append(self._encode_long(group[0], special, end))
                 continue
             masked = any(text.spans is not None for text in group)
@@ -95,12 +95,12 @@ class Encoder:
 
     def _windows(self, text: str) -> Iterator[_Window | None]:
         """Stretches of a text that join, one after the other; None where they can't be joined."""
-        firsts = range(0, max(1, len(text) - OVERLAP), WINDOW - OVERLAP)
+        firsts = range(0, max(1, len(text) - OVERLAP), TEXT_WINDOW - OVERLAP)
         last: _Window | None = None
-        for group in range(0, len(firsts), CALL // WINDOW):
-            some = firsts[group : group + CALL // WINDOW]
+        for group in range(0, len(firsts), CALL // TEXT_WINDOW):
+            some = firsts[group : group + CALL // TEXT_WINDOW]
             found = self._engine.encode_batch(
-                [text[first : first + WINDOW] for first in some], add_special_tokens=False
+                [text[first : first + TEXT_WINDOW] for first in some], add_special_tokens=False
             )
             for first, encoding in zip(some, found, strict=True):
                 window = _Window.of(encoding, first)
@@ -173,12 +173,12 @@ def _grouped(texts: Sequence[Text]) -> Iterator[list[Text]]:
     size = 0
     for text in texts:
         length = len(text.text)
-        if group and (size + length > CALL or length > WINDOW):
+        if group and (size + length > CALL or length > TEXT_WINDOW):
             yield group
             group, size = [], 0
         group.append(text)
         size += length
-        if length > WINDOW:
+        if length > TEXT_WINDOW:
             yield group
             group, size = [], 0
     if group:

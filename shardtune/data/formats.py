@@ -11,7 +11,7 @@ import numpy as np
 from shardtune.core.step import IGNORED
 from shardtune.data.chat_template import ChatTemplate, Conversation, read_conversation
 from shardtune.data.encode import Encoder, Text, Tokens
-from shardtune.data.records import BadRow, Row, Unreadable
+from shardtune.data.records import BadRow, SourceRecord, Unreadable
 from shardtune.data.sources import TURNS
 from shardtune.errors import DataError, Problem
 
@@ -29,7 +29,7 @@ class Missing(Unreadable):
         self.missing = column
 
 
-class Format(ABC):
+class RowFormat(ABC):
     """Reads rows of one format."""
 
     required: tuple[tuple[str, ...], ...]
@@ -39,7 +39,7 @@ class Format(ABC):
     settings: tuple[str, ...]
     """What of the source's settings decides the result, for the cache's key."""
 
-    def documents(self, rows: Sequence[Row]) -> list[Tokens | BadRow]:
+    def documents(self, rows: Sequence[SourceRecord]) -> list[Tokens | BadRow]:
         """A document, or the reason why there is none, for each row."""
         found = [self._try_to_read(row.value) for row in rows]
         good = [one for one in found if not isinstance(one, Unreadable)]
@@ -69,7 +69,7 @@ class Format(ABC):
         """The documents of many rows at once, which is much faster than one by one."""
 
 
-def make_format(source: Source, tokenizer: Any) -> Format:
+def make_format(source: Source, tokenizer: Any) -> RowFormat:
     """The format that a source asks for; raises DataError if the tokenizer can't serve it."""
     if not getattr(tokenizer, "is_fast", False):
         fact = f"the tokenizer ({type(tokenizer).__name__}) can't tell which characters a token is"
@@ -93,7 +93,7 @@ def make_format(source: Source, tokenizer: Any) -> Format:
     return _PlainInstruction(tokenizer, columns)
 
 
-class _Completion(Format):
+class _Completion(RowFormat):
     """A text, and the end-of-text token after it. All of it is trained."""
 
     def __init__(self, tokenizer: Any, columns: Columns) -> None:
@@ -111,7 +111,7 @@ class _Completion(Format):
         return self._encoder.encode(texts, special=True, end=self._end)
 
 
-class _Chat(Format):
+class _Chat(RowFormat):
     """Turns, through the tokenizer's chat template. The assistant's are trained."""
 
     def __init__(self, tokenizer: Any, columns: Columns) -> None:
@@ -158,7 +158,7 @@ class _ChatInstruction(_Chat):
         )
 
 
-class _PlainInstruction(Format):
+class _PlainInstruction(RowFormat):
     """An instruction and its answer under plain headings, for a tokenizer without template."""
 
     def __init__(self, tokenizer: Any, columns: Columns) -> None:
@@ -184,7 +184,7 @@ def plain_prompt(question: str, system: str = "") -> str:
     return f"{opening}## Task\n{question}\n\n## Answer\n"
 
 
-class _Pretokenized(Format):
+class _Pretokenized(RowFormat):
     """Token ids, with or without labels."""
 
     def __init__(self, tokenizer: Any, columns: Columns) -> None:

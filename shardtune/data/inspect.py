@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from shardtune.data.dataset import Prepared, PreparedData
+    from shardtune.data.dataset import PreparedData, PreparedSet
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 BARS = 16  # of a histogram of lengths
@@ -44,7 +44,7 @@ def view(prepared: PreparedData, tokenizer: Any, examples: int) -> RenderableTyp
     return Group(*parts)
 
 
-def document_text(prepared: Prepared, number: int, tokenizer: Any) -> Text:
+def document_text(prepared: PreparedSet, number: int, tokenizer: Any) -> Text:
     """A document's text: trained stretches between ‹ and ›, special tokens in another colour."""
     from rich.text import Text
 
@@ -71,7 +71,7 @@ def histogram(values: NDArray[np.int32], bars: int = BARS) -> str:
     return "".join(BLOCKS[height] for height in heights)
 
 
-def _table(sets: list[tuple[str, Prepared]]) -> RenderableType:
+def _table(sets: list[tuple[str, PreparedSet]]) -> RenderableType:
     from rich.table import Table
 
     table = Table(title="Data", title_justify="left")
@@ -84,7 +84,7 @@ def _table(sets: list[tuple[str, Prepared]]) -> RenderableType:
     return table
 
 
-def _facts(prepared: Prepared) -> dict[str, str]:
+def _facts(prepared: PreparedSet) -> dict[str, str]:
     """The rows of the table."""
     report, lengths = prepared.report, prepared.lengths
     middle, high = np.percentile(lengths, [50, 95])
@@ -126,7 +126,7 @@ def _legend() -> Text:
     )
 
 
-def _title(role: str, prepared: Prepared, number: int) -> RenderableType:
+def _title(role: str, prepared: PreparedSet, number: int) -> RenderableType:
     from rich.rule import Rule
     from rich.text import Text
 

@@ -14,11 +14,11 @@ from shardtune.config.job import DataSection
 from shardtune.core.step import MicroBatch
 from shardtune.data.collate import Collator
 from shardtune.data.dataset import PreparedData
-from shardtune.data.micro_batches import share
+from shardtune.data.micro_batches import micro_batches
 from shardtune.data.packing import pack
-from shardtune.data.sampler import Document, Order, Row
+from shardtune.data.sampler import BatchRow, DocumentRef, Sampler
 
-AHEAD = 2  # steps that lie ready before they are asked for
+PREFETCH_STEPS = 2  # steps that lie ready before they are asked for
 
 
 class Loader:
@@ -48,7 +48,7 @@ class Loader:
         self._rank = rank
         self._ranks = ranks
         self._collate = Collator(self._sets, capacity=self._capacity, pad_id=pad_id)
-        self._order = Order(
+        self._sampler = Sampler(
             [each.lengths for each in train],
             [each.name for each in train],
             [each.weight for each in train],
@@ -58,23 +58,23 @@ class Loader:
             seed=seed,
             global_batch=global_batch,
         )
-        self._last = None if epochs is None else self._order.count(epochs)
+        self._last = None if epochs is None else self._sampler.count(epochs)
 
     def total_steps(self, epochs: float) -> int:
         """How many steps so many epochs take."""
-        return self._order.steps(epochs)
+        return self._sampler.steps(epochs)
 
     def epoch(self, step: int) -> float:
         """How many epochs are behind when a step begins."""
-        return self._order.epoch(step, self._last)
+        return self._sampler.epoch(step, self._last)
 
     def fill(self) -> float:
         """The share of the training rows' space that holds tokens."""
-        return self._order.fill()
+        return self._sampler.fill()
 
     def samples(self, step: int) -> tuple[str, ...]:
         """The ids of the documents that a step trains on, over all ranks, in the global order."""
-        rows = self._order.rows(step, self._last)
+        rows = self._sampler.rows(step, self._last)
         return self._collate.ids([document for row in rows for document in row])
 
     def steps(
@@ -94,7 +94,7 @@ class Loader:
             try:
                 for step in range(start, stop):
                     ready.append(thread.submit(lambda step: stage(self._step(step)), step))
-                    if len(ready) > AHEAD:
+                    if len(ready) > PREFETCH_STEPS:
                         yield ready.popleft().result()
                 while ready:
                     yield ready.popleft().result()
@@ -106,7 +106,7 @@ class Loader:
         """A step than whose micro-batches none of the run has more tokens, padding counted."""
         rounds = -(-self._global_batch // (self._ranks * self._micro_batch))
         rows = -(-self._global_batch // (self._ranks * rounds))
-        return [self._collate(self._order.longest(rows))] * rounds
+        return [self._collate(self._sampler.longest(rows))] * rounds
 
     def evaluation(self, name: str) -> Iterator[MicroBatch]:
         """This rank's share of an evaluation set; all ranks get as many micro-batches."""
@@ -115,15 +115,15 @@ class Loader:
         groups = (
             pack(lengths, self._capacity) if self._packing else [[n] for n in range(len(lengths))]
         )
-        rows = [tuple(Document(dataset, n, int(lengths[n])) for n in group) for group in groups]
-        for batch in share(rows, self._ranks, self._micro_batch)[self._rank]:
+        rows = [tuple(DocumentRef(dataset, n, int(lengths[n])) for n in group) for group in groups]
+        for batch in micro_batches(rows, self._ranks, self._micro_batch)[self._rank]:
             yield self._collate(batch)
 
-    def collate(self, rows: Sequence[Row]) -> MicroBatch:
+    def collate(self, rows: Sequence[BatchRow]) -> MicroBatch:
         """Rows of training documents as one micro-batch, padded to the longest."""
         return self._collate(rows)
 
     def _step(self, step: int) -> list[MicroBatch]:
-        rows = self._order.rows(step, self._last)
-        mine = share(rows, self._ranks, self._micro_batch, turn=step)[self._rank]
+        rows = self._sampler.rows(step, self._last)
+        mine = micro_batches(rows, self._ranks, self._micro_batch, turn=step)[self._rank]
         return [self._collate(batch) for batch in mine]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from shardtune.data.sampler import Row
+from shardtune.data.sampler import BatchRow
 
 
-def share(
-    rows: Sequence[Row], ranks: int, micro_batch: int, *, turn: int = 0
-) -> list[list[list[Row]]]:
+def micro_batches(
+    rows: Sequence[BatchRow], ranks: int, micro_batch: int, *, turn: int = 0
+) -> list[list[list[BatchRow]]]:
     """Deal rows to ranks: the result is indexed by rank, then micro-batch, then row.
 
     Every rank gets as many micro-batches as the others, because they compute them in lockstep;
@@ -26,7 +26,7 @@ def share(
     """
     rounds = -(-len(rows) // (ranks * micro_batch))
     batches = sorted(_cut(rows, ranks * rounds), key=_cost, reverse=True)
-    shares: list[list[list[Row]]] = [[] for _ in range(ranks)]
+    shares: list[list[list[BatchRow]]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for first in range(0, len(batches), ranks):
         # The rank that has got the least so far takes the largest of this round.
@@ -37,7 +37,7 @@ def share(
     return shares
 
 
-def _cut(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+def _cut(rows: Sequence[BatchRow], parts: int) -> list[list[BatchRow]]:
     """Cut the rows, sorted by length, into parts whose sizes differ by at most one.
 
     The larger parts hold the shorter rows: they are the ones that can take another at little cost.
@@ -48,10 +48,10 @@ def _cut(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     return [ordered[begin:end] for begin, end in pairwise(borders)]
 
 
-def _cost(batch: Sequence[Row]) -> int:
+def _cost(batch: Sequence[BatchRow]) -> int:
     """The tokens that a micro-batch computes, padding included."""
     return len(batch) * max(map(_tokens, batch), default=0)
 
 
-def _tokens(row: Row) -> int:
+def _tokens(row: BatchRow) -> int:
     return sum(document.length for document in row)

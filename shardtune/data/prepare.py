@@ -24,12 +24,18 @@ from shardtune.core.cache import atomic_folder, file_lock
 from shardtune.core.machine import Machine
 from shardtune.core.parent_death import die_with_parent
 from shardtune.data import prepared_cache as store
-from shardtune.data.dataset import Prepared, PreparedData, SourceReport
-from shardtune.data.formats import Format, make_format
-from shardtune.data.readers import Part
-from shardtune.data.sources import Opened, open_source
-from shardtune.data.tokenize import Index, Overflow, Progress, Tally, tokenize
-from shardtune.data.validate import Checked, bad_row_lines, check_leaks, check_source, check_stops
+from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
+from shardtune.data.formats import RowFormat, make_format
+from shardtune.data.readers import SourcePart
+from shardtune.data.sources import OpenedSource, open_source
+from shardtune.data.tokenize import DocumentIndex, Overflow, ProgressCallback, RowCounts, tokenize
+from shardtune.data.validate import (
+    CheckedSource,
+    bad_row_lines,
+    check_leaks,
+    check_source,
+    check_stops,
+)
 from shardtune.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -37,8 +43,8 @@ if TYPE_CHECKING:
 
     from shardtune.config.job import DataSection, Source
 
-SMALL = 64 << 20  # bytes of a source below which starting processes costs more than they bring
-SHARES = 4  # portions of the work for each process, so that none is left with a long one
+SINGLE_PROCESS_BYTES = 64 << 20  # smaller sources are tokenized here: processes cost more
+TASKS_PER_WORKER = 4  # portions of the work for each process, so that none is left with a long one
 
 
 def prepare(
@@ -77,10 +83,10 @@ def prepare(
 class _Done:
     """A data set that was prepared and found good, and where it lies."""
 
-    checked: Checked
+    checked: CheckedSource
     folder: Path
 
-    def load(self, stop_ids: frozenset[int]) -> Prepared:
+    def load(self, stop_ids: frozenset[int]) -> PreparedSet:
         source, tally, index = self.checked.source, self.checked.tally, self.checked.index
         report = SourceReport(
             name=source.label,
@@ -98,7 +104,7 @@ class _Done:
             bad=tally.bad,
             stops_trained=self.checked.stops_trained(stop_ids),
         )
-        return Prepared(
+        return PreparedSet(
             name=report.name,
             weight=source.weight if isinstance(source, TrainSource) else 1.0,
             rows=store.load(self.folder, report.documents),
@@ -133,7 +139,7 @@ class _Work:
         opened = open_source(source)
         self._fingerprint = self._fingerprint or store.fingerprint(self._tokenizer)
         length = self._section.sequence_length
-        target = self._folder / store.key(source, opened, format, length, self._fingerprint)
+        target = self._folder / store.cache_key(source, opened, format, length, self._fingerprint)
         try:
             with file_lock(target.with_name(f".{target.name}.lock")):
                 checked = self._kept_or_made(source, opened, format, target)
@@ -147,23 +153,28 @@ class _Work:
         return _Done(checked, target)
 
     def _kept_or_made(
-        self, source: Source, opened: Opened, format: Format, target: Path
-    ) -> Checked:
+        self, source: Source, opened: OpenedSource, format: RowFormat, target: Path
+    ) -> CheckedSource:
         if target.exists():
-            checked = Checked(source, opened, format, *store.read(target))
+            checked = CheckedSource(source, opened, format, *store.read(target))
             self._require_good(checked)
             return checked
         with atomic_folder(target) as folder:
             with self._progress(source.label, opened.count) as progress:
                 tally, index = self._tokenize(source, opened, format, folder, progress)
-            checked = Checked(source, opened, format, tally, index)
+            checked = CheckedSource(source, opened, format, tally, index)
             self._require_good(checked)
             store.write(folder, tally, index)
         return checked
 
     def _tokenize(
-        self, source: Source, opened: Opened, format: Format, folder: Path, progress: Progress
-    ) -> tuple[Tally, Index]:
+        self,
+        source: Source,
+        opened: OpenedSource,
+        format: RowFormat,
+        folder: Path,
+        progress: ProgressCallback,
+    ) -> tuple[RowCounts, DocumentIndex]:
         length = self._section.sequence_length
         workers = self._workers(opened)
         if workers == 1:
@@ -174,9 +185,9 @@ class _Work:
             )  # fmt: skip
         shares = [
             _Share(parts, length, source.overflow, store.documents_file(folder, number))
-            for number, parts in enumerate(_divided(opened.parts, workers * SHARES))
+            for number, parts in enumerate(_divided(opened.parts, workers * TASKS_PER_WORKER))
         ]
-        tally, indices = Tally(), []
+        tally, indices = RowCounts(), []
         # Not forked: this process has threads, of the tokenizers library if of nothing else.
         with ProcessPoolExecutor(
             workers, get_context("spawn"), initializer=_start_worker, initargs=(format, os.getpid())
@@ -190,16 +201,16 @@ class _Work:
                 fact = f"one of the {workers} processes that tokenise was killed"
                 fix = "if the machine ran out of memory, set data.workers: 1"
                 raise DataError(Problem(source.path, fact, fix)) from error
-        return tally, Index.joined(indices)
+        return tally, DocumentIndex.joined(indices)
 
-    def _workers(self, opened: Opened) -> int:
+    def _workers(self, opened: OpenedSource) -> int:
         wanted = self._section.workers
         if wanted == "auto":
             # One process tokenises with all cores already; more of them parse and render faster.
-            wanted = Machine.here().cores if opened.size >= SMALL else 1
+            wanted = Machine.here().cores if opened.size >= SINGLE_PROCESS_BYTES else 1
         return min(wanted, len(opened.parts) or 1)
 
-    def _require_good(self, checked: Checked) -> None:
+    def _require_good(self, checked: CheckedSource) -> None:
         problems = check_source(checked, self._section)
         if not problems and isinstance(checked.source, TrainSource):
             problems = check_stops(checked, self._section, self._tokenizer, self._stop_ids)
@@ -207,7 +218,7 @@ class _Work:
             raise DataError(problems)
 
     @contextmanager
-    def _progress(self, name: str, rows: int | None) -> Iterator[Progress]:
+    def _progress(self, name: str, rows: int | None) -> Iterator[ProgressCallback]:
         """A bar on stderr, which takes the rows and tokens that were done since the last time."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -231,30 +242,30 @@ class _Work:
 class _Share:
     """What a worker process is given at a time."""
 
-    parts: Sequence[Part]
+    parts: Sequence[SourcePart]
     length: int
     overflow: Overflow
     target: Path
 
 
-def _divided(parts: Sequence[Part], count: int) -> list[Sequence[Part]]:
+def _divided(parts: Sequence[SourcePart], count: int) -> list[Sequence[SourcePart]]:
     """The parts in order, in at most `count` runs of nearly the same number."""
     count = min(count, len(parts))
     edges = [round(number * len(parts) / count) for number in range(count + 1)]
     return [parts[start:stop] for start, stop in pairwise(edges)]
 
 
-_worker_format: Format | None = None  # of a worker process: the tokenizer travels only once
+_worker_format: RowFormat | None = None  # of a worker process: the tokenizer travels only once
 
 
-def _start_worker(format: Format, parent: int) -> None:
+def _start_worker(format: RowFormat, parent: int) -> None:
     global _worker_format
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker_format = format
 
 
-def _run_share(share: _Share) -> tuple[Tally, Index]:
+def _run_share(share: _Share) -> tuple[RowCounts, DocumentIndex]:
     assert _worker_format is not None
     return tokenize(
         share.parts, _worker_format, length=share.length, overflow=share.overflow,

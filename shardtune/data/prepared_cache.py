@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardtune.data.records import BadRow
-from shardtune.data.tokenize import Index, Tally
+from shardtune.data.tokenize import DocumentIndex, RowCounts
 from shardtune.errors import DataError, Problem
 
 if TYPE_CHECKING:
     import datasets
 
     from shardtune.config.job import Source
-    from shardtune.data.formats import Format
-    from shardtune.data.sources import Opened
+    from shardtune.data.formats import RowFormat
+    from shardtune.data.sources import OpenedSource
 
 PREPARE_VERSION = 1
 """A change of what preparation makes of the same input needs a new number."""
@@ -45,7 +45,9 @@ def fingerprint(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-def key(source: Source, opened: Opened, format: Format, length: int, tokenizer: str) -> str:
+def cache_key(
+    source: Source, opened: OpenedSource, format: RowFormat, length: int, tokenizer: str
+) -> str:
     """The name of a prepared data set: a hash of all that it depends on."""
     facts = [PREPARE_VERSION, opened.digest, format.settings, source.overflow, length, tokenizer]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -56,21 +58,23 @@ def documents_file(folder: Path, number: int) -> Path:
     return folder / f"documents-{number:05}.arrow"
 
 
-def write(folder: Path, tally: Tally, index: Index) -> None:
+def write(folder: Path, tally: RowCounts, index: DocumentIndex) -> None:
     """Puts the index and the report beside the documents."""
     np.savez(folder / "index.npz", **vars(index))
     report = json.dumps(dataclasses.asdict(tally), indent=1)
     (folder / "report.json").write_text(report, encoding="utf-8")
 
 
-def read(folder: Path) -> tuple[Tally, Index]:
+def read(folder: Path) -> tuple[RowCounts, DocumentIndex]:
     """The report and the index of a folder."""
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         report["bad_rows"] = [BadRow(**row) for row in report["bad_rows"]]
         with np.load(folder / "index.npz", allow_pickle=False) as arrays:
-            index = Index(**{name: arrays[name] for name in Index.__dataclass_fields__})
-        return Tally(**report), index
+            index = DocumentIndex(
+                **{name: arrays[name] for name in DocumentIndex.__dataclass_fields__}
+            )
+        return RowCounts(**report), index
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise _damaged(folder, str(error)) from error
 

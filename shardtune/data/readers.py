@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from shardtune.data.records import (
     BadRow,
     JsonReader,
-    Row,
+    SourceRecord,
     Unreadable,
     decoded,
     encodable,
@@ -33,7 +33,7 @@ BOM = b"\xef\xbb\xbf"
 TABLE_BATCH = 256  # rows of an Arrow table that are turned into Python objects at a time
 
 
-class Part(Protocol):
+class SourcePart(Protocol):
     """A stretch of a source."""
 
     @property
@@ -41,7 +41,7 @@ class Part(Protocol):
         """About how many rows it holds, if that is known without reading it."""
         ...
 
-    def rows(self) -> Iterator[Row | BadRow]: ...
+    def rows(self) -> Iterator[SourceRecord | BadRow]: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Lines:
     first: int
     count: int | None
 
-    def rows(self) -> Iterator[Row | BadRow]:
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
         read = JsonReader().read_object if self.kind == "json" else _text_row
         for number, raw in _lines(self.path, self.start, self.stop, self.first):
             yield _line_row(number, raw, read)
@@ -75,7 +75,7 @@ class JsonList:
     key: str | None = None
     count: int | None = None
 
-    def rows(self) -> Iterator[Row | BadRow]:
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
         reader = JsonReader()
         text = json_text(self.path)
         number = 0
@@ -119,7 +119,7 @@ class JsonRow:
     path: Path
     count: int | None = 1
 
-    def rows(self) -> Iterator[Row | BadRow]:
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
         reader = JsonReader()
         text = json_text(self.path)
         value, _ = reader.decode(text, 0)
@@ -134,7 +134,7 @@ class CsvFile:
     delimiter: str
     count: int | None = None
 
-    def rows(self) -> Iterator[Row | BadRow]:
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
         csv.field_size_limit(sys.maxsize)
         with self.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.reader(file, delimiter=self.delimiter, strict=True)
@@ -158,7 +158,9 @@ class CsvFile:
                 elif not all(map(encodable, fields)):
                     yield BadRow(number, "not UTF-8 text")
                 else:
-                    yield Row(number, dict(zip(header, fields, strict=True)), sum(map(len, fields)))
+                    yield SourceRecord(
+                        number, dict(zip(header, fields, strict=True)), sum(map(len, fields))
+                    )
 
     def _header(self, fields: list[str], number: int) -> list[str]:
         names = [field.strip() for field in fields]
@@ -178,7 +180,7 @@ class ParquetGroups:
     first: int
     count: int | None
 
-    def rows(self) -> Iterator[Row | BadRow]:
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
         import pyarrow
         import pyarrow.parquet
 
@@ -205,7 +207,7 @@ class SavedRows:
     def count(self) -> int | None:
         return self.stop - self.start
 
-    def rows(self) -> Iterator[Row | BadRow]:
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
         number = self.start + 1
         part = self.dataset.select(range(self.start, self.stop)).with_format("arrow")
         for batch in part.iter(TABLE_BATCH):
@@ -238,9 +240,11 @@ def _lines(path: Path, start: int, stop: int, first: int) -> Iterator[tuple[int,
             number += 1
 
 
-def _line_row(number: int, raw: bytes, read: Callable[[str], dict[str, Any]]) -> Row | BadRow:
+def _line_row(
+    number: int, raw: bytes, read: Callable[[str], dict[str, Any]]
+) -> SourceRecord | BadRow:
     try:
-        return Row(number, read(decoded(raw)), len(raw))
+        return SourceRecord(number, read(decoded(raw)), len(raw))
     except Unreadable as error:
         return BadRow(number, error.reason, error.column)
 
@@ -249,7 +253,9 @@ def _text_row(line: str) -> dict[str, Any]:
     return {"text": line}
 
 
-def _table_rows(batch: pyarrow.RecordBatch | pyarrow.Table, first: int) -> Iterator[Row | BadRow]:
+def _table_rows(
+    batch: pyarrow.RecordBatch | pyarrow.Table, first: int
+) -> Iterator[SourceRecord | BadRow]:
     try:
         values = batch.to_pylist()
     except UnicodeDecodeError:  # Arrow does not check its text; look which of the rows it is
@@ -257,11 +263,13 @@ def _table_rows(batch: pyarrow.RecordBatch | pyarrow.Table, first: int) -> Itera
             yield from _table_row(batch.slice(offset, 1), first + offset)
         return
     for number, value in enumerate(values, first):
-        yield Row(number, value)
+        yield SourceRecord(number, value)
 
 
-def _table_row(row: pyarrow.RecordBatch | pyarrow.Table, number: int) -> Iterator[Row | BadRow]:
+def _table_row(
+    row: pyarrow.RecordBatch | pyarrow.Table, number: int
+) -> Iterator[SourceRecord | BadRow]:
     try:
-        yield Row(number, row.to_pylist()[0])
+        yield SourceRecord(number, row.to_pylist()[0])
     except UnicodeDecodeError:
         yield BadRow(number, "not UTF-8 text")

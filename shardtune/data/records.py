@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-DEEPEST = 100  # levels of nesting; no format here needs more than five
+MAX_JSON_DEPTH = 100  # levels of nesting; no format here needs more than five
 
 # A high surrogate without a low one after it, or a low one without a high one before it.
 _LONE_SURROGATE = re.compile(
@@ -17,7 +17,7 @@ _LONE_SURROGATE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRecord:
     """One row: its line or row number (counted from 1), and its columns."""
 
     number: int
@@ -69,15 +69,15 @@ class JsonReader:
         except json.JSONDecodeError as error:
             raise Unreadable(f"broken JSON: {error.msg}", error.pos + 1) from None
         except RecursionError:
-            raise Unreadable(f"nested more than {DEEPEST} levels deep") from None
+            raise Unreadable(f"nested more than {MAX_JSON_DEPTH} levels deep") from None
         except ValueError as error:  # a number of more digits than Python will read
             raise Unreadable(f"broken JSON: {error}") from None
         return self._checked(value, text)
 
-    def row(self, number: int, value: Any, text: str) -> Row | BadRow:
+    def row(self, number: int, value: Any, text: str) -> SourceRecord | BadRow:
         """The row of a list that was just decoded from `text`."""
         try:
-            return Row(number, self._checked(value, text), len(text))
+            return SourceRecord(number, self._checked(value, text), len(text))
         except Unreadable as error:
             # Its column would be one of the cut-out text; the row's number is what helps here.
             return BadRow(number, error.reason)
@@ -89,8 +89,8 @@ class JsonReader:
         if self.duplicate:
             raise Unreadable(f"the key {self.duplicate!r} is written twice")
         # Counting brackets is much faster than walking, and clears nearly all rows.
-        if text.count("{") + text.count("[") > DEEPEST and _too_deep(value):
-            raise Unreadable(f"nested more than {DEEPEST} levels deep")
+        if text.count("{") + text.count("[") > MAX_JSON_DEPTH and _too_deep(value):
+            raise Unreadable(f"nested more than {MAX_JSON_DEPTH} levels deep")
         if not text.isascii() and not encodable(text):
             raise Unreadable("not UTF-8 text")
         if ("\\ud" in text or "\\uD" in text) and (found := _LONE_SURROGATE.search(text)):
@@ -144,7 +144,7 @@ def skip_blanks(text: str, position: int) -> int:
 
 def _too_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_JSON_DEPTH):
         level = [
             inner
             for outer in level

@@ -29,7 +29,7 @@ KEPT_EPOCHS = 2  # a step at a border needs the epoch that ends and the one that
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class DocumentRef:
     """One tokenised example: which data set, which of its rows, how many tokens."""
 
     dataset: int
@@ -37,7 +37,7 @@ class Document:
     length: int
 
 
-Row = tuple[Document, ...]
+BatchRow = tuple[DocumentRef, ...]
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class _Epoch:
     def __len__(self) -> int:
         return len(self.borders) - 1
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> BatchRow:
         span = slice(self.borders[number], self.borders[number + 1])
         columns = (self.datasets[span], self.indices[span], self.lengths[span])
-        return tuple(map(Document, *(column.tolist() for column in columns)))
+        return tuple(map(DocumentRef, *(column.tolist() for column in columns)))
 
 
-class Order:
+class Sampler:
     """Which rows each step trains on. Safe to ask from several threads."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Order:
         self._kept: dict[int, _Epoch] = {}
         self._lock = threading.RLock()
 
-    def rows(self, step: int, last: int | None = None) -> tuple[Row, ...]:
+    def rows(self, step: int, last: int | None = None) -> tuple[BatchRow, ...]:
         """The rows of a step; with `last`, only those of the first `last` rows of the run."""
         first = step * self._global_batch
         end = first + self._global_batch
@@ -131,7 +131,7 @@ class Order:
             epoch = self._epoch(self._locate(0)[0])
         return float(epoch.lengths.sum() / (len(epoch) * self._capacity))
 
-    def longest(self, count: int) -> tuple[Row, ...]:
+    def longest(self, count: int) -> tuple[BatchRow, ...]:
         """So many of the first epoch's rows, those with most tokens."""
         with self._lock:
             epoch = self._epoch(self._locate(0)[0])
@@ -139,7 +139,7 @@ class Order:
         order = np.argsort(-tokens, kind="stable")[:count]
         return tuple(epoch.row(row) for row in order.tolist())
 
-    def _row(self, number: int) -> Row:
+    def _row(self, number: int) -> BatchRow:
         with self._lock:
             epoch, row = self._locate(number)
             return self._epoch(epoch).row(row)

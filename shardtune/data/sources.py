@@ -23,8 +23,8 @@ from shardtune.data.readers import (
     JsonRow,
     Lines,
     ParquetGroups,
-    Part,
     SavedRows,
+    SourcePart,
     broken_json,
     json_text,
 )
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from shardtune.config.job import Source
 
-BLOCK = 1 << 20
-GRAIN = 4 << 20  # bytes of a part of a file of lines
-ROWS_GRAIN = 10_000  # rows of a part of a table
-KINDS = "JSONL, JSON, CSV, TSV, Parquet or text (.txt)"
+READ_BLOCK = 1 << 20
+PART_BYTES = 4 << 20  # bytes of a part of a file of lines
+PART_ROWS = 10_000  # rows of a part of a table
+FILE_KINDS = "JSONL, JSON, CSV, TSV, Parquet or text (.txt)"
 TURNS = ("messages", "conversations")  # lists of objects that are a row's, not lists of rows
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -47,13 +47,13 @@ _ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSource:
     """A source that was found: what identifies its content, and how to read it."""
 
     path: str
     """As the job names it."""
     digest: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
     numbering: Literal["line", "row"]
     size: int
     """Bytes to read."""
@@ -71,7 +71,7 @@ class Opened:
         return f"{self.path}:{number}" if column is None else f"{self.path}:{number}:{column}"
 
 
-def open_source(source: Source) -> Opened:
+def open_source(source: Source) -> OpenedSource:
     """Finds the source; raises DataError if it is neither here nor on the hub."""
     path = Path(source.path).expanduser()
     try:
@@ -87,15 +87,15 @@ def open_source(source: Source) -> Opened:
     return _open_hub(source)
 
 
-def _open_file(source: Source, path: Path) -> Opened:
+def _open_file(source: Source, path: Path) -> OpenedSource:
     scanned = _scan(path)
     kind = _kind_of(source, path)
 
-    def opened(parts: Iterable[Part], numbering: Literal["line", "row"]) -> Opened:
+    def opened(parts: Iterable[SourcePart], numbering: Literal["line", "row"]) -> OpenedSource:
         # How a file is read decides what is in it: the same bytes may be lines or a table.
         how = f"{type(kind).__name__} {path.suffix.lower()} {scanned.digest}"
         digest = hashlib.sha256(how.encode()).hexdigest()
-        return Opened(source.path, digest, tuple(parts), numbering, scanned.size)
+        return OpenedSource(source.path, digest, tuple(parts), numbering, scanned.size)
 
     if isinstance(kind, Lines):
         return opened((Lines(path, kind.kind, *stretch) for stretch in scanned.stretches), "line")
@@ -104,10 +104,10 @@ def _open_file(source: Source, path: Path) -> Opened:
     return opened([kind], "line" if isinstance(kind, CsvFile) else "row")
 
 
-def _kind_of(source: Source, path: Path) -> Part:
+def _kind_of(source: Source, path: Path) -> SourcePart:
     """How to read the file: a part that stands for its kind."""
     with path.open("rb") as file:
-        head = file.read(BLOCK)
+        head = file.read(READ_BLOCK)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(Problem(source.path, "is UTF-16 text", "save it as UTF-8"))
     if head.startswith(b"version https://git-lfs."):
@@ -133,15 +133,15 @@ def _kind_of(source: Source, path: Path) -> Part:
         raise DataError(Problem(source.path, fact, fix))
     shown = f"ends with {ending}" if ending else "has no ending"
     fact = f"its kind can't be told: it {shown} and holds no JSON"
-    raise DataError(Problem(source.path, fact, f"give it as {KINDS}"))
+    raise DataError(Problem(source.path, fact, f"give it as {FILE_KINDS}"))
 
 
-def _array_or_lines(path: Path) -> Part:
+def _array_or_lines(path: Path) -> SourcePart:
     """A file that starts with a bracket: one list of rows, or lines that are lists (all bad)."""
     return Lines(path, "json", 0, 0, 1, None) if _first_line_is_whole(path) else JsonList(path)
 
 
-def _object_or_lines(source: Source, path: Path) -> Part:
+def _object_or_lines(source: Source, path: Path) -> SourcePart:
     """A `.json` file that starts with a brace: lines in disguise, or one object."""
     if _first_line_is_whole(path):
         return Lines(path, "json", 0, 0, 1, None)
@@ -196,10 +196,10 @@ def _scan(path: Path) -> _Scanned:
     cuts = [(0, 0)]  # (bytes, lines) before each stretch
     offset = lines = 0
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
+        while block := file.read(READ_BLOCK):
             digest.update(block)
             end = block.find(b"\n") + 1
-            if end and offset + end - cuts[-1][0] >= GRAIN:
+            if end and offset + end - cuts[-1][0] >= PART_BYTES:
                 cuts.append((offset + end, lines + 1))
             lines += block.count(b"\n")
             offset += len(block)
@@ -211,7 +211,7 @@ def _scan(path: Path) -> _Scanned:
     return _Scanned(digest.hexdigest(), offset, stretches)
 
 
-def _parquet_parts(path: Path) -> list[Part]:
+def _parquet_parts(path: Path) -> list[SourcePart]:
     import pyarrow
     import pyarrow.parquet
 
@@ -224,7 +224,7 @@ def _parquet_parts(path: Path) -> list[Part]:
     except (pyarrow.ArrowException, OSError) as error:
         fact = f"can't be read as Parquet: {error}"
         raise DataError(Problem(str(path), fact, "write the file again")) from None
-    parts: list[Part] = []
+    parts: list[SourcePart] = []
     first = 1
     for group, size in enumerate(sizes):
         parts.append(ParquetGroups(path, (group,), first, size))
@@ -232,7 +232,7 @@ def _parquet_parts(path: Path) -> list[Part]:
     return parts
 
 
-def _open_folder(source: Source, path: Path) -> Opened:
+def _open_folder(source: Source, path: Path) -> OpenedSource:
     import datasets
 
     if (path / "dataset_dict.json").is_file():
@@ -255,12 +255,12 @@ def _open_folder(source: Source, path: Path) -> Opened:
     return _open_dataset(source, loaded, digest.hexdigest(), size)
 
 
-def _open_hub(source: Source) -> Opened:
+def _open_hub(source: Source) -> OpenedSource:
     import datasets
 
     if _HUB_ID.fullmatch(source.path) is None:
         fact = "is neither a file here nor a hub id"
-        raise DataError(Problem(source.path, fact, f"name a {KINDS} file, or a hub id"))
+        raise DataError(Problem(source.path, fact, f"name a {FILE_KINDS} file, or a hub id"))
     loaded = _with_library(source, lambda: datasets.load_dataset(source.path, split=source.split))
     # The library derives the fingerprint from the revision and the files of the split.
     digest = f"{loaded._fingerprint} {loaded.info.download_checksums} {len(loaded)}"
@@ -268,12 +268,12 @@ def _open_hub(source: Source) -> Opened:
     return _open_dataset(source, loaded, hashlib.sha256(digest.encode()).hexdigest(), size)
 
 
-def _open_dataset(source: Source, loaded: datasets.Dataset, digest: str, size: int) -> Opened:
+def _open_dataset(source: Source, loaded: datasets.Dataset, digest: str, size: int) -> OpenedSource:
     parts = tuple(
-        SavedRows(loaded, start, min(start + ROWS_GRAIN, len(loaded)))
-        for start in range(0, len(loaded), ROWS_GRAIN)
+        SavedRows(loaded, start, min(start + PART_ROWS, len(loaded)))
+        for start in range(0, len(loaded), PART_ROWS)
     )
-    return Opened(source.path, digest, parts, "row", size)
+    return OpenedSource(source.path, digest, parts, "row", size)
 
 
 def _with_library(source: Source, load: Callable[[], datasets.Dataset]) -> datasets.Dataset:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardtune.data.encode import Tokens
-from shardtune.data.readers import Part
-from shardtune.data.records import BadRow, Row
+from shardtune.data.readers import SourcePart
+from shardtune.data.records import BadRow, SourceRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardtune.data.formats import Format
+    from shardtune.data.formats import RowFormat
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20
@@ -29,11 +29,11 @@ BAD_KEPT = 10_000  # bad rows that are kept with their reasons; the others are c
 COLUMNS_KEPT = 1000
 
 Overflow = Literal["truncate", "split", "drop"]
-Progress = Callable[[int, int], None]  # rows read and tokens made since the last call
+ProgressCallback = Callable[[int, int], None]  # rows read and tokens made since the last call
 
 
 @dataclass
-class Tally:
+class RowCounts:
     """What became of the rows."""
 
     rows: int = 0
@@ -51,7 +51,7 @@ class Tally:
     columns: dict[str, None] = field(default_factory=dict)
     """The columns that were seen, in order."""
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: RowCounts) -> None:
         for name in ("rows", "truncated", "truncated_tokens", "split", "dropped", "untrained"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.bad += other.bad
@@ -75,7 +75,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Index:
+class DocumentIndex:
     """A line about each document, in their order."""
 
     lengths: NDArray[np.int32]
@@ -88,7 +88,7 @@ class Index:
     """A hash of its token ids, two numbers for each."""
 
     @staticmethod
-    def of(documents: list[tuple[int, Tokens]]) -> Index:
+    def of(documents: list[tuple[int, Tokens]]) -> DocumentIndex:
         ids = [tokens.ids for _, tokens in documents]
         trained = [tokens.trained for _, tokens in documents]
         finals = [
@@ -96,7 +96,7 @@ class Index:
             for one, flags in zip(ids, trained, strict=True)
         ]
         digest = b"".join(hashlib.blake2b(one.data, digest_size=16).digest() for one in ids)
-        return Index(
+        return DocumentIndex(
             lengths=np.array([len(one) for one in ids], dtype=np.int32),
             labels=np.array([np.count_nonzero(flags) for flags in trained], dtype=np.int32),
             finals=np.array(finals, dtype=np.int32),
@@ -105,31 +105,31 @@ class Index:
         )
 
     @staticmethod
-    def joined(parts: list[Index]) -> Index:
-        parts = [Index.of([]), *parts]
-        return Index(
+    def joined(parts: list[DocumentIndex]) -> DocumentIndex:
+        parts = [DocumentIndex.of([]), *parts]
+        return DocumentIndex(
             **{
                 name: np.concatenate([getattr(part, name) for part in parts])
-                for name in Index.__dataclass_fields__
+                for name in DocumentIndex.__dataclass_fields__
             }
         )
 
 
 def tokenize(
-    parts: Iterable[Part],
-    format: Format,
+    parts: Iterable[SourcePart],
+    format: RowFormat,
     *,
     length: int,
     overflow: Overflow,
     target: Path,
-    progress: Progress,
-) -> tuple[Tally, Index]:
+    progress: ProgressCallback,
+) -> tuple[RowCounts, DocumentIndex]:
     """Writes the documents of the parts to `target`, an Arrow file of the `datasets` library."""
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
-    tally = Tally()
-    indices: list[Index] = []
+    tally = RowCounts()
+    indices: list[DocumentIndex] = []
     features = Features(input_ids=List(Value("int32")), trained=List(Value("bool")))
     with ArrowWriter(path=str(target), features=features) as writer:
         for batch in _batches(parts):
@@ -137,19 +137,19 @@ def tokenize(
             documents = list(_documents(batch, format, length, overflow, tally))
             if documents:
                 writer.write_table(_table([tokens for _, tokens in documents]))
-                indices.append(Index.of(documents))
+                indices.append(DocumentIndex.of(documents))
             progress(tally.rows - read, int(indices[-1].lengths.sum()) if documents else 0)
         writer.finalize()
-    return tally, Index.joined(indices)
+    return tally, DocumentIndex.joined(indices)
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[list[Row | BadRow]]:
-    batch: list[Row | BadRow] = []
+def _batches(parts: Iterable[SourcePart]) -> Iterator[list[SourceRecord | BadRow]]:
+    batch: list[SourceRecord | BadRow] = []
     size = 0
     for part in parts:
         for row in part.rows():
             batch.append(row)
-            size += row.size if isinstance(row, Row) else 0
+            size += row.size if isinstance(row, SourceRecord) else 0
             if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -158,15 +158,19 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Row | BadRow]]:
 
 
 def _documents(
-    batch: list[Row | BadRow], format: Format, length: int, overflow: Overflow, tally: Tally
+    batch: list[SourceRecord | BadRow],
+    format: RowFormat,
+    length: int,
+    overflow: Overflow,
+    tally: RowCounts,
 ) -> Iterator[tuple[int, Tokens]]:
     """The documents of a batch, each with the number of the row that it comes from."""
-    rows = [row for row in batch if isinstance(row, Row)]
+    rows = [row for row in batch if isinstance(row, SourceRecord)]
     encoded = iter(format.documents(rows))
     for row in batch:
         tally.rows += 1
         result = row if isinstance(row, BadRow) else next(encoded)
-        if isinstance(row, Row) and not row.value.keys() <= tally.columns.keys():
+        if isinstance(row, SourceRecord) and not row.value.keys() <= tally.columns.keys():
             tally.see(row.value)
         if isinstance(result, BadRow):
             tally.refuse(result)
@@ -175,7 +179,7 @@ def _documents(
             yield row.number, document
 
 
-def _cut(tokens: Tokens, length: int, overflow: Overflow, tally: Tally) -> Iterator[Tokens]:
+def _cut(tokens: Tokens, length: int, overflow: Overflow, tally: RowCounts) -> Iterator[Tokens]:
     """The documents that a row becomes: one, or none, or several when it is too long."""
     total = len(tokens.ids)
     tally.longest = max(tally.longest, total)

@@ -12,9 +12,9 @@ from shardtune.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
     from shardtune.config.job import DataSection, Source
-    from shardtune.data.formats import Format
-    from shardtune.data.sources import Opened
-    from shardtune.data.tokenize import Index, Tally
+    from shardtune.data.formats import RowFormat
+    from shardtune.data.sources import OpenedSource
+    from shardtune.data.tokenize import DocumentIndex, RowCounts
 
 LISTED = 50  # bad rows of a data set that are named
 LEAKS_LISTED = 5
@@ -38,14 +38,14 @@ USUAL_NAMES = {
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedSource:
     """A data set, and what its preparation found."""
 
     source: Source
-    opened: Opened
-    format: Format
-    tally: Tally
-    index: Index
+    opened: OpenedSource
+    format: RowFormat
+    tally: RowCounts
+    index: DocumentIndex
 
     @property
     def path(self) -> str:
@@ -56,7 +56,7 @@ class Checked:
         return int(np.isin(self.index.finals, sorted(stops)).sum())
 
 
-def check_source(checked: Checked, section: DataSection) -> list[Problem]:
+def check_source(checked: CheckedSource, section: DataSection) -> list[Problem]:
     """What is wrong with one data set by itself."""
     tally = checked.tally
     if not tally.rows:
@@ -70,13 +70,13 @@ def check_source(checked: Checked, section: DataSection) -> list[Problem]:
     return problems
 
 
-def bad_row_lines(checked: Checked) -> list[str]:
+def bad_row_lines(checked: CheckedSource) -> list[str]:
     """`place: reason` for the bad rows, as far as they are listed."""
     problems = _bad_rows(checked, columns_told=False)
     return [f"{problem.place}: {problem.fact}" for problem in problems]
 
 
-def _bad_rows(checked: Checked, *, columns_told: bool) -> list[Problem]:
+def _bad_rows(checked: CheckedSource, *, columns_told: bool) -> list[Problem]:
     """The bad rows one by one, and how many there are.
 
     Where a column is missing everywhere that was told already; then these rows are left out.
@@ -97,7 +97,7 @@ def _bad_rows(checked: Checked, *, columns_told: bool) -> list[Problem]:
     return [*problems, Problem(checked.path, fact, fix)]
 
 
-def _wrong_columns(checked: Checked) -> list[Problem]:
+def _wrong_columns(checked: CheckedSource) -> list[Problem]:
     """Columns that the format needs or the job names, and that no row has."""
     seen = list(checked.tally.columns)
     if not seen:
@@ -136,7 +136,7 @@ def _nearest(name: str, key: str, seen: list[str]) -> str:
     return next((usual for usual in USUAL_NAMES.get(key, ()) if usual in seen), "")
 
 
-def _nothing_left(checked: Checked, length: int) -> Problem:
+def _nothing_left(checked: CheckedSource, length: int) -> Problem:
     """Why a data set with good rows has become no documents."""
     tally = checked.tally
     facts = []
@@ -155,7 +155,7 @@ def _nothing_left(checked: Checked, length: int) -> Problem:
 
 
 def check_stops(
-    checked: Checked, section: DataSection, tokenizer: Any, stops: frozenset[int]
+    checked: CheckedSource, section: DataSection, tokenizer: Any, stops: frozenset[int]
 ) -> list[Problem]:
     """A set to train on in which no document ends with a stop token teaches never to stop."""
     finals = checked.index.finals
@@ -183,7 +183,7 @@ def check_stops(
     return [Problem(checked.path, fact, fix)]
 
 
-def check_leaks(train: Sequence[Checked], held_out: Sequence[Checked]) -> list[Problem]:
+def check_leaks(train: Sequence[CheckedSource], held_out: Sequence[CheckedSource]) -> list[Problem]:
     """Documents to train on that stand in an evaluation set as they are."""
     return [
         problem
@@ -193,7 +193,7 @@ def check_leaks(train: Sequence[Checked], held_out: Sequence[Checked]) -> list[P
     ]
 
 
-def _leaks(trained: Checked, evaluated: Checked) -> list[Problem]:
+def _leaks(trained: CheckedSource, evaluated: CheckedSource) -> list[Problem]:
     held_out = {digest: at for at, digest in reversed(list(enumerate(_keys(evaluated.index))))}
     pairs = [
         (at, held_out[digest])
@@ -217,7 +217,7 @@ def _leaks(trained: Checked, evaluated: Checked) -> list[Problem]:
     return [Problem(trained.path, fact, fix)]
 
 
-def _keys(index: Index) -> list[bytes]:
+def _keys(index: DocumentIndex) -> list[bytes]:
     """The documents' hashes."""
     whole = index.digests.tobytes()
     return [whole[start : start + 16] for start in range(0, len(whole), 16)]

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +18,24 @@ from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Moment = Literal["building", "forward", "backward", "optimizer"]
-Class = Literal["params", "gradients", "optimizer", "activations", "logits", "buffers"]
+from shardtune.plan.estimate.memory_timeline import MemoryClass, MemoryPhase
 
-GRAIN = 512  # bytes to which CUDA's allocator rounds every request
+ALLOCATOR_GRAIN = 512  # bytes to which CUDA's allocator rounds every request
 _GATHERING = "fsdp::split_with_sizes_copy"  # FSDP2 writes gathered weights with it
 _CAST = "aten::_to_copy"
 _DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True)
-class Event:
+class Allocation:
     """A storage came, went or changed its size; `change` is in bytes, rounded as on a GPU."""
 
     storage: int
     change: int
-    moment: Moment
+    moment: MemoryPhase
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes storages while it is entered. `device` is the kind of device that is watched."""
 
     def __init__(self, device: str, *, vocabulary: int = 0) -> None:
@@ -44,14 +43,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.vocabulary = vocabulary
         """The last dimension by which logits are known."""
-        self.moment: Moment = "building"
-        self.events: list[Event] = []
+        self.moment: MemoryPhase = "building"
+        self.events: list[Allocation] = []
         self._imagining = 0
         self._number: dict[int, int] = {}
         """The number of each living storage, by the address of its C++ object."""
         self._size: dict[int, int] = {}
-        self._class: dict[int, Class] = {}
-        self._born: dict[int, Moment] = {}
+        self._class: dict[int, MemoryClass] = {}
+        self._born: dict[int, MemoryPhase] = {}
         self._gathered: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -78,7 +77,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._watch(tensor)
         return result
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> AllocationLedger:
         self._imagining = _imagining()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -118,16 +117,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # What comes out ----------------------------------------------------------------------------
 
     def peaks(
-        self, *, since: int = 0, until: int | None = None, without: frozenset[Class] = frozenset()
-    ) -> dict[Moment, dict[Class, int]]:
+        self,
+        *,
+        since: int = 0,
+        until: int | None = None,
+        without: frozenset[MemoryClass] = frozenset(),
+    ) -> dict[MemoryPhase, dict[MemoryClass, int]]:
         """The highest point of each moment between two numbers of events, and what made it up.
 
         Classes in `without` lie somewhere else and don't count.
         """
-        now: Counter[Class] = Counter()
+        now: Counter[MemoryClass] = Counter()
         total = 0
-        highest: dict[Moment, int] = {}
-        found: dict[Moment, dict[Class, int]] = {}
+        highest: dict[MemoryPhase, int] = {}
+        found: dict[MemoryPhase, dict[MemoryClass, int]] = {}
         for index, event in enumerate(self.events[:until]):
             kind = self._class[event.storage]
             if kind in without:
@@ -163,7 +166,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._gone, key, number)
         self._resize(number, storage.nbytes())
 
-    def _first_class(self, tensor: Tensor, made_by_us: bool) -> Class:
+    def _first_class(self, tensor: Tensor, made_by_us: bool) -> MemoryClass:
         if self.moment == "building":
             return "buffers"
         if tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary:
@@ -190,16 +193,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize(number, 0)
 
     def _resize(self, number: int, size: int) -> None:
-        rounded = -(-size // GRAIN) * GRAIN
+        rounded = -(-size // ALLOCATOR_GRAIN) * ALLOCATOR_GRAIN
         change = rounded - self._size[number]
         if change:
             self._size[number] = rounded
-            self.events.append(Event(number, change, self.moment))
+            self.events.append(Allocation(number, change, self.moment))
 
     def _number_of(self, tensor: Tensor) -> int:
         return self._number.get(tensor.untyped_storage()._cdata, -1)
 
-    def _class_of(self, tensor: Tensor) -> Class | None:
+    def _class_of(self, tensor: Tensor) -> MemoryClass | None:
         return self._class.get(self._number_of(tensor))
 
 

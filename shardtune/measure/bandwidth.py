@@ -12,16 +12,16 @@ import time
 from dataclasses import dataclass
 
 STREAMS = 4  # one connection rarely fills a fast link
-WARM_UP, WINDOW = 0.5, 0.5  # seconds: what was queued before must not count
+WARM_UP, WINDOW_SECONDS = 0.5, 0.5  # seconds: what was queued before must not count
 WINDOWS = 4  # the best counts: on a busy machine a link is at times not filled
 PINGS = 20
-PIECE = 1 << 18
-PATIENCE = 30.0  # seconds without a byte after which an end gives up
+SEND_BYTES = 1 << 18
+SOCKET_TIMEOUT = 30.0  # seconds without a byte after which an end gives up
 _TIME = struct.Struct("<d")
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What one node measured on the way to another."""
 
     source: int
@@ -36,10 +36,10 @@ class Link:
 
 def receive(listener: socket.socket) -> None:
     """The far end: answers the pings, then takes what comes, until the near end is done."""
-    listener.settimeout(PATIENCE)
+    listener.settimeout(SOCKET_TIMEOUT)
     control, _ = listener.accept()
     with control:
-        control.settimeout(PATIENCE)
+        control.settimeout(SOCKET_TIMEOUT)
         for _ in range(PINGS):
             _exactly(control, _TIME.size)
             control.sendall(_TIME.pack(time.time()))
@@ -58,29 +58,30 @@ def receive(listener: socket.socket) -> None:
 def _rate(counts: list[int]) -> float:
     """Bytes a second that come in during a window."""
     before, begun = sum(counts), time.perf_counter()
-    time.sleep(WINDOW)
+    time.sleep(WINDOW_SECONDS)
     return (sum(counts) - before) / (time.perf_counter() - begun)
 
 
-def send(source: int, target: int, address: str, port: int) -> Link:
+def send(source: int, target: int, address: str, port: int) -> MeasuredLink:
     """The near end: pings, then sends as much as the link takes. What arrives is what counts."""
-    with socket.create_connection((address, port), timeout=PATIENCE) as control:
+    with socket.create_connection((address, port), timeout=SOCKET_TIMEOUT) as control:
         trip, ahead = _ping(control)
         streams = [
-            socket.create_connection((address, port), timeout=PATIENCE) for _ in range(STREAMS)
+            socket.create_connection((address, port), timeout=SOCKET_TIMEOUT)
+            for _ in range(STREAMS)
         ]
         ended = threading.Event()
         threads = [threading.Thread(target=_fill, args=(each, ended)) for each in streams]
         for thread in threads:
             thread.start()
         try:
-            control.settimeout(PATIENCE)
+            control.settimeout(SOCKET_TIMEOUT)
             (rate,) = _TIME.unpack(_exactly(control, _TIME.size))
         finally:
             ended.set()
             for thread in threads:
                 thread.join()
-    return Link(source, target, rate * 8 / 1e9, trip * 1e3, ahead)
+    return MeasuredLink(source, target, rate * 8 / 1e9, trip * 1e3, ahead)
 
 
 def _ping(control: socket.socket) -> tuple[float, float]:
@@ -97,7 +98,7 @@ def _ping(control: socket.socket) -> tuple[float, float]:
 
 
 def _fill(stream: socket.socket, ended: threading.Event) -> None:
-    piece = bytes(PIECE)
+    piece = bytes(SEND_BYTES)
     with stream:
         try:
             while not ended.is_set():
@@ -107,9 +108,9 @@ def _fill(stream: socket.socket, ended: threading.Event) -> None:
 
 
 def _drain(stream: socket.socket, counts: list[int], number: int) -> None:
-    room = bytearray(PIECE)
+    room = bytearray(SEND_BYTES)
     with stream:
-        stream.settimeout(PATIENCE)
+        stream.settimeout(SOCKET_TIMEOUT)
         try:
             while count := stream.recv_into(room):
                 counts[number] += count

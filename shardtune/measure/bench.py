@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardtune.core.units import GIB
 from shardtune.core.world import World
 from shardtune.errors import JobError
 from shardtune.plan.cluster import find_gpu
 from shardtune.plan.machine_profile import CollectivePoint, GpuFacts, MatmulPoint, Measured, Profile
 
-GIB = 1 << 30
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
-LARGEST = {"cuda": GIB, "cpu": GIB // 16}
+BenchOp = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
+LARGEST_MESSAGE = {"cuda": GIB, "cpu": GIB // 16}
 """Bytes of the largest message."""
 # Tokens x inputs x outputs of layers of 1 B to 70 B models, a square one, and an output head.
 GPU_SHAPES = (
@@ -117,9 +117,9 @@ def collectives(world: World) -> Iterator[CollectivePoint]:
     """Every kind of message over sizes from 64 KiB up, each a factor of four larger."""
     device = torch.device(world.device)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    for op in get_args(Op):
+    for op in get_args(BenchOp):
         size = 1 << 16
-        while size <= LARGEST[device.type]:
+        while size <= LARGEST_MESSAGE[device.type]:
             seconds = _longest(timed(_message(op, size, world, device), device, group=True))
             yield CollectivePoint(
                 op=op,
@@ -131,7 +131,7 @@ def collectives(world: World) -> Iterator[CollectivePoint]:
             size *= 4
 
 
-def _message(op: Op, size: int, world: World, device: torch.device) -> Callable[[], object]:
+def _message(op: BenchOp, size: int, world: World, device: torch.device) -> Callable[[], object]:
     whole = torch.zeros(size // 4 // world.size * world.size, device=device)
     share = torch.zeros(len(whole) // world.size, device=device)
     if op == "all_reduce":

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CONTROL = 256  # bytes up to which a message only agrees on something (a count, a norm, a flag)
+CONTROL_BYTES = 256  # up to so many, a message only agrees on a count, a norm, a flag
 
 _OPS = {
     "allreduce_": "all_reduce",
@@ -31,7 +31,7 @@ _OPS = {
 _LISTS = {"allgather_": 0, "reduce_scatter_": 1}  # which argument holds the parts
 
 
-class CollectiveProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts messages and their bytes while it is entered, by kind.
 
     The bytes of a message are those of the undivided tensor: what is gathered, what is reduced.
@@ -58,7 +58,7 @@ class CollectiveProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = sum(_sizes(args[_LISTS[name]]))
         else:
             size = max(_sizes((args, result)), default=0)
-        if size > CONTROL:
+        if size > CONTROL_BYTES:
             self.bytes[_OPS[name]] += size
             self.messages[_OPS[name]] += 1
 

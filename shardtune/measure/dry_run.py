@@ -29,13 +29,18 @@ from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.dtensor import local
 from shardtune.errors import JobError, ModelError, Problem
-from shardtune.measure.allocation_ledger import Class, Ledger, Moment
-from shardtune.measure.fake_world import pretending
+from shardtune.measure.allocation_ledger import AllocationLedger
+from shardtune.measure.fake_world import fake_world
 from shardtune.parallel import DeepSpeed, Strategy
+from shardtune.plan.estimate.memory_timeline import MemoryClass, MemoryPhase
 
-STEPS = 2  # with the second, the optimizer's states are there from the start
+DRY_RUN_STEPS = 2  # with the second, the optimizer's states are there from the start
 
-_CLASS_OF: dict[State, Class] = {"params": "params", "grads": "gradients", "optim": "optimizer"}
+_CLASS_OF: dict[State, MemoryClass] = {
+    "params": "params",
+    "grads": "gradients",
+    "optim": "optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,12 @@ class DryRun:
     """One rank's memory in bytes, as torch's allocator would count what is allocated."""
 
     peak: int
-    moment: Moment
+    moment: MemoryPhase
     """When that is."""
-    classes: dict[Class, int]
+    classes: dict[MemoryClass, int]
     """What the peak is made of. Logits are apart from the other activations; buffers are gathered,
     cast and unpacked weights, what collectives send, and tables."""
-    moments: dict[Moment, int]
+    moments: dict[MemoryPhase, int]
     """The peak of each moment, building the model included."""
     held: Held
     """What the engine says that it holds between two steps."""
@@ -84,7 +89,7 @@ def dry_run(
     batches = [micro_batch(rows, length, packed=packed)] * min(microbatches, 2)
     world = World(0, ranks, 0, "cuda" if torch.cuda.is_available() else "cpu")
     try:
-        with pretending(ranks):
+        with fake_world(ranks):
             return replay(builder, strategy, setup, world, batches, vocabulary=vocabulary)
     except RuntimeError as error:
         # Somebody else's code under fake tensors: an operation without a fake form, a branch that
@@ -104,7 +109,7 @@ def replay(
     vocabulary: int = 0,
 ) -> DryRun:
     """Builds the engine and takes its steps, and keeps book. On real tensors it does so too."""
-    ledger = Ledger(world.device, vocabulary=vocabulary)
+    ledger = AllocationLedger(world.device, vocabulary=vocabulary)
     with ledger, strategy.build(builder, setup, world) as engine:
         model = engine.module()
         # Some are older than the ledger, and transformers loads weights in other threads.
@@ -112,7 +117,7 @@ def replay(
         ledger.classify(_shares(model.parameters()), (), _beside(engine))
         hook = model.register_forward_pre_hook(lambda *_: ledger.begin_forward())
         built = len(ledger.events)
-        for _ in range(STEPS):
+        for _ in range(DRY_RUN_STEPS):
             engine.step(batches)
             ledger.classify(_shares(model.parameters()), _shares(_gradients(model)))
         hook.remove()
@@ -137,7 +142,7 @@ def micro_batch(rows: int, length: int, *, packed: bool) -> MicroBatch:
     return MicroBatch(ids, positions.repeat(rows, 1), targets, (), rows * length, labels)
 
 
-def _summary(ledger: Ledger, built: int, held: Held) -> DryRun:
+def _summary(ledger: AllocationLedger, built: int, held: Held) -> DryRun:
     elsewhere = frozenset(
         _CLASS_OF[state] for state, home in held.bytes if home != "gpu" and state in _CLASS_OF
     )

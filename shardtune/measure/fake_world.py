@@ -27,32 +27,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtune.measure.allocation_ledger import tensors_in
 
-WHOLE = (torch.int32, torch.int64)
+INTEGER_TYPES = (torch.int32, torch.int64)
 """Types of numbers that decide something. Weights are never stored in them."""
 
-SMALL = 1 << 20
+REAL_BYTES = 1 << 20
 """Bytes up to which something computed from real numbers is real itself."""
 
-NORM = 2.0
+FAKE_SCALAR = 2.0
 """What any fake number is read as: a gradient's norm, finite and long enough to be clipped."""
 
 
 @contextmanager
-def pretending(ranks: int) -> Iterator[None]:
+def fake_world(ranks: int) -> Iterator[None]:
     """This process is the first of `ranks`, the others don't answer and nothing takes memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), Pretence():  # type: ignore[no-untyped-call]
+        with FakeTensorMode(allow_non_fake_inputs=True), RealSmallIntegers():  # type: ignore[no-untyped-call]
             yield
     finally:
         if ranks > 1:
             dist.destroy_process_group()
 
 
-class Pretence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RealSmallIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Decides, operation by operation, what is real. The fake mode has been entered before."""
 
     def __torch_dispatch__(
@@ -64,7 +64,7 @@ class Pretence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = list(tensors_in((*args, *kwargs.values())))
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given):
             if func is torch.ops.aten._local_scalar_dense.default:
-                return torch.tensor(NORM, dtype=args[0].dtype).item()
+                return torch.tensor(FAKE_SCALAR, dtype=args[0].dtype).item()
             result = func(*args, **kwargs)
             if func is torch.ops.c10d.allreduce_.default:
                 return result[0], _done(result[0])
@@ -84,9 +84,9 @@ class Pretence(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pass  # depends on the numbers, and we have them
         else:
             made = list(tensors_in(result))
-            if any(_size(tensor) > SMALL for tensor in made):
+            if any(_size(tensor) > REAL_BYTES for tensor in made):
                 return result
-            if whole_numbers and any(tensor.dtype not in WHOLE for tensor in made):
+            if whole_numbers and any(tensor.dtype not in INTEGER_TYPES for tensor in made):
                 return result
         with unset_fake_temporarily():
             return func(*args, **kwargs)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
+from shardtune.core.units import GIB
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
 
-GIB = 1 << 30
 PACKAGES = (
     "torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "deepspeed",
     "bitsandbytes", "ray",
@@ -30,7 +30,7 @@ PACKAGES = (
 LITTLE_DISK, LITTLE_SHM, FEW_FILES = 10 * GIB, GIB, 4096
 SHARED = "/dev/shm"  # noqa: S108 - a file system in memory, which NCCL uses
 _SHOWN = ("Python", "torch", "transformers", "deepspeed")
-CLOCK = 1.0  # seconds that clocks may be apart
+CLOCK_TOLERANCE = 1.0  # seconds that clocks may be apart
 _WHOLE = 64 << 20  # bytes of a file that are always hashed; of a larger one so many in samples
 _SAMPLES = 64
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardtune.plan.forecast import GIB, Forecast
+from shardtune.core.units import GIB
+from shardtune.plan.forecast import Forecast
 
 ALIKE = 0.01  # steps that differ by less are equally fast, for all that a forecast can say
 

@@ -11,16 +11,17 @@ from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.units import GIB
 from shardtune.parallel import DeepSpeed
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import Sent, group_of
 from shardtune.plan.estimate.memory import Memory, estimate_memory
-from shardtune.plan.estimate.rank_share import Cut, held_share, scaled
-from shardtune.plan.estimate.step_time import Speed, estimate_speed
+from shardtune.plan.estimate.rank_share import RankShare, held_share, scaled
+from shardtune.plan.estimate.step_time import SpeedEstimate, estimate_speed
 from shardtune.plan.estimate.workload import (
     ALTERNATING,
     NF4_DOUBLE_BITS,
-    Adapter,
+    AdapterSize,
     Buckets,
     Widths,
     Workload,
@@ -35,7 +36,6 @@ from shardtune.plan.forecast_summary import (
     TrafficMove,
 )
 
-GIB = float(1 << 30)
 INT8_BITS = 8.0
 EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 """Two moments of a byte each, and an fp32 scale for 256 of them."""
@@ -52,7 +52,7 @@ class Forecast:
     layout: Layout
     work: Workload
     memory: Memory
-    speed: Speed
+    speed: SpeedEstimate
     reasons: tuple[str, ...]
 
     @property
@@ -91,7 +91,7 @@ class Forecast:
     @property
     def held(self) -> Held:
         """What the first rank holds between two steps, by state: as an engine's own answer."""
-        cut = Cut.of(self.mesh, self.work.pipelining)
+        cut = RankShare.of(self.mesh, self.work.pipelining)
         part = scaled(whole_bytes(self.shape, self.work), held_share(self.shape, cut))
         return predict_held(self.layout.without_masters(), self.mesh, part)
 
@@ -273,13 +273,13 @@ def _moments(job: Job) -> float:
     return 4.0 if optimizer.momentum else 0.0
 
 
-def adapter(job: Job, shape: ModelShape) -> Adapter | None:
+def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
     """What is trained beside the frozen model."""
     chosen = job.adapter
     if isinstance(chosen, NoAdapter):
         return None
     if isinstance(chosen, IA3):
-        return Adapter(rank=1, trained=shape.ia3_parameters(chosen.targets, chosen.feedforward))
+        return AdapterSize(rank=1, trained=shape.ia3_parameters(chosen.targets, chosen.feedforward))
     assert isinstance(chosen, LoRA)
     trained = shape.lora_parameters(
         chosen.rank,
@@ -287,4 +287,4 @@ def adapter(job: Job, shape: ModelShape) -> Adapter | None:
         dora=chosen.variant == "dora",
         modules_to_save=chosen.modules_to_save,
     )
-    return Adapter(chosen.rank, chosen.targets, chosen.dropout, trained)
+    return AdapterSize(chosen.rank, chosen.targets, chosen.dropout, trained)

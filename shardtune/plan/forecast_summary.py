@@ -7,7 +7,7 @@ from typing import Literal
 from shardtune.core.layout import Cargo, Op, When
 from shardtune.core.record import Record
 from shardtune.plan.estimate.comms import Where
-from shardtune.plan.estimate.memory_timeline import Moment
+from shardtune.plan.estimate.memory_timeline import MemoryPhase
 
 
 class GpuMemory(Record):
@@ -31,9 +31,9 @@ class GpuMemory(Record):
     """What must fit: `peak` without blocks that the allocator would give back."""
     capacity: float
     """Of one GPU, or `train.memory_gib` where that is less."""
-    moment: Moment
+    moment: MemoryPhase
     """When the peak happens."""
-    moments: dict[Moment, float]
+    moments: dict[MemoryPhase, float]
     """What is allocated at each moment."""
 
 

@@ -10,10 +10,10 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from shardtune.core.section import Section
-from shardtune.core.yaml_document import Document, KeyPath, dotted, read_document
+from shardtune.core.yaml_document import KeyPath, YamlDocument, dotted, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 
-Positive = Annotated[int, Field(ge=1)]
+_Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 LinkKind = Literal["nvlink", "pcie"]
 
@@ -21,9 +21,9 @@ LinkKind = Literal["nvlink", "pcie"]
 class MatmulPoint(Section):
     """One product of matrices, m×k times k×n, timed."""
 
-    m: Positive
-    n: Positive
-    k: Positive
+    m: _Positive
+    n: _Positive
+    k: _Positive
     dtype: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     tflops: Rate
     """10^12 floating-point operations a second."""
@@ -36,7 +36,7 @@ class CollectivePoint(Section):
     link: Literal["intra_node", "inter_node"]
     """What its slowest hop went over."""
     ranks: Annotated[int, Field(ge=2)]
-    bytes: Positive
+    bytes: _Positive
     """Of the whole tensor that is gathered or reduced, not of a rank's share of it."""
     seconds: Rate
 
@@ -79,8 +79,8 @@ class Profile(Section):
 
     gpu: str | GpuFacts
     """A name of the catalogue (`A100-80GB`), or the GPU's own figures."""
-    nodes: Positive = 1
-    gpus_per_node: Positive = 1
+    nodes: _Positive = 1
+    gpus_per_node: _Positive = 1
     link: LinkKind | None = None
     """Between the GPUs of a node; null takes NVLink where all of them have it."""
     inter_node_gbps: Rate | None = None
@@ -106,7 +106,7 @@ def read_profile(path: Path) -> Profile:
         raise JobError(_problems(error, document)) from None
 
 
-def _problems(error: ValidationError, document: Document) -> list[Problem]:
+def _problems(error: ValidationError, document: YamlDocument) -> list[Problem]:
     """One for each key, at its line."""
     found: dict[KeyPath, Problem] = {}
     for item in error.errors(include_url=False):
@@ -142,7 +142,7 @@ def _real_path(location: KeyPath, value: Any, *, missing: bool) -> KeyPath:
     return tuple(path)
 
 
-def _place(path: KeyPath, document: Document) -> str:
+def _place(path: KeyPath, document: YamlDocument) -> str:
     nearest = next(path[:end] for end in range(len(path), -1, -1) if path[:end] in document.lines)
     return f"{document.source}:{document.lines[nearest]}: {dotted(path)}"
 

@@ -16,9 +16,10 @@ from shardtune.config.auto import MICRO_BATCH, ResolvedJob, leaves_layers_alone,
 from shardtune.config.job import Job
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Recompute
+from shardtune.core.units import GIB
 from shardtune.core.yaml_document import KeyPath
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import Measured
 
 LEVELS: tuple[Recompute, ...] = ("none", "mlp", "most", "full")

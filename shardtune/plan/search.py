@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shardtune.config.auto import leaves_layers_alone
 from shardtune.config.job import Job
 from shardtune.config.rules import check
-from shardtune.core.model.parallel_plan import FAMILIES, degrees_of
+from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES, degrees_of
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import JobError, ModelError
 from shardtune.parallel import DDP, FSDP, DeepSpeed, Pipeline, Strategy, Tensor
@@ -126,7 +126,7 @@ def _zero(stage: int, **settings: Any) -> DeepSpeed:
 
 def _cutting(shape: ModelShape, cluster: Cluster) -> Iterator[Choice]:
     """Strategies that cut the model itself: slices inside a node, stages anywhere."""
-    if shape.family not in FAMILIES:
+    if shape.family not in SHARDABLE_FAMILIES:
         yield Choice("cut", "tensor or pipeline", Tensor(degree=2))  # to be refused, with a reason
         return
     slices = [n for n in degrees_of(shape) if n > 1 and cluster.gpus_per_node % n == 0]

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtune.core.layout import Cargo
-from shardtune.plan.forecast import GIB, Forecast
+from shardtune.core.units import GIB
+from shardtune.plan.forecast import Forecast
 from shardtune.plan.forecast_summary import DryRunSummary
 from shardtune.plan.search import Ranking
 from shardtune.report.live import duration

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardtune.core.units import MIB
+
 if TYPE_CHECKING:
-    from shardtune.checkpoint.verify import Verdict
-
-MIB = 1 << 20
+    from shardtune.checkpoint.verify import Verification
 
 
-def print_verdicts(verdicts: Iterable[Verdict], console: Console | None = None) -> None:
+def print_verdicts(verdicts: Iterable[Verification], console: Console | None = None) -> None:
     """One line for each checkpoint and the result, and one for each fault."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("what", no_wrap=True)

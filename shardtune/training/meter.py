@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from shardtune.core.step import Reading, StepResult
+from shardtune.core.units import GIB
 
-GIB = 1 << 30
 THROUGHPUT_WINDOW = 20  # steps over which throughput is averaged for the display
 
 

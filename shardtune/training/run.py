@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardtune.checkpoint.async_saver import Identity, Saver
-from shardtune.checkpoint.digest import digest_of, digest_of_random_state, trace_line
-from shardtune.checkpoint.directory import set_aside, sweep
-from shardtune.checkpoint.disk_space import estimate, require_room
+from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.checkpoint.digest import digest_rng_state, digest_tensors, trace_line
+from shardtune.checkpoint.directory import quarantine, remove_partial
+from shardtune.checkpoint.disk_space import estimate_disk, require_disk_space
 from shardtune.checkpoint.export import check_result, probe_logits, save_result
-from shardtune.checkpoint.latest import Found, newest
+from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import AdamW, Job, NoAdapter
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
+from shardtune.core.units import GIB
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.models.load import DTYPES, held_precision, own_dtype
@@ -33,7 +34,7 @@ from shardtune.plan.forecast import Forecast
 from shardtune.report.live import RunView
 from shardtune.training.environment import describe_environment
 from shardtune.training.evaluation import Evaluator
-from shardtune.training.meter import GIB, peak_memory
+from shardtune.training.meter import peak_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,13 +52,13 @@ class Run:
     view: RunView
     data: Mapping[str, str]
     """The digest of each data set."""
-    saver: Saver
+    saver: AsyncSaver
     predicted: Forecast | None = None
     """What was predicted for it; None for a model or a device that the planner doesn't know."""
 
     def begin(self) -> Progress:
         """Writes down what is about to run, and looks at the model as it is."""
-        self._require_room()
+        self._require_disk_space()
         facts = {"run": secrets.token_hex(8), "data": dict(self.data)}
         self.files.begin(self.job, describe_environment(self.world) | facts)
         self.evaluate(Progress())
@@ -68,11 +69,11 @@ class Run:
 
     def resume(self) -> Progress:
         """Goes on after the newest good checkpoint; from the start if there is none yet."""
-        found = self._newest()
+        found = self._latest()
         if found is None or found.checkpoint is None:
             self.view.say("no checkpoint yet: starting from the first step")
             return self.begin()
-        self._require_room()
+        self._require_disk_space()
         self.files.refuse_other_data(self.data)
         path, manifest = found.checkpoint
         state = Reader(path, manifest)
@@ -84,37 +85,37 @@ class Run:
         self.view.say(f"resuming after step {manifest.step}, from {path} ({by})")
         return Progress.resumed(manifest.step, manifest.progress)
 
-    def _newest(self) -> Found | None:
+    def _latest(self) -> LatestCheckpoint | None:
         """What to go on from. Damaged checkpoints are named, and put where none is looked for."""
         folder = self.files.checkpoints
         if self.world.is_main:
-            sweep(folder)
+            remove_partial(folder)
         self.world.barrier()
         if not self.world.any(folder.is_dir() and any(folder.iterdir())):
             return None
-        found = newest(folder, self.files.require_run_id(), self.world)
+        found = latest_checkpoint(folder, self.files.require_run_id(), self.world)
         for path, why in found.damaged:
             if self.world.is_main:
-                set_aside(path)
+                quarantine(path)
             self.view.say(f"{path} is damaged: {why}; set aside as {path.name}.damaged", "yellow")
         self.world.barrier()
         return found
 
-    def _require_room(self) -> None:
+    def _require_disk_space(self) -> None:
         """Refuses a disk on which the run's checkpoints and result will not fit."""
         pieces, _ = self.engine.pieces()
         mine = sum(piece.cut.size for piece in pieces if piece.key.startswith("weight."))
         trained = sum(map(int, self.world.all_gather(str(mine))))
         rule, save = self.job.train.optimizer, self.job.save
         whole = isinstance(self.job.adapter, NoAdapter)
-        need = estimate(
+        need = estimate_disk(
             trained,
             2 if isinstance(rule, AdamW) else int(rule.momentum > 0),
             keep=save.keep,
             saves=-(-self.view.steps // save.every) if save.every else 1,
             result=trained * (own_dtype(self.job.model).itemsize if whole else 4),
         )
-        require_room(self.files.path, need)
+        require_disk_space(self.files.path, need)
 
     def log(
         self,
@@ -141,11 +142,11 @@ class Run:
 
     def _trace(self, step: int, result: StepResult, samples: str) -> None:
         """The step to the bit, on all ranks together."""
-        drawn = "".join(self.world.all_gather(digest_of_random_state(self.world.device)))
+        drawn = "".join(self.world.all_gather(digest_rng_state(self.world.device)))
         random = hashlib.sha256(drawn.encode()).hexdigest()
         tensors, _ = self.engine.state()
         if self.world.is_main:
-            state = digest_of(tensors)
+            state = digest_tensors(tensors)
             line = trace_line(step, result, samples=samples, random=random, state=state)
             self.files.log_trace(line)
 
@@ -170,7 +171,7 @@ class Run:
             self.saver.wait()
         job = hashlib.sha256(self.job.model_dump_json().encode()).hexdigest()
         run = self.files.require_run_id()
-        identity = Identity(run, progress.step, self.job.strategy.type, job)
+        identity = CheckpointIdentity(run, progress.step, self.job.strategy.type, job)
         with self._failing_softly():
             pieces, numbers = self.engine.pieces()
             self.saver.save(identity, pieces, numbers, progress.facts(), self.files.sync_logs)

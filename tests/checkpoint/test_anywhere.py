@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from shardtune.checkpoint.async_saver import Identity, Saver
-from shardtune.checkpoint.digest import digest_of
-from shardtune.checkpoint.latest import newest
+from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.checkpoint.digest import digest_tensors
+from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
@@ -51,23 +51,23 @@ def hop(world: World, model: str, strategy: str, folder: str, steps: int) -> dic
     accumulation = microbatches(mesh.data_ranks)
     setup = EngineSetup("fp32", rule, schedule, 0.4, 0, MICRO_BATCH, accumulation)
     data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
-    found = newest(Path(folder), "run", ranks).checkpoint
+    found = latest_checkpoint(Path(folder), "run", ranks).checkpoint
     with chosen.build(builder(model, "full"), setup, world) as engine:
         begin, before, loaded = 0, "", ""
         if found is not None:
             state = Reader(*found)
-            begin, before = state.manifest.step, digest_of(state)
+            begin, before = state.manifest.step, digest_tensors(state)
             engine.load_state(state, state.manifest.numbers)
-            loaded = digest_of(engine.state()[0])
+            loaded = digest_tensors(engine.state()[0])
         steps += begin
         results = [engine.step(given) for given in data.steps(begin, steps)]
-        saver = Saver(Path(folder), ranks, keep=2, background=True)
-        saver.save(Identity("run", steps, strategy, ""), *engine.pieces(), {})
+        saver = AsyncSaver(Path(folder), ranks, keep=2, background=True)
+        saver.save(CheckpointIdentity("run", steps, strategy, ""), *engine.pieces(), {})
         saver.wait()
         return {
             "read": before,
             "loaded": loaded,
-            "saved": digest_of(engine.state()[0]),
+            "saved": digest_tensors(engine.state()[0]),
             "losses": [result.loss for result in results],
             "norms": [result.grad_norm for result in results],
             "samples": [data.samples(step) for step in range(begin, steps)],

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from shardtune.checkpoint import directory as store
 from shardtune.checkpoint import rank_files as share
-from shardtune.checkpoint.async_saver import Identity, Saver
-from shardtune.checkpoint.digest import digest_of
-from shardtune.checkpoint.latest import newest
+from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.checkpoint.digest import digest_tensors
+from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.core.tensor_shards import Cut, Piece, dealt
 from shardtune.errors import RunError
@@ -32,7 +32,7 @@ def names(folder: Path) -> list[str]:
 
 
 def reader(folder: Path) -> Reader:
-    found = newest(folder, "run", ALONE).checkpoint
+    found = latest_checkpoint(folder, "run", ALONE).checkpoint
     assert found is not None
     return Reader(*found)
 
@@ -50,7 +50,7 @@ def test_what_ranks_save_in_pieces_comes_back_whole(
 ) -> None:
     save(tmp_path, 7, ranks=ranks, way=way, background=background)
     found = reader(tmp_path)
-    assert digest_of(found) == digest_of(state(7))
+    assert digest_tensors(found) == digest_tensors(state(7))
     assert (found.manifest.step, found.manifest.ranks) == (7, ranks)
     assert (found.manifest.numbers, found.manifest.progress) == ({"taken": 7}, {"tokens": 7})
     for path in found.folder.glob("*.safetensors"):
@@ -71,13 +71,13 @@ def test_any_part_can_be_read_from_any_pieces(
 
 
 def test_memory_that_was_made_before_is_what_the_first_copy_uses(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, ALONE, keep=1, background=True)
+    saver = AsyncSaver(tmp_path, ALONE, keep=1, background=True)
     tensor = torch.arange(1 << 20, dtype=torch.float32)
     saver.prepare([piece(tensor)])
     assert saver._preparing is not None
     saver._preparing.join()
     (place,) = (kept.data_ptr() for kept in saver.snapshot._kept.values())
-    saver.save(Identity("run", 1, "ddp", ""), [piece(tensor)], {}, {})
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(tensor)], {}, {})
     saver.wait()
     assert [kept.data_ptr() for kept in saver.snapshot._kept.values()] == [place]
     assert torch.equal(reader(tmp_path)["weight.a"], tensor)
@@ -88,9 +88,9 @@ def test_a_rank_without_memory_for_its_copy_is_named_on_all(tmp_path: Path) -> N
     huge = torch.empty(1).expand(1 << 50)
 
     def act(rank: ThreadRank) -> str:
-        saver = Saver(tmp_path, rank, keep=1, background=True)
+        saver = AsyncSaver(tmp_path, rank, keep=1, background=True)
         own = piece(huge) if rank.rank else piece(torch.ones(3))
-        saver.save(Identity("run", 1, "ddp", ""), [own], {}, {})
+        saver.save(CheckpointIdentity("run", 1, "ddp", ""), [own], {}, {})
         with pytest.raises(RunError) as raised:
             saver.wait()
         return str(raised.value)
@@ -102,9 +102,9 @@ def test_a_rank_without_memory_for_its_copy_is_named_on_all(tmp_path: Path) -> N
 
 def test_what_was_prepared_for_other_pieces_is_let_go(tmp_path: Path) -> None:
     """Moments that came later, say."""
-    saver = Saver(tmp_path, ALONE, keep=1, background=True)
+    saver = AsyncSaver(tmp_path, ALONE, keep=1, background=True)
     saver.prepare([piece(torch.ones(3))])
-    saver.save(Identity("run", 1, "ddp", ""), [piece(torch.ones(5))], {}, {})
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(torch.ones(5))], {}, {})
     saver.wait()
     assert [tuple(kept.shape) for kept in saver.snapshot._kept.values()] == [(5,)]
     assert torch.equal(reader(tmp_path)["weight.a"], torch.ones(5))
@@ -114,7 +114,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     # By number, not by name: the seventh digit comes after a million steps.
     save(tmp_path, 5, 10, 999_999, 1_000_000, 1_000_001, keep=2)
     assert names(tmp_path) == ["step-1000000", "step-1000001"]
-    assert newest(tmp_path, "run", ALONE).checkpoint is not None
+    assert latest_checkpoint(tmp_path, "run", ALONE).checkpoint is not None
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -124,28 +124,28 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert reader(tmp_path).manifest.ranks == 3
     # Killed between the two renames: the old one is there again after a sweep.
     (tmp_path / "step-000004").rename(tmp_path / f".step-000004{store.REPLACED}")
-    store.sweep(tmp_path)
-    assert digest_of(reader(tmp_path)) == digest_of(state(4))
+    store.remove_partial(tmp_path)
+    assert digest_tensors(reader(tmp_path)) == digest_tensors(state(4))
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     for name in ("step-9", "step-000009.damaged", "notes"):
         (tmp_path / name).mkdir()
-    assert newest(tmp_path, "run", ALONE).checkpoint is None
+    assert latest_checkpoint(tmp_path, "run", ALONE).checkpoint is None
     save(tmp_path, 3, keep=1)
     assert reader(tmp_path).manifest.step == 3
     assert len(names(tmp_path)) == 4
 
 
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    assert newest(tmp_path / "checkpoints", "run", ALONE).checkpoint is None
+    assert latest_checkpoint(tmp_path / "checkpoints", "run", ALONE).checkpoint is None
 
 
 def test_a_sweep_leaves_checkpoints_only(tmp_path: Path) -> None:
     save(tmp_path, 3)
     store.begin(tmp_path, 5)
-    (store.begun(tmp_path, 5) / "rank-00000-000.safetensors").write_bytes(b"half")
-    store.sweep(tmp_path)
+    (store.partial_folder(tmp_path, 5) / "rank-00000-000.safetensors").write_bytes(b"half")
+    store.remove_partial(tmp_path)
     assert names(tmp_path) == ["step-000003"]
 
 
@@ -162,8 +162,8 @@ def test_training_goes_on_while_a_snapshot_is_written(
 
     monkeypatch.setattr(os, "fsync", slow)
     weight = torch.arange(8.0)
-    saver = Saver(tmp_path, ALONE, keep=2, background=True)
-    saver.save(Identity("run", 1, "ddp", ""), [piece(weight)], {}, {})
+    saver = AsyncSaver(tmp_path, ALONE, keep=2, background=True)
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(weight)], {}, {})
     before = weight.clone()
     for _ in range(3):
         weight += 1
@@ -178,7 +178,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
 
 
 def test_memory_of_a_snapshot_is_used_again(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, ALONE, keep=1, background=True)
+    saver = AsyncSaver(tmp_path, ALONE, keep=1, background=True)
     weight = torch.ones(4)
     places = set()
     for step in (1, 2, 3):
@@ -192,11 +192,11 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
     save(tmp_path, 3)
 
     def act(rank: ThreadRank) -> str:
-        saver = Saver(tmp_path, rank, keep=1, background=True)
+        saver = AsyncSaver(tmp_path, rank, keep=1, background=True)
         pieces = [*WAYS["rows"](state(4), rank.rank, rank.size)]
         if rank.rank == 1:
             pieces.append(piece(torch.ones(1, dtype=torch.complex64)))  # the format has none
-        saver.save(Identity("run", 4, "ddp", ""), pieces, {}, {})
+        saver.save(CheckpointIdentity("run", 4, "ddp", ""), pieces, {}, {})
         with pytest.raises(RunError) as caught:
             saver.wait()
         assert saver.failure is caught.value
@@ -209,19 +209,19 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_grow_fails_the_save_and_the_next_succeeds(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, ALONE, keep=1, background=True)
-    saver.save(Identity("run", 1, "ddp", ""), [piece(torch.zeros(9))], {}, {})
+    saver = AsyncSaver(tmp_path, ALONE, keep=1, background=True)
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(torch.zeros(9))], {}, {})
     saver.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        saver.save(Identity("run", 2, "ddp", ""), [piece(torch.zeros(9000))], {}, {})
+        saver.save(CheckpointIdentity("run", 2, "ddp", ""), [piece(torch.zeros(9000))], {}, {})
         with pytest.raises(RunError, match="rank 0: File too large"):
             saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step-000001"]
-    saver.save(Identity("run", 3, "ddp", ""), [piece(torch.zeros(9000))], {}, {})
+    saver.save(CheckpointIdentity("run", 3, "ddp", ""), [piece(torch.zeros(9000))], {}, {})
     saver.wait()
     assert saver.failure is None
     assert names(tmp_path) == ["step-000003"]
@@ -238,15 +238,15 @@ def test_tensors_that_are_not_whole_are_not_committed(tmp_path: Path) -> None:
         "outside": [Piece("w", (4, 2), Cut((3, 0), (4, 2)), tensor)],
     }
     for said, pieces in cases.items():
-        saver = Saver(tmp_path, ALONE, keep=1, background=False)
+        saver = AsyncSaver(tmp_path, ALONE, keep=1, background=False)
         with pytest.raises(RunError, match=said):
-            saver.save(Identity("run", 1, "ddp", ""), pieces, {}, {})
-        assert newest(tmp_path, "run", ALONE).checkpoint is None
+            saver.save(CheckpointIdentity("run", 1, "ddp", ""), pieces, {}, {})
+        assert latest_checkpoint(tmp_path, "run", ALONE).checkpoint is None
 
 
 def test_files_are_of_bounded_size(tmp_path: Path) -> None:
     tensors = {f"weight.{n}": torch.zeros(100) for n in range(10)}
-    written = share.write_share(
+    written = share.write_rank_files(
         tmp_path, dealt(tensors, 0, 1), run="r", step=1, rank=0, file_size=1000
     )
     assert len(written.files) == 5  # two of 400 bytes fit

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.checkpoint.digest import digest_of
-from shardtune.checkpoint.latest import newest
-from shardtune.checkpoint.manifest import NAME, read_manifest, sealed
+from shardtune.checkpoint.digest import digest_tensors
+from shardtune.checkpoint.latest import latest_checkpoint
+from shardtune.checkpoint.manifest import MANIFEST_FILE, read_manifest, seal
 from shardtune.checkpoint.reader import Reader
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
@@ -42,19 +42,19 @@ def copy(runs: Path, target: Path, *steps: int) -> Path:
 def test_every_corruption_is_refused_and_the_one_before_is_used(
     runs: Path, tmp_path: Path, number: int
 ) -> None:
-    expected = digest_of(state(4))
+    expected = digest_tensors(state(4))
     for trial in range(TRIALS):
         draw = random.Random(f"{number}/{trial}")
         folder = copy(runs, tmp_path / str(trial), 4, 5)
         other = draw.choice([runs / "ours" / "step-000003", runs / "theirs" / "step-000005"])
         CORRUPTIONS[number](draw, folder / "step-000005", other)
-        found = newest(folder, "run", ALONE)
+        found = latest_checkpoint(folder, "run", ALONE)
         ((path, why),) = found.damaged
         assert path.name == "step-000005"
         assert why
         assert found.checkpoint is not None
         assert found.checkpoint[0].name == "step-000004"
-        assert digest_of(Reader(*found.checkpoint)) == expected
+        assert digest_tensors(Reader(*found.checkpoint)) == expected
 
 
 def test_the_message_says_whose_file_it_is(runs: Path, tmp_path: Path) -> None:
@@ -62,21 +62,21 @@ def test_the_message_says_whose_file_it_is(runs: Path, tmp_path: Path) -> None:
     folder = copy(runs, tmp_path / "a", 4, 5)
     name = shards(folder / "step-000005")[0].name
     shutil.copy(runs / "ours" / "step-000003" / name, folder / "step-000005" / name)
-    ((_, why),) = newest(folder, "run", ALONE).damaged
+    ((_, why),) = latest_checkpoint(folder, "run", ALONE).damaged
     assert (
         why == f"{name} has other content than was written (SHA-256 differs); it belongs to step 3"
     )
     folder = copy(runs, tmp_path / "b", 4, 5)
     shutil.copy(runs / "theirs" / "step-000005" / name, folder / "step-000005" / name)
-    ((_, why),) = newest(folder, "run", ALONE).damaged
+    ((_, why),) = latest_checkpoint(folder, "run", ALONE).damaged
     assert why.endswith("it belongs to run another")
     folder = copy(runs, tmp_path / "c", 4, 5)
     swap(draw, folder / "step-000005", folder)
-    ((_, why),) = newest(folder, "run", ALONE).damaged
+    ((_, why),) = latest_checkpoint(folder, "run", ALONE).damaged
     assert "rank-0000" in why
     folder = copy(runs, tmp_path / "d", 4, 5)
     shards(folder / "step-000005")[1].write_bytes(b"")
-    ((_, why),) = newest(folder, "run", ALONE).damaged
+    ((_, why),) = latest_checkpoint(folder, "run", ALONE).damaged
     assert "has 0 bytes instead of" in why
 
 
@@ -85,7 +85,7 @@ def test_if_none_is_good_each_is_named_with_its_reason(runs: Path, tmp_path: Pat
     for path in folder.iterdir():
         shards(path)[-1].unlink()
     with pytest.raises(RunError) as caught:
-        newest(folder, "run", ALONE)
+        latest_checkpoint(folder, "run", ALONE)
     places = [Path(problem.place).name for problem in caught.value.problems]
     assert places == ["step-000005", "step-000004", "step-000003"]
     assert all("is missing" in problem.fact for problem in caught.value.problems)
@@ -93,26 +93,26 @@ def test_if_none_is_good_each_is_named_with_its_reason(runs: Path, tmp_path: Pat
 
 def test_checkpoints_of_another_run_are_not_taken(runs: Path) -> None:
     with pytest.raises(RunError, match=r"another run \(run; this one is mine\)"):
-        newest(runs / "ours", "mine", ALONE)
+        latest_checkpoint(runs / "ours", "mine", ALONE)
 
 
 def test_ranks_that_share_the_reading_find_the_same(runs: Path, tmp_path: Path) -> None:
     for number in range(len(shards(runs / "ours" / "step-000005"))):
         folder = copy(runs, tmp_path / str(number), 4, 5)
         shards(folder / "step-000005")[number].write_bytes(b"x")  # seen by one of the ranks only
-        found = together(3, lambda rank, folder=folder: newest(folder, "run", rank))
+        found = together(3, lambda rank, folder=folder: latest_checkpoint(folder, "run", rank))
         assert {each.checkpoint[0].name for each in found if each.checkpoint} == {"step-000004"}
         assert len({each.damaged for each in found}) == 1
 
 
 def test_one_of_a_newer_version_is_refused_not_passed_over(runs: Path, tmp_path: Path) -> None:
     folder = copy(runs, tmp_path / "new", 4, 5)
-    path = folder / "step-000005" / NAME
+    path = folder / "step-000005" / MANIFEST_FILE
     body = json.loads(path.read_text())
     del body["seal"]
-    path.write_text(sealed({**body, "format": 2}))
+    path.write_text(seal({**body, "format": 2}))
     with pytest.raises(RunError, match="format 2; this version reads 1"):
-        newest(folder, "run", ALONE)
+        latest_checkpoint(folder, "run", ALONE)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "rank-00000-000.safetensors/.."])
@@ -121,19 +121,21 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(
 ) -> None:
     """Even one that somebody has sealed himself."""
     folder = copy(runs, tmp_path / "bad", 4, 5)
-    path = folder / "step-000005" / NAME
+    path = folder / "step-000005" / MANIFEST_FILE
     body = json.loads(path.read_text())
     del body["seal"]
     body["files"][name] = {"bytes": 1, "sha256": ""}
-    path.write_text(sealed(body))
-    ((_, why),) = newest(folder, "run", ALONE).damaged
+    path.write_text(seal(body))
+    ((_, why),) = latest_checkpoint(folder, "run", ALONE).damaged
     assert why == "manifest.json names files that are none of a checkpoint's"
 
 
 def test_a_stale_manifest_is_that_of_another_step(runs: Path, tmp_path: Path) -> None:
     folder = copy(runs, tmp_path / "stale", 4, 5)
-    shutil.copy(runs / "ours" / "step-000003" / NAME, folder / "step-000005" / NAME)
-    ((_, why),) = newest(folder, "run", ALONE).damaged
+    shutil.copy(
+        runs / "ours" / "step-000003" / MANIFEST_FILE, folder / "step-000005" / MANIFEST_FILE
+    )
+    ((_, why),) = latest_checkpoint(folder, "run", ALONE).damaged
     assert why == "manifest.json is that of step 3"
     assert read_manifest(folder / "step-000004").step == 4
     assert stale in CORRUPTIONS

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save
 
 import shardtune
-from shardtune.checkpoint.latest import newest
-from shardtune.checkpoint.manifest import NAME, sealed
+from shardtune.checkpoint.latest import latest_checkpoint
+from shardtune.checkpoint.manifest import MANIFEST_FILE, seal
 from shardtune.checkpoint.reader import Reader
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
@@ -59,13 +59,13 @@ def test_a_forged_file_is_refused_and_nothing_is_run(tmp_path: Path, kind: str) 
     }[kind]
     path = next((folder / "step-000003").glob("*.safetensors"))
     path.write_bytes(data)
-    manifest = path.parent / NAME
+    manifest = path.parent / MANIFEST_FILE
     body = json.loads(manifest.read_text())
     del body["seal"]
     body["files"][path.name] = {"bytes": len(data), "sha256": sha256(data).hexdigest()}
-    manifest.write_text(sealed(body))
+    manifest.write_text(seal(body))
 
-    found = newest(folder, "run", JoinedWorld()).checkpoint
+    found = latest_checkpoint(folder, "run", JoinedWorld()).checkpoint
     assert found is not None, "to the manifest it is good"
     state = Reader(*found)
     for key in state:

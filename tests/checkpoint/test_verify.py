@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardtune.checkpoint.disk_space import estimate, require_room
+from shardtune.checkpoint.disk_space import estimate_disk, require_disk_space
 from shardtune.checkpoint.export import save_result
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.verify import verify_run
@@ -92,16 +92,16 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_need_of_a_disk() -> None:
     # A million weights, two moments: 12 MB a checkpoint. Two are kept while a third is written.
-    need = estimate(1_000_000, 2, keep=2, saves=10, result=2_000_000)
+    need = estimate_disk(1_000_000, 2, keep=2, saves=10, result=2_000_000)
     assert (need.checkpoint, need.copies) == (12_000_000, 3)
     assert need.total == 38_000_000 + (1 << 20)
-    assert estimate(1_000_000, 2, keep=2, saves=1, result=0).copies == 1
+    assert estimate_disk(1_000_000, 2, keep=2, saves=1, result=0).copies == 1
 
 
 def test_a_disk_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    require_room(tmp_path / "not" / "there", estimate(10, 2, keep=1, saves=1, result=10))
+    require_disk_space(tmp_path / "not" / "there", estimate_disk(10, 2, keep=1, saves=1, result=10))
     with pytest.raises(RunError) as caught:
-        require_room(tmp_path, estimate(10**15, 2, keep=2, saves=9, result=4 * 10**15))
+        require_disk_space(tmp_path, estimate_disk(10**15, 2, keep=2, saves=9, result=4 * 10**15))
     (problem,) = caught.value.problems
     assert "3 checkpoints of 11175870.90 GiB" in problem.fact  # 12e15 / 2^30
     assert f"are free in {tmp_path}" in problem.fact

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardtune.checkpoint.async_saver import Identity, Saver
+from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
 from shardtune.core.tensor_shards import Cut, Piece
 
 Answer = TypeVar("Answer")
@@ -138,10 +138,15 @@ def save(
     """Checkpoints of `state(step)` for each of the steps."""
 
     def act(rank: ThreadRank) -> None:
-        saver = Saver(folder, rank, keep=keep, background=background, file_size=file_size)
+        saver = AsyncSaver(folder, rank, keep=keep, background=background, file_size=file_size)
         for step in steps:
             pieces = WAYS[way](state(step), rank.rank, rank.size)
-            saver.save(Identity(run, step, "ddp", "job"), pieces, {"taken": step}, {"tokens": step})
+            saver.save(
+                CheckpointIdentity(run, step, "ddp", "job"),
+                pieces,
+                {"taken": step},
+                {"tokens": step},
+            )
             saver.wait()
 
     together(ranks, act)

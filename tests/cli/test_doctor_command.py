@@ -18,9 +18,10 @@ import pytest
 from shardtune.cli import main as cli
 from shardtune.cli.doctor_command import RULE_BITS, _job, about_links, gathers_everywhere
 from shardtune.cli.main import main
+from shardtune.core.units import GIB
 from shardtune.measure import node_checks as checkup
-from shardtune.measure.bandwidth import Link, receive, send
-from shardtune.measure.node_checks import GIB, Finding, NodeFacts, findings, local_facts
+from shardtune.measure.bandwidth import MeasuredLink, receive, send
+from shardtune.measure.node_checks import Finding, NodeFacts, findings, local_facts
 from tests.hosts import ROOT, two_hosts
 from tests.jobs import make_job, write_job
 
@@ -89,7 +90,7 @@ def test_the_facts_travel_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(found.data["a"]) == 64
 
 
-LINK = Link(0, 1, gbps=0.2, milliseconds=0.1, clock_seconds=0.0)
+LINK = MeasuredLink(0, 1, gbps=0.2, milliseconds=0.1, clock_seconds=0.0)
 
 
 def test_the_rule_for_weights_that_are_gathered_from_all_nodes() -> None:
@@ -111,12 +112,12 @@ def test_hybrid_sharding_does_not_gather_between_nodes() -> None:
 
 
 def test_a_link_slower_than_expected_and_a_wrong_clock_are_said() -> None:
-    found = worse(about_links([Link(0, 1, 60.0, 0.1, 7.5)], None, 2, 100.0))
+    found = worse(about_links([MeasuredLink(0, 1, 60.0, 0.1, 7.5)], None, 2, 100.0))
     assert [each.place for each in found] == ["node 0 -> node 1"] * 2
     assert "60 Gbit/s over TCP" in found[0].fact
     assert "100 Gbit/s were expected" in found[0].fact
     assert "7.5 s apart" in found[1].fact
-    assert worse(about_links([Link(0, 1, 90.0, 0.1, 0.5)], None, 2, 100.0)) == []
+    assert worse(about_links([MeasuredLink(0, 1, 90.0, 0.1, 0.5)], None, 2, 100.0)) == []
 
 
 def test_a_link_is_measured_in_one_direction() -> None:

@@ -26,7 +26,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
-from shardtune.measure.collective_counter import CollectiveProbe
+from shardtune.measure.collective_counter import CollectiveCounter
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel import DDP, Strategy
 from tests.conformance.slices import sliced
@@ -135,7 +135,7 @@ def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
     """Ten steps on this rank."""
     mesh = chosen.mesh(world.size)
     data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
-    probe = CollectiveProbe()
+    probe = CollectiveCounter()
     with chosen.build(builder(model, adapter), setup(mesh.data_ranks), world) as engine:
         sizes = [(each.numel(), each.requires_grad) for each in engine.module().parameters()]
         results = []

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 
 from shardtune.core.footprint import ModelBytes
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.parallel_plan import FAMILIES
+from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES
 from shardtune.core.step import IGNORED
-from shardtune.measure.collective_counter import CONTROL
+from shardtune.measure.collective_counter import CONTROL_BYTES
 from tests.conformance.stages import Place
 from tests.conformance.table import LISTENED, MICRO_BATCH
 from tests.numerics.test_factorisations import LENGTH, loader
 
-FAMILY = FAMILIES["llama"]
+FAMILY = SHARDABLE_FAMILIES["llama"]
 FP32 = 4
 
 
@@ -76,5 +76,5 @@ def heard_scores(mesh: Mesh, rank: int) -> float:
     total = 0
     for batch in given:
         kept = max(1, int((batch.targets != IGNORED).any(0).sum())) * MICRO_BATCH
-        total += sum(size for size in (kept * FP32, 2 * kept * FP32) if size > CONTROL)
+        total += sum(size for size in (kept * FP32, 2 * kept * FP32) if size > CONTROL_BYTES)
     return total / 3 / len(given)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.parallel_plan import FAMILIES
-from shardtune.core.pipeline_schedule import cut, stage_costs
+from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES
+from shardtune.core.pipeline_schedule import split_layers, stage_costs
 
-FAMILY = FAMILIES["llama"]
+FAMILY = SHARDABLE_FAMILIES["llama"]
 FP32 = 4
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -37,7 +37,7 @@ def place_of(
         return Place(frozenset(shapes))
     ranks, here = mesh.size_of("pipeline"), mesh.coordinates(rank)["pipeline"]
     owners = layout.pipelining.ranks(ranks)
-    stages = zip(owners, cut(_costs(shapes), len(owners)), strict=True)
+    stages = zip(owners, split_layers(_costs(shapes), len(owners)), strict=True)
     layers = {layer for owner, stage in stages if owner == here for layer in stage}
     starts, ends = owners[0] == here, owners[-1] == here
     tied = [name for name in shapes if _is_end(name, FAMILY.embedding)] if _tied(shapes) else []

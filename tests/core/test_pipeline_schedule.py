@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtune.core.pipeline_schedule import Pipelining, cut, stage_costs
+from shardtune.core.pipeline_schedule import Pipelining, split_layers, stage_costs
 
 
 def test_the_head_counts_as_the_layers_that_it_costs() -> None:
     """Llama-3.2-1B: a layer has 60.8 million weights in matrices, the head 262.7 million."""
     costs = stage_costs([60.8] * 16, 262.7)
-    sizes = [len(stage) for stage in cut(costs, 4)]
+    sizes = [len(stage) for stage in split_layers(costs, 4)]
     assert sizes == [5, 5, 5, 1]  # four each would make the last stage twice as slow as the others
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 9))
 def test_a_cut_has_every_part_once_and_no_better_one_exists(costs: list[int], stages: int) -> None:
     stages = min(stages, len(costs))
-    found = cut(costs, stages)
+    found = split_layers(costs, stages)
     assert [part for stage in found for part in stage] == list(range(len(costs)))
     assert all(found)
     worst = max(sum(costs[part] for part in stage) for stage in found)
@@ -36,7 +36,7 @@ def _cheapest(costs: tuple[int, ...], stages: int) -> int:
 
 def test_more_stages_than_parts_are_refused() -> None:
     with pytest.raises(ValueError, match="2 parts can't make 3 stages"):
-        cut([1, 1], 3)
+        split_layers([1, 1], 3)
 
 
 def test_who_has_which_stage() -> None:

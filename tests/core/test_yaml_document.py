@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtune.core import yaml_document as document
-from shardtune.core.yaml_document import Document, dotted, parse_document, read_document
+from shardtune.core.yaml_document import YamlDocument, dotted, parse_document, read_document
 from shardtune.errors import JobError, Problem
 
 
-def parse(text: str) -> Document:
+def parse(text: str) -> YamlDocument:
     return parse_document(text, "job.yaml")
 
 
@@ -243,7 +243,7 @@ def test_forty_levels_are_read() -> None:
 
 
 def test_a_file_of_many_values_is_refused_before_it_is_parsed_whole() -> None:
-    text = "[" + "a," * (document.LARGEST_FILE // 2 - 1) + "]"
+    text = "[" + "a," * (document.MAX_YAML_BYTES // 2 - 1) + "]"
     begun = time.monotonic()
     found = problem(text)
     # PyYAML alone takes about eight seconds for these 131,071 values.

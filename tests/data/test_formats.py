@@ -16,7 +16,7 @@ from shardtune.config.job import Columns, Source
 from shardtune.data import encode
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.formats import make_format
-from shardtune.data.records import BadRow, Row
+from shardtune.data.records import BadRow, SourceRecord
 from shardtune.errors import DataError
 from shardtune.models import tiny
 
@@ -25,7 +25,7 @@ END = "<|im_end|>"  # the tokenizer's end-of-text token
 
 def documents(tokenizer, format, *values, **settings):
     source = Source(path="some.jsonl", format=format, **settings)
-    rows = [Row(number, value) for number, value in enumerate(values, 1)]
+    rows = [SourceRecord(number, value) for number, value in enumerate(values, 1)]
     return make_format(source, tokenizer).documents(rows)
 
 
@@ -277,7 +277,7 @@ def test_a_long_text_is_the_same_through_windows(real_tokenizer, shared_data, mo
     whole = (shared_data / "tinystories.jsonl").read_text()[:60_000]
     text = Text(whole, [(10, 500), (20_003, 41_999)])
     (expected,) = Encoder(real_tokenizer).encode([text], special=True)
-    monkeypatch.setattr(encode, "WINDOW", 9_000)
+    monkeypatch.setattr(encode, "TEXT_WINDOW", 9_000)
     monkeypatch.setattr(encode, "OVERLAP", 2_000)
     (found,) = Encoder(real_tokenizer).encode([text], special=True)
     assert found.ids.tolist() == expected.ids.tolist()
@@ -288,7 +288,7 @@ def test_a_long_text_without_a_joint_is_taken_whole(monkeypatch):
     tokenizer = tiny.tokens()
     text = Text("é" * 3000, [(1000, 1001)])
     (expected,) = Encoder(tokenizer).encode([text], special=False)
-    monkeypatch.setattr(encode, "WINDOW", 1_000)
+    monkeypatch.setattr(encode, "TEXT_WINDOW", 1_000)
     monkeypatch.setattr(encode, "OVERLAP", 100)  # shorter than what has to agree
     (found,) = Encoder(tokenizer).encode([text], special=False)
     assert found.ids.tolist() == expected.ids.tolist()

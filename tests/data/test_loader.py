@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from shardtune.config.job import DataSection, Source, TrainSource
 from shardtune.core.step import IGNORED
-from shardtune.data.dataset import Prepared, PreparedData, SourceReport
+from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
 from shardtune.data.loader import Loader
-from shardtune.data.sampler import Document
+from shardtune.data.sampler import DocumentRef
 
 LENGTH = 32
 PAD = 0
@@ -41,7 +41,7 @@ def prepared(name, documents, weight=1.0):
         truncated_tokens=0, split=0, dropped=0, untrained=0, bad=0, stops_trained=len(documents),
     )  # fmt: skip
     rows = datasets.Dataset.from_dict(columns, features=features)
-    return Prepared(
+    return PreparedSet(
         name=name, weight=weight, rows=rows, lengths=counts, labels=labels, report=report
     )
 
@@ -81,7 +81,7 @@ def all_ranks(ranks, **settings):
 
 def train_rows(*rows):
     """Rows of documents of the set `code`, by their numbers."""
-    return [tuple(Document(0, index, len(CODE[index][0])) for index in row) for row in rows]
+    return [tuple(DocumentRef(0, index, len(CODE[index][0])) for index in row) for row in rows]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -193,7 +193,7 @@ def test_collation_is_what_the_contract_says(numbers):
 
 
 def test_documents_of_several_sets_share_a_row():
-    row = (Document(1, 3, len(CHAT[3][0])), Document(0, 2, len(CODE[2][0])))
+    row = (DocumentRef(1, 3, len(CHAT[3][0])), DocumentRef(0, 2, len(CODE[2][0])))
     batch = loader(data=DATA).collate([row[:1], row[1:]])
     first, second = batch.input_ids.tolist()
     assert first[: row[0].length] == CHAT[3][0]
@@ -209,7 +209,7 @@ def test_a_row_of_one_document_counts_up_through_its_padding():
 
 def test_rows_are_never_wider_than_the_sequence():
     data = PreparedData(train=(prepared("odd", [([5] * 13, [False] + [True] * 12)]),), eval=())
-    assert loader(data, sequence_length=13).collate([(Document(0, 0, 13),)]).input_ids.shape == (
+    assert loader(data, sequence_length=13).collate([(DocumentRef(0, 0, 13),)]).input_ids.shape == (
         1,
         13,
     )
@@ -227,7 +227,7 @@ def test_a_rank_without_rows_gets_padding_that_trains_nothing():
 def test_a_first_token_that_is_trained_is_refused():
     data = PreparedData(train=(prepared("bad", [([1, 2], [True, True])]),), eval=())
     with pytest.raises(AssertionError, match="first token"):
-        loader(data).collate([(Document(0, 0, 2),)])
+        loader(data).collate([(DocumentRef(0, 0, 2),)])
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -280,7 +280,7 @@ def test_steps_lie_ready_before_they_are_asked_for(monkeypatch):
 
 def test_an_error_in_the_thread_reaches_the_consumer():
     rows = DATA.train[0].rows.select(range(5))  # the lengths promise documents that aren't there
-    broken = Prepared(name="code", weight=1.0, rows=rows, lengths=DATA.train[0].lengths,
+    broken = PreparedSet(name="code", weight=1.0, rows=rows, lengths=DATA.train[0].lengths,
                       labels=DATA.train[0].labels, report=DATA.train[0].report)  # fmt: skip
     with pytest.raises(IndexError):
         list(loader(PreparedData(train=(broken,), eval=())).steps(0, 5))
@@ -304,7 +304,7 @@ def test_a_selection_of_rows_is_read_through():
     # `select` leaves the Arrow file as it is and keeps a list of indices beside it.
     turned = prepared("code", CODE[::-1])
     rows = turned.rows.select(range(len(CODE) - 1, -1, -1))
-    through = Prepared(name="code", weight=1.0, rows=rows, lengths=DATA.train[0].lengths,
+    through = PreparedSet(name="code", weight=1.0, rows=rows, lengths=DATA.train[0].lengths,
                        labels=DATA.train[0].labels, report=DATA.train[0].report)  # fmt: skip
     batch = loader(PreparedData(train=(through,), eval=())).collate(train_rows([4]))
     assert batch.input_ids[0, : len(CODE[4][0])].tolist() == CODE[4][0]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtune.data.micro_batches import share
-from shardtune.data.sampler import Document, Order
+from shardtune.data.micro_batches import micro_batches
+from shardtune.data.sampler import DocumentRef, Sampler
 
 some_rows = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=4), max_size=40).map(
     lambda rows: [
-        tuple(Document(number, index, length) for index, length in enumerate(lengths))
+        tuple(DocumentRef(number, index, length) for index, length in enumerate(lengths))
         for number, lengths in enumerate(rows)
     ]
 )
@@ -32,7 +32,7 @@ def padded(batch):
 
 @given(some_rows, few, few, st.integers(0, 9))
 def test_every_row_goes_to_one_rank(rows, ranks, micro_batch, turn):
-    shares = share(rows, ranks, micro_batch, turn=turn)
+    shares = micro_batches(rows, ranks, micro_batch, turn=turn)
     dealt = [row for batches in shares for batch in batches for row in batch]
     assert len(shares) == ranks
     assert Counter(dealt) == Counter(rows)
@@ -40,7 +40,7 @@ def test_every_row_goes_to_one_rank(rows, ranks, micro_batch, turn):
 
 @given(some_rows, few, few)
 def test_all_ranks_have_as_many_micro_batches_of_nearly_one_size(rows, ranks, micro_batch):
-    shares = share(rows, ranks, micro_batch)
+    shares = micro_batches(rows, ranks, micro_batch)
     rounds = -(-len(rows) // (ranks * micro_batch))  # as few as can hold the rows
     assert [len(batches) for batches in shares] == [rounds] * ranks
     sizes = [len(batch) for batches in shares for batch in batches]
@@ -50,7 +50,9 @@ def test_all_ranks_have_as_many_micro_batches_of_nearly_one_size(rows, ranks, mi
 
 @given(some_rows, few, few)
 def test_rows_of_like_length_share_a_micro_batch(rows, ranks, micro_batch):
-    batches = [batch for batches in share(rows, ranks, micro_batch) for batch in batches if batch]
+    batches = [
+        batch for batches in micro_batches(rows, ranks, micro_batch) for batch in batches if batch
+    ]
     spans = sorted((min(map(tokens, batch)), max(map(tokens, batch))) for batch in batches)
     # Sorted by length and cut: no micro-batch reaches into another's range of lengths.
     assert all(low[1] <= high[0] for low, high in pairwise(spans))
@@ -58,30 +60,30 @@ def test_rows_of_like_length_share_a_micro_batch(rows, ranks, micro_batch):
 
 @given(some_rows, few, few)
 def test_the_largest_come_first_on_every_rank(rows, ranks, micro_batch):
-    shares = share(rows, ranks, micro_batch)
+    shares = micro_batches(rows, ranks, micro_batch)
     rounds = list(zip(*([padded(batch) for batch in batches] for batches in shares), strict=True))
     assert all(min(now) >= max(later) for now, later in pairwise(rounds))
 
 
 @given(some_rows, few, few)
 def test_sharing_is_deterministic(rows, ranks, micro_batch):
-    assert share(rows, ranks, micro_batch) == share(list(rows), ranks, micro_batch)
+    assert micro_batches(rows, ranks, micro_batch) == micro_batches(list(rows), ranks, micro_batch)
 
 
 def test_too_few_rows_leave_empty_micro_batches():
-    rows = [(Document(0, index, 5),) for index in range(3)]
-    assert sorted(map(len, (batches[0] for batches in share(rows, 4, 2)))) == [0, 1, 1, 1]
+    rows = [(DocumentRef(0, index, 5),) for index in range(3)]
+    assert sorted(map(len, (batches[0] for batches in micro_batches(rows, 4, 2)))) == [0, 1, 1, 1]
 
 
 def test_the_rank_with_the_least_takes_the_largest_of_the_next_round():
-    rows = [(Document(0, index, length),) for index, length in enumerate([1, 2, 3, 4])]
-    lengths = [[batch[0][0].length for batch in batches] for batches in share(rows, 2, 1)]
+    rows = [(DocumentRef(0, index, length),) for index, length in enumerate([1, 2, 3, 4])]
+    lengths = [[batch[0][0].length for batch in batches] for batches in micro_batches(rows, 2, 1)]
     assert lengths == [[4, 1], [3, 2]]
 
 
 def test_each_rank_has_its_turn_at_the_largest():
-    rows = [(Document(0, index, length),) for index, length in enumerate([1, 2, 3])]
-    takers = [share(rows, 3, 1, turn=turn).index([[rows[2]]]) for turn in range(6)]
+    rows = [(DocumentRef(0, index, length),) for index, length in enumerate([1, 2, 3])]
+    takers = [micro_batches(rows, 3, 1, turn=turn).index([[rows[2]]]) for turn in range(6)]
     assert sorted(takers[:3]) == sorted(takers[3:]) == [0, 1, 2]
 
 
@@ -92,12 +94,12 @@ def run(*, packing, global_batch, ranks, micro_batch, steps=60):
     """
     random = np.random.default_rng(0)
     lengths = np.minimum(random.lognormal(5.5, 0.8, 20_000).astype(np.int64) + 1, 2048)
-    order = Order([lengths], ["a"], [1.0], capacity=2048, packing=packing, shuffle=True, seed=0,
+    order = Sampler([lengths], ["a"], [1.0], capacity=2048, packing=packing, shuffle=True, seed=0,
                   global_batch=global_batch)  # fmt: skip
     costs, as_they_come = [], 0
     for step in range(steps):
         rows = order.rows(step)
-        shares = share(rows, ranks, micro_batch, turn=step)
+        shares = micro_batches(rows, ranks, micro_batch, turn=step)
         costs.append([sum(map(padded, batches)) for batches in shares])
         firsts = range(0, global_batch, micro_batch)
         as_they_come += sum(padded(rows[first : first + micro_batch]) for first in firsts)

@@ -20,7 +20,7 @@ from shardtune.data import sources
 from shardtune.data import tokenize as tokenise
 from shardtune.data.encode import Tokens
 from shardtune.data.prepare import prepare
-from shardtune.data.tokenize import Index, Tally, _cut
+from shardtune.data.tokenize import DocumentIndex, RowCounts, _cut
 from shardtune.errors import DataError
 from shardtune.models import tiny
 
@@ -109,7 +109,7 @@ CUTS = [
 
 @pytest.mark.parametrize(("overflow", "marks", "expected", "counter"), CUTS)
 def test_overflow(overflow, marks, expected, counter):
-    tally = Tally()
+    tally = RowCounts()
     row = Tokens(np.arange(10, dtype=np.int32), np.array([mark == "x" for mark in marks]))
     pieces = list(_cut(row, 4, overflow, tally))
     assert [
@@ -127,7 +127,7 @@ def test_overflow(overflow, marks, expected, counter):
     st.sampled_from(["truncate", "split", "drop"]),
 )
 def test_no_cut_loses_a_row_uncounted(marks, length, overflow):
-    tally = Tally()
+    tally = RowCounts()
     row = Tokens(np.arange(len(marks), dtype=np.int32), np.array(marks))
     pieces = list(_cut(row, length, overflow, tally))
     assert (not pieces) == (tally.dropped + tally.untrained == 1)
@@ -213,7 +213,7 @@ def test_several_at_once_make_it_once(tmp_path, tokenizer, monkeypatch):
 
 def test_several_processes_give_the_same(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK", 512)
-    monkeypatch.setattr(sources, "GRAIN", 1024)
+    monkeypatch.setattr(sources, "PART_BYTES", 1024)
     rows = [{"text": f"row {number} " + "x" * (number % 40)} for number in range(400)]
     rows[77] = {"words": "no text"}
     path = write(tmp_path / "words.jsonl", rows)
@@ -245,7 +245,7 @@ class Fatal:
 
 def test_a_killed_worker_is_told(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK", 512)
-    monkeypatch.setattr(sources, "GRAIN", 1024)
+    monkeypatch.setattr(sources, "PART_BYTES", 1024)
     path = write(tmp_path / "words.jsonl", texts(*(f"row {number}" for number in range(400))))
     monkeypatch.setattr(prepare_module, "make_format", lambda *given: Fatal())
     with pytest.raises(DataError, match="one of the 2 processes that tokenise was killed"):
@@ -313,11 +313,11 @@ def test_a_cache_that_can_t_be_written_is_told(tmp_path, tokenizer):
 def test_an_index_knows_each_document():
     document = Tokens(np.array([5, 6, 7], np.int32), np.array([False, True, False]))
     other = Tokens(np.array([5, 6, 8], np.int32), np.array([False, True, True]))
-    index = Index.of([(3, document), (4, other), (9, document)])
+    index = DocumentIndex.of([(3, document), (4, other), (9, document)])
     assert index.finals.tolist() == [6, 8, 6]
     assert index.numbers.tolist() == [3, 4, 9]
     assert index.digests[0].tolist() == index.digests[2].tolist() != index.digests[1].tolist()
-    assert len(Index.joined([]).lengths) == 0
+    assert len(DocumentIndex.joined([]).lengths) == 0
 
 
 def test_every_file_at_hand_can_be_prepared(real_tokenizer, shared_data, tmp_path):

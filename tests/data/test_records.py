@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardtune.config.job import Source
 from shardtune.data import sources
-from shardtune.data.records import BadRow, JsonReader, Row, Unreadable
+from shardtune.data.records import BadRow, JsonReader, SourceRecord, Unreadable
 from shardtune.data.sources import open_source
 from shardtune.errors import DataError
 
@@ -63,7 +63,7 @@ def test_every_bad_line_of_a_jsonl_file_is_named(tmp_path):
             continue
         row = found.pop(number)
         if reason is None:
-            assert isinstance(row, Row), (line, row)
+            assert isinstance(row, SourceRecord), (line, row)
             continue
         assert isinstance(row, BadRow), line
         assert row.reason.startswith(reason), line
@@ -81,8 +81,8 @@ def test_lines_keep_their_text_and_numbers(tmp_path):
 
 @pytest.mark.parametrize("block", [7, 64, 1 << 20])
 def test_parts_of_a_file_together_are_the_file(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sources, "BLOCK", block)
-    monkeypatch.setattr(sources, "GRAIN", 3 * block)
+    monkeypatch.setattr(sources, "READ_BLOCK", block)
+    monkeypatch.setattr(sources, "PART_BYTES", 3 * block)
     values = [{"n": number, "text": "x" * (number % 23)} for number in range(200)]
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join(map(json.dumps, values)))
@@ -100,7 +100,7 @@ def test_a_list_is_read_as_rows_whatever_the_ending(tmp_path, name, indent):
     file = tmp_path / name
     file.write_text(json.dumps(values, indent=indent) + "\n")
     opened, rows = rows_of(file)
-    assert [row.value["text"] for row in rows if isinstance(row, Row)] == [
+    assert [row.value["text"] for row in rows if isinstance(row, SourceRecord)] == [
         "one", "two [,] }", "five",
     ]  # fmt: skip
     bad = [(opened.place(row.number), row.reason) for row in rows if isinstance(row, BadRow)]
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_text_spoil_only_their_row_of_a_list(tmp_path):
     file = tmp_path / "rows.json"
     file.write_bytes(b'[{"text": "a"}, {"text": "\xff"}, {"text": "c"}]')
     _, rows = rows_of(file)
-    assert [type(row) for row in rows] == [Row, BadRow, Row]
+    assert [type(row) for row in rows] == [SourceRecord, BadRow, SourceRecord]
     assert rows[1].reason == "not UTF-8 text"
 
 
@@ -162,7 +162,7 @@ def test_lines_of_which_the_first_is_a_list_are_lines(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_bytes(b"[1, 2]\n" + GOOD)
     _, rows = rows_of(file)
-    assert [type(row) for row in rows] == [BadRow, Row]
+    assert [type(row) for row in rows] == [BadRow, SourceRecord]
 
 
 def test_csv(tmp_path):
@@ -178,7 +178,7 @@ def test_csv(tmp_path):
         b'"never closed,z\r\n'
     )
     opened, rows = rows_of(file)
-    good = [(row.number, row.value) for row in rows if isinstance(row, Row)]
+    good = [(row.number, row.value) for row in rows if isinstance(row, SourceRecord)]
     assert good == [
         (2, {"instruction": "two\r\nlines", "output": 'a "quoted" word'}),
         (8, {"instruction": "last", "output": "y" * 200_000}),
@@ -210,7 +210,7 @@ def test_a_text_file_is_a_row_per_line(tmp_path):
     file = tmp_path / "some.txt"
     file.write_bytes("erste Zeile\n\nzweite – Zeile\r\n".encode() + b"bad \xff\nlast")
     _, rows = rows_of(file)
-    assert [row.value["text"] for row in rows if isinstance(row, Row)] == [
+    assert [row.value["text"] for row in rows if isinstance(row, SourceRecord)] == [
         "erste Zeile", "zweite – Zeile", "last",
     ]  # fmt: skip
     assert [(row.number, row.column) for row in rows if isinstance(row, BadRow)] == [(4, 5)]
@@ -247,7 +247,7 @@ def test_parquet_text_that_is_no_text(tmp_path):
     text = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), file)
     _, rows = rows_of(file)
-    assert [type(row) for row in rows] == [Row, BadRow, Row]
+    assert [type(row) for row in rows] == [SourceRecord, BadRow, SourceRecord]
 
 
 def test_a_broken_parquet_file_is_refused(tmp_path):
@@ -258,7 +258,7 @@ def test_a_broken_parquet_file_is_refused(tmp_path):
 
 
 def test_a_saved_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "ROWS_GRAIN", 100)
+    monkeypatch.setattr(sources, "PART_ROWS", 100)
     table(250).shuffle(seed=1).save_to_disk(str(tmp_path / "saved"))
     opened, rows = rows_of(tmp_path / "saved")
     assert len(opened.parts) == 3

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtune.data.sampler import Document, Order
+from shardtune.data.sampler import DocumentRef, Sampler
 from shardtune.errors import DataError
 
 CAPACITY = 32
@@ -24,7 +24,7 @@ def lengths_of(sizes):
 
 def make(sizes, weights=None, *, packing=True, shuffle=True, seed=0, global_batch=4):
     """An order over data sets of so many documents, of 1 to 32 tokens each."""
-    return Order(
+    return Sampler(
         lengths_of(sizes),
         [f"set{number}" for number in range(len(sizes))],
         weights or [1.0] * len(sizes),
@@ -129,7 +129,7 @@ def test_data_sets_are_mixed():
 
 def test_packed_rows_are_shuffled_too():
     lengths = np.arange(1, 33).repeat(4)
-    order = Order([lengths], ["a"], [1.0], capacity=CAPACITY, packing=True, shuffle=True, seed=0,
+    order = Sampler([lengths], ["a"], [1.0], capacity=CAPACITY, packing=True, shuffle=True, seed=0,
                   global_batch=1000)  # fmt: skip
     counts = [len(row) for row in order.rows(0, order.count(1))]
     assert counts != sorted(counts)  # packing alone puts the rows of one document first
@@ -206,16 +206,16 @@ def test_threads_see_the_same_rows():
 
 
 def test_fill_is_the_share_of_tokens_in_the_rows():
-    order = Order([np.array([8, 8, 8])], ["a"], [1.0], capacity=16, packing=True, shuffle=True,
+    order = Sampler([np.array([8, 8, 8])], ["a"], [1.0], capacity=16, packing=True, shuffle=True,
                   seed=0, global_batch=1)  # fmt: skip
     assert order.fill() == 24 / 32
-    assert order.rows(0)[0][0] == Document(0, order.rows(0)[0][0].index, 8)
+    assert order.rows(0)[0][0] == DocumentRef(0, order.rows(0)[0][0].index, 8)
 
 
 def test_documents_that_fit_no_row_are_named():
+    one = {"capacity": 16, "packing": True, "shuffle": True, "seed": 0, "global_batch": 1}
     with pytest.raises(DataError) as caught:
-        Order([np.array([8, 17, 0])], ["a"], [1.0], capacity=16, packing=True, shuffle=True, seed=0,
-              global_batch=1)  # fmt: skip
+        Sampler([np.array([8, 17, 0])], ["a"], [1.0], **one)
     assert [problem.place for problem in caught.value.problems] == ["a:1", "a:2"]
 
 

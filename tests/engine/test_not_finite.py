@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from shardtune.checkpoint.digest import digest_of
+from shardtune.checkpoint.digest import digest_tensors
 from shardtune.core.world import World
 from shardtune.parallel import Strategy
 from tests.conformance.guarantees import builder, setup
@@ -30,7 +30,7 @@ def spoilt_step(world: World, strategy: str) -> dict[str, Any]:
     steps = list(loader(True, data_rank, data_ranks, MICRO_BATCH).steps(0, 3))
     with chosen.build(builder("tiny", "full"), setup(data_ranks), world) as engine:
         engine.step(steps[0])
-        before = digest_of(engine.state()[0])
+        before = digest_tensors(engine.state()[0])
         passed: list[None] = []
 
         def spoil(module: Any, inputs: Any, logits: Any) -> Any:
@@ -44,7 +44,7 @@ def spoilt_step(world: World, strategy: str) -> dict[str, Any]:
         blamed = engine.offending_samples(2, steps[1], result)
         if handle is not None:
             handle.remove()
-        after = digest_of(engine.state()[0])
+        after = digest_tensors(engine.state()[0])
         broken = engine.nonfinite_weights()
         last = engine.step(steps[2])
         return {

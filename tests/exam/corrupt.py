@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardtune.checkpoint.digest import digest_of
-from shardtune.checkpoint.latest import newest
+from shardtune.checkpoint.digest import digest_tensors
+from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.launch.process_group import JoinedWorld
 from tests.checkpoint.together import save, state
@@ -29,11 +29,11 @@ def refused(runs: Path, trial: int) -> bool:
         shutil.copytree(runs / "ours" / f"step-{step:06d}", folder / f"step-{step:06d}")
     other = draw.choice([runs / "ours" / "step-000003", runs / "theirs" / "step-000005"])
     draw.choice(CORRUPTIONS)(draw, folder / "step-000005", other)
-    found = newest(folder, "run", JoinedWorld())
+    found = latest_checkpoint(folder, "run", JoinedWorld())
     named = [path.name for path, why in found.damaged if why]
     if named != ["step-000005"] or found.checkpoint is None:
         return False
-    return digest_of(Reader(*found.checkpoint)) == digest_of(state(4))
+    return digest_tensors(Reader(*found.checkpoint)) == digest_tensors(state(4))
 
 
 def corrupt(trials: int) -> int:

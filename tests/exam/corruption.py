@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from shardtune.checkpoint.manifest import NAME
+from shardtune.checkpoint.manifest import MANIFEST_FILE
 
 Corruption = Callable[[random.Random, Path, Path], None]
 
@@ -91,7 +91,7 @@ def rename(draw: random.Random, checkpoint: Path, other: Path) -> None:
 
 
 def no_manifest(draw: random.Random, checkpoint: Path, other: Path) -> None:
-    (checkpoint / NAME).write_text(draw.choice(["", "{}", "[]", "null", "{" * 50, "\x00"]))
+    (checkpoint / MANIFEST_FILE).write_text(draw.choice(["", "{}", "[]", "null", "{" * 50, "\x00"]))
 
 
 CORRUPTIONS: tuple[Corruption, ...] = (

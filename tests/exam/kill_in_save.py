@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.async_saver import Identity, Saver
-from shardtune.checkpoint.digest import digest_of
-from shardtune.checkpoint.directory import checkpoints, sweep
-from shardtune.checkpoint.latest import newest
+from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.checkpoint.digest import digest_tensors
+from shardtune.checkpoint.directory import checkpoints, remove_partial
+from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.reader import Reader
 from shardtune.config.job import LoRA
@@ -72,10 +72,10 @@ def advance(world: World, folder: str, until: int, meeting: str = "") -> str:
     ranks = JoinedWorld(world.rank, world.size, world.rank)
     path = Path(folder)
     if world.rank == 0:
-        sweep(path)
+        remove_partial(path)
     ranks.barrier()
-    found = newest(path, "run", ranks)
-    saver = Saver(path, ranks, keep=LAST, background=True)
+    found = latest_checkpoint(path, "run", ranks)
+    saver = AsyncSaver(path, ranks, keep=LAST, background=True)
     step = 0
     with make(world, adapter=LoRA(rank=4, dropout=0.1)) as engine:
         if found.checkpoint is not None:
@@ -87,9 +87,9 @@ def advance(world: World, folder: str, until: int, meeting: str = "") -> str:
             engine.step([batch(10 * step + world.rank)])
             step += 1
             saver.wait()
-            saver.save(Identity("run", step, "ddp", ""), *engine.pieces(), {})
+            saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.pieces(), {})
         saver.wait()
-        return digest_of(engine.state()[0])
+        return digest_tensors(engine.state()[0])
 
 
 def save_again(world: World, source: str, folder: str, background: bool, meeting: str = "") -> None:
@@ -97,9 +97,9 @@ def save_again(world: World, source: str, folder: str, background: bool, meeting
     ranks = JoinedWorld(world.rank, world.size, world.rank)
     state = Reader(Path(source), read_manifest(Path(source)))
     pieces = dealt({key: state[key].clone() for key in state}, world.rank, world.size)
-    saver = Saver(Path(folder), ranks, keep=1, background=background)
+    saver = AsyncSaver(Path(folder), ranks, keep=1, background=background)
     _meet(world, meeting)
-    identity = Identity("run", state.manifest.step, "ddp", "")
+    identity = CheckpointIdentity("run", state.manifest.step, "ddp", "")
     saver.save(identity, pieces, state.manifest.numbers, {})
     saver.wait()
 
@@ -249,7 +249,7 @@ class Exam:
         again = self.folder / "again"
         shutil.rmtree(again, ignore_errors=True)
         shutil.copytree(trial, again)
-        sweep(again)
+        remove_partial(again)
         same = self.look(again) == (step, True)
         ends = on_ranks(self.ranks, advance, str(again), LAST)
         return same and all(end == self.end for end in ends)
@@ -258,13 +258,13 @@ class Exam:
         """The newest checkpoint's step, 0 without one; and whether it is as it was."""
         if not checkpoints(folder):
             return 0, True
-        found = newest(folder, "run", JoinedWorld())
+        found = latest_checkpoint(folder, "run", JoinedWorld())
         if found.checkpoint is None or found.damaged:
             return 0, False
         step = found.checkpoint[1].step
         expected = self.step(step)
         whole = Reader(expected, read_manifest(expected))
-        return step, digest_of(Reader(*found.checkpoint)) == digest_of(whole)
+        return step, digest_tensors(Reader(*found.checkpoint)) == digest_tensors(whole)
 
 
 def has_strace() -> bool:

@@ -145,7 +145,7 @@ def test_a_hung_rank_is_named_and_replaced(place: Place, text: str, named: str) 
 
 def test_a_loop_of_failures_ends(place: Place) -> None:
     script = """
-        with leaving_last_words():
+        with reporting_errors():
             steps(1, 4)
             if rank == 1:
                 raise ValueError("each time")
@@ -163,7 +163,7 @@ def test_a_loop_of_failures_ends(place: Place) -> None:
 
 def test_failures_at_different_steps_end_at_the_limit(place: Place) -> None:
     script = """
-        with leaving_last_words():
+        with reporting_errors():
             steps(1, 4 + attempt)
             raise ValueError("each time at another step")
     """
@@ -185,7 +185,7 @@ def test_failures_at_different_steps_end_at_the_limit(place: Place) -> None:
 def test_what_would_fail_again_is_not_tried_again(place: Place, text: str) -> None:
     script = f"""
         from shardtune.errors import DataError
-        with leaving_last_words():
+        with reporting_errors():
             {text}
     """
     with pytest.raises(LaunchError):
@@ -195,7 +195,7 @@ def test_what_would_fail_again_is_not_tried_again(place: Place, text: str) -> No
 
 WANTS_MEMORY = """
     from shardtune.errors import OutOfMemory
-    with leaving_last_words():
+    with reporting_errors():
         if {step}:
             heartbeat.begin({step})
         if int(sys.argv[3]) < {enough}:
@@ -248,7 +248,7 @@ def test_a_rank_that_complains_of_a_killed_one_is_not_the_cause(place: Place) ->
             os.kill(os.getpid(), signal.SIGKILL)
         def dying(pid):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        with leaving_last_words():
+        with reporting_errors():
             steps(1, 3)
             together("there")
             if rank == 1:

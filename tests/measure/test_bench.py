@@ -19,7 +19,7 @@ def measure(world: World, folder: str) -> str:
     from shardtune.measure import bench
 
     bench.SECONDS = 0.001
-    bench.LARGEST["cpu"] = 1 << 20
+    bench.LARGEST_MESSAGE["cpu"] = 1 << 20
     bench.CPU_SHAPES = ((64, 64, 64), (128, 64, 32))
     return bench.bench(world, Path(folder), lambda text: None).model_dump_json()
 

@@ -16,7 +16,7 @@ from shardtune.core.model import shape
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Quantization
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
-from shardtune.measure.allocation_ledger import Ledger
+from shardtune.measure.allocation_ledger import AllocationLedger
 from shardtune.models import materialize as parts
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.lora import FusedLoRALinear, LoRAMLP, LoRASharedInput
@@ -540,7 +540,7 @@ def test_the_forecast_counts_what_rounding_takes(
     taken: list[int] = []
 
     def watched(frame: Any, *given: Any) -> None:
-        ledger = Ledger("cpu")
+        ledger = AllocationLedger("cpu")
         with ledger:
             ledger.adopt(frame.model.parameters())
             before = sum(event.change for event in ledger.events)

@@ -25,7 +25,7 @@ from shardtune.config.job import (
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
-from shardtune.data.dataset import Prepared, PreparedData, SourceReport
+from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
 from shardtune.data.loader import Loader
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.parallel.ddp.engine import native_engine
@@ -71,7 +71,7 @@ def prepared() -> PreparedData:
     lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int32)
     labels = np.array([sum(flags) for _, flags in rows], dtype=np.int32)
     report = SourceReport("d", "d", "pretokenized", 64, 64, *([0] * 9))
-    return PreparedData((Prepared("d", 1.0, dataset, lengths, labels, report),), ())
+    return PreparedData((PreparedSet("d", 1.0, dataset, lengths, labels, report),), ())
 
 
 def loader(packing: bool, rank: int, ranks: int, micro_batch: int) -> Loader:

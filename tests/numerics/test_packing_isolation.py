@@ -22,8 +22,8 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.data.collate import Collator
-from shardtune.data.dataset import Prepared, SourceReport
-from shardtune.data.sampler import Document
+from shardtune.data.dataset import PreparedSet, SourceReport
+from shardtune.data.sampler import DocumentRef
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load import load_tokenizer
@@ -47,20 +47,20 @@ def engine_for(model: str, attention: str) -> NativeEngine:
     return NativeEngine(loaded, setup, World())
 
 
-def rows(model: str) -> tuple[Prepared, Any]:
+def rows(model: str) -> tuple[PreparedSet, Any]:
     tokenizer = load_tokenizer(ModelSection(name=model))
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
     trained = [[False] + [True] * (len(each) - 1) for each in ids]
     dataset = Dataset.from_dict({"input_ids": ids, "trained": trained})
     lengths = np.array([len(each) for each in ids], dtype=np.int32)
     report = SourceReport("d", "d", "completion", 4, 4, *([0] * 9))
-    return Prepared("d", 1.0, dataset, lengths, lengths - 1, report), tokenizer
+    return PreparedSet("d", 1.0, dataset, lengths, lengths - 1, report), tokenizer
 
 
 def batches(model: str) -> tuple[MicroBatch, list[MicroBatch]]:
     prepared, _ = rows(model)
     collate = Collator((prepared,), capacity=1024, pad_id=0)
-    documents = [Document(0, n, int(length)) for n, length in enumerate(prepared.lengths)]
+    documents = [DocumentRef(0, n, int(length)) for n, length in enumerate(prepared.lengths)]
     return collate([tuple(documents)]), [collate([(document,)]) for document in documents]
 
 

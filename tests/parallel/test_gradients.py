@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardtune.core.world import World
-from shardtune.measure.collective_counter import CollectiveProbe
+from shardtune.measure.collective_counter import CollectiveCounter
 from shardtune.parallel.gradients import add_up
 from tests.ranks import on_ranks
 
@@ -18,7 +18,7 @@ SHAPES = ((100,), (10, 20), (300,), (5, 20))
 def met(world: World, message: int) -> tuple[list[Any], int]:
     gradients = [torch.full(shape, float(10 * n + world.rank)) for n, shape in enumerate(SHAPES)]
     gradients[1] = gradients[1].T  # not as it lies in memory
-    with CollectiveProbe() as probe:
+    with CollectiveCounter() as probe:
         add_up(gradients, None, over=2, message=message)
     return [gradient.unique().tolist() for gradient in gradients], probe.messages["all_reduce"]
 

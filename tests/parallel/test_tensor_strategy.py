@@ -9,8 +9,8 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.parallel_plan import (
-    FAMILIES,
-    Cut,
+    SHARDABLE_FAMILIES,
+    DimShard,
     family_of,
     require_divisible,
     require_slices,
@@ -99,37 +99,39 @@ ROW, COLUMN = "layers.3.self_attn.o_proj", "layers.3.mlp.up_proj"
 @pytest.mark.parametrize(
     ("name", "shape", "cut"),
     [
-        (f"model.{COLUMN}.weight", (8, 4), Cut(0)),
-        (f"model.{COLUMN}.bias", (8,), Cut(0)),
-        (f"base_model.model.model.{COLUMN}.base_layer.weight", (8, 4), Cut(0)),
+        (f"model.{COLUMN}.weight", (8, 4), DimShard(0)),
+        (f"model.{COLUMN}.bias", (8,), DimShard(0)),
+        (f"base_model.model.model.{COLUMN}.base_layer.weight", (8, 4), DimShard(0)),
         (f"base_model.model.model.{COLUMN}.lora_A.default.weight", (2, 4), None),
-        (f"base_model.model.model.{COLUMN}.lora_B.default.weight", (8, 2), Cut(0)),
-        (f"base_model.model.model.{COLUMN}.ia3_l.default", (8, 1), Cut(0)),
-        (f"model.{ROW}.weight", (4, 8), Cut(1)),
+        (f"base_model.model.model.{COLUMN}.lora_B.default.weight", (8, 2), DimShard(0)),
+        (f"base_model.model.model.{COLUMN}.ia3_l.default", (8, 1), DimShard(0)),
+        (f"model.{ROW}.weight", (4, 8), DimShard(1)),
         (f"model.{ROW}.bias", (4,), None),
-        (f"base_model.model.model.{ROW}.lora_A.default.weight", (2, 8), Cut(1)),
+        (f"base_model.model.model.{ROW}.lora_A.default.weight", (2, 8), DimShard(1)),
         (f"base_model.model.model.{ROW}.lora_B.default.weight", (4, 2), None),
-        (f"base_model.model.model.{ROW}.ia3_l.default", (1, 8), Cut(1)),
+        (f"base_model.model.model.{ROW}.ia3_l.default", (1, 8), DimShard(1)),
         (f"base_model.model.model.{ROW}.ia3_l.default", (4, 1), None),
         ("model.layers.3.input_layernorm.weight", (4,), None),
         ("model.layers.3.self_attn.q_norm.weight", (2,), None),
-        ("model.embed_tokens.weight", (9, 4), Cut(0)),
-        ("lm_head.weight", (9, 4), Cut(0)),
-        ("base_model.model.lm_head.modules_to_save.default.weight", (9, 4), Cut(0)),
+        ("model.embed_tokens.weight", (9, 4), DimShard(0)),
+        ("lm_head.weight", (9, 4), DimShard(0)),
+        ("base_model.model.lm_head.modules_to_save.default.weight", (9, 4), DimShard(0)),
         ("model.norm.weight", (4,), None),
     ],
 )
-def test_a_weight_is_sliced_by_its_name(name: str, shape: tuple[int, ...], cut: Cut | None) -> None:
-    assert FAMILIES["llama"].cut(name, shape) == cut
+def test_a_weight_is_sliced_by_its_name(
+    name: str, shape: tuple[int, ...], cut: DimShard | None
+) -> None:
+    assert SHARDABLE_FAMILIES["llama"].cut(name, shape) == cut
 
 
 def test_gpt2_has_its_inputs_first_and_three_things_in_one() -> None:
-    cut = FAMILIES["gpt2"].cut
-    assert cut("transformer.h.0.attn.c_attn.weight", (4, 12)) == Cut(1, 3)
-    assert cut("transformer.h.0.attn.c_attn.bias", (12,)) == Cut(0, 3)
-    assert cut("transformer.h.0.attn.c_attn.lora_B.default.weight", (12, 2)) == Cut(0, 3)
-    assert cut("transformer.h.0.attn.c_proj.weight", (4, 4)) == Cut(0)
-    assert cut("transformer.h.0.mlp.c_fc.weight", (4, 16)) == Cut(1)
+    cut = SHARDABLE_FAMILIES["gpt2"].cut
+    assert cut("transformer.h.0.attn.c_attn.weight", (4, 12)) == DimShard(1, 3)
+    assert cut("transformer.h.0.attn.c_attn.bias", (12,)) == DimShard(0, 3)
+    assert cut("transformer.h.0.attn.c_attn.lora_B.default.weight", (12, 2)) == DimShard(0, 3)
+    assert cut("transformer.h.0.attn.c_proj.weight", (4, 4)) == DimShard(0)
+    assert cut("transformer.h.0.mlp.c_fc.weight", (4, 16)) == DimShard(1)
     assert cut("transformer.wpe.weight", (6, 4)) is None
 
 

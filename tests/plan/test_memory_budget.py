@@ -12,11 +12,12 @@ from shardtune.config.auto import ResolvedJob, memory_decides
 from shardtune.config.job import Job, TrainSection
 from shardtune.core.machine import Machine
 from shardtune.core.model.known_models import known_model
-from shardtune.data.micro_batches import share
-from shardtune.data.sampler import Document
+from shardtune.core.units import GIB
+from shardtune.data.micro_batches import micro_batches
+from shardtune.data.sampler import DocumentRef
 from shardtune.errors import JobError
 from shardtune.plan.cluster import Cluster, parse_cluster
-from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.memory_budget import (
     ABOUT_AS_FAST,
     at_level,
@@ -171,8 +172,8 @@ def as_shared_out(given: Job, rows: int, where: Cluster) -> float | None:
     """Seconds of a step with micro-batches of `rows`, each as large as ranks really get it; None
     where it has no room."""
     ranks = where.gpus
-    order = [(Document(0, number, 2048),) for number in range(given.train.global_batch)]
-    dealt = share(order, ranks, rows)
+    order = [(DocumentRef(0, number, 2048),) for number in range(given.train.global_batch)]
+    dealt = micro_batches(order, ranks, rows)
     rounds, largest = len(dealt[0]), max(len(each) for rank in dealt for each in rank)
     whole = {"micro_batch": largest, "global_batch": largest * rounds * ranks}
     train = given.train.model_copy(update=whole)

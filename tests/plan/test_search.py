@@ -10,8 +10,9 @@ import pytest
 
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
+from shardtune.core.units import GIB
 from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.forecast import GIB, forecast
+from shardtune.plan.forecast import forecast
 from shardtune.plan.remedies import smallest_change, smallest_cluster
 from shardtune.plan.search import rank
 

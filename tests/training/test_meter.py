@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardtune.core.step import Reading, StepResult
-from shardtune.training.meter import GIB, Meter, peak_memory
+from shardtune.core.units import GIB
+from shardtune.training.meter import Meter, peak_memory
 
 PAUSE = 0.3  # long beside everything else that happens here
 

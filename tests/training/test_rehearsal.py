@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from shardtune.checkpoint.async_saver import Saver
+from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core.lr_schedule import Schedule
@@ -71,7 +71,7 @@ def make_run(folder: Path, engine: Watched, **train: Any) -> tuple[Run, Loader]:
         engine, DATA.eval, data.evaluation, tiny.tokens(), frozenset(), job.evaluate
     )
     view = RunView(3, console=Console(file=io.StringIO()))
-    saver = Saver(folder / "checkpoints", JoinedWorld(), keep=1, background=False)
+    saver = AsyncSaver(folder / "checkpoints", JoinedWorld(), keep=1, background=False)
     return Run(job, JoinedWorld(), engine, evaluator, RunDir(folder), view, {}, saver), data
 
 

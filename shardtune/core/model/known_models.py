@@ -12,7 +12,7 @@ from typing import Any
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem, did_you_mean
 
-PLACE = "model.name"
+MODEL_NAME = "model.name"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def find_model(name: str) -> KnownModel:
         near = did_you_mean(_plain(name), _names())
         fix = f"did you mean {_names()[near].name}? " if near else ""
         fix += "name a folder or a config.json for any other model"
-        raise ModelError(Problem(PLACE, f"{name!r} is not in the catalogue of models", fix))
+        raise ModelError(Problem(MODEL_NAME, f"{name!r} is not in the catalogue of models", fix))
     return found
 
 

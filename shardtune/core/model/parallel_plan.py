@@ -23,7 +23,7 @@ Slicing = Literal["column", "row", "column_of_three"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimShard:
     """Along which dim a weight is sliced, and into how many equal parts it falls before.
 
     Rank r of n has the r-th n-th of each part.
@@ -59,7 +59,7 @@ class Family:
     counts: tuple[tuple[str, str], ...] = ()
     """Modules inside a layer and an attribute of each that counts outputs; a rank has its share."""
 
-    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+    def cut(self, name: str, shape: Sequence[int]) -> DimShard | None:
         """How a weight of the whole model is sliced, by its name; None if ranks keep it whole."""
         inside = re.search(rf"(?:^|\.){self.layers}\.\d+\.(.+)$", name)
         if inside:
@@ -67,10 +67,10 @@ class Family:
         for end in (self.embedding, self.head):
             found = re.search(rf"(?:^|\.){end}\.(.+)$", name)
             if found:
-                return cut_of_vocabulary(found[1], shape)
+                return vocabulary_shard(found[1], shape)
         return None
 
-    def cut_in_layer(self, name: str, shape: Sequence[int]) -> Cut | None:
+    def cut_in_layer(self, name: str, shape: Sequence[int]) -> DimShard | None:
         """How a weight of a layer is sliced, by its name inside the layer."""
         for module, slicing in self.slices.items():
             if name.startswith(f"{module}."):
@@ -79,16 +79,16 @@ class Family:
         return None
 
 
-def cut_of_vocabulary(name: str, shape: Sequence[int]) -> Cut | None:
+def vocabulary_shard(name: str, shape: Sequence[int]) -> DimShard | None:
     """How a weight of the embedding or the head is sliced, by its name inside of it."""
     return _cut("column", name, shape, transposed=False)
 
 
-def _cut(slicing: Slicing, leaf: str, shape: Sequence[int], *, transposed: bool) -> Cut | None:
+def _cut(slicing: Slicing, leaf: str, shape: Sequence[int], *, transposed: bool) -> DimShard | None:
     """The cut of one weight of a sliced module; adapters follow the side that they are on."""
     words = leaf.split(".")
-    outputs = Cut(0, 3 if slicing == "column_of_three" else 1) if slicing != "row" else None
-    inputs = Cut(1) if slicing == "row" else None
+    outputs = DimShard(0, 3 if slicing == "column_of_three" else 1) if slicing != "row" else None
+    inputs = DimShard(1) if slicing == "row" else None
     if "lora_A" in words:
         return inputs
     if "lora_B" in words or words[-1] == "bias":
@@ -96,7 +96,7 @@ def _cut(slicing: Slicing, leaf: str, shape: Sequence[int], *, transposed: bool)
     if "ia3_l" in words:  # a column scales outputs, a row inputs
         return outputs if shape[-1] == 1 else inputs
     cut = outputs or inputs
-    return Cut(1 - cut.dim, cut.parts) if cut and transposed else cut
+    return DimShard(1 - cut.dim, cut.parts) if cut and transposed else cut
 
 
 _LLAMA = Family(
@@ -153,7 +153,7 @@ _NEOX = Family(
     },
 )
 
-FAMILIES: Mapping[str, Family] = {
+SHARDABLE_FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
@@ -171,11 +171,11 @@ def family_of(config: Any) -> Family:
 
 def family_named(kind: str) -> Family:
     """The family by transformers' `model_type`; ModelError for one that isn't here."""
-    if kind not in FAMILIES:
+    if kind not in SHARDABLE_FAMILIES:
         fact = f"nobody has said yet how a {kind!r} model is cut into stages and slices"
-        fix = f"use strategy: {{type: fsdp}}, or a model of {', '.join(sorted(FAMILIES))}"
+        fix = f"use strategy: {{type: fsdp}}, or a model of {', '.join(sorted(SHARDABLE_FAMILIES))}"
         raise ModelError(Problem("model.name", fact, fix))
-    return FAMILIES[kind]
+    return SHARDABLE_FAMILIES[kind]
 
 
 def require_slices(config: Any, degree: int) -> Family:
@@ -191,7 +191,11 @@ def require_slices(config: Any, degree: int) -> Family:
 
 def degrees_of(shape: ModelShape) -> list[int]:
     """Over how many ranks the layers of a model can be sliced; only 1 if nobody has said how."""
-    common = math.gcd(shape.heads, shape.kv_heads, shape.ffn) if shape.family in FAMILIES else 1
+    common = (
+        math.gcd(shape.heads, shape.kv_heads, shape.ffn)
+        if shape.family in SHARDABLE_FAMILIES
+        else 1
+    )
     return [n for n in range(1, common + 1) if common % n == 0]
 
 

@@ -18,24 +18,24 @@ from shardtune.core.fp8_memory import (
     hessian_bytes,
     outlier_columns,
 )
-from shardtune.core.model.weight import Kind, Part, Weight
+from shardtune.core.model.weight import ModelPart, Weight, WeightKind
 from shardtune.errors import ModelError, Problem, did_you_mean
 
 __all__ = [
     "HEAD",
-    "LAYERS",
-    "MULTIPLIED",
+    "LAYER_PARTS",
+    "MATMUL_KINDS",
     "NF4_BITS",
     "Experts",
-    "Kind",
+    "ModelPart",
     "ModelShape",
-    "Part",
     "Weight",
+    "WeightKind",
 ]
 
-LAYERS: tuple[Part, ...] = ("layer", "moe_layer", "encoder_layer")
+LAYER_PARTS: tuple[ModelPart, ...] = ("layer", "moe_layer", "encoder_layer")
 
-MULTIPLIED: tuple[Kind, ...] = ("linear", "conv1d", "matrix")
+MATMUL_KINDS: tuple[WeightKind, ...] = ("linear", "conv1d", "matrix")
 
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 """Bits a weight: four, an 8-bit scale for 64 of them, an fp32 scale for 256 of those scales."""
@@ -129,12 +129,12 @@ class ModelShape:
     @cached_property
     def largest_layer(self) -> int:
         """Parameters of the largest layer: what an engine that gathers by layers holds at once."""
-        return max((self.layer_parameters(part) for part in LAYERS), default=0)
+        return max((self.layer_parameters(part) for part in LAYER_PARTS), default=0)
 
     @cached_property
     def largest_module(self) -> int:
         """Parameters of the largest single module, without what lies in modules inside it."""
-        sizes: dict[tuple[Part, str], int] = {}
+        sizes: dict[tuple[ModelPart, str], int] = {}
         for weight in self.weights:
             if weight.parameter:
                 key = (weight.part, weight.module)
@@ -144,21 +144,21 @@ class ModelShape:
     @cached_property
     def largest_linear(self) -> int:
         """Weights of the largest linear module in a layer."""
-        return max(w.size for w in self.weights if w.linear and w.part in LAYERS)
+        return max(w.size for w in self.weights if w.linear and w.part in LAYER_PARTS)
 
-    def parameters_in(self, part: Part) -> int:
+    def parameters_in(self, part: ModelPart) -> int:
         """All parameters of a part, over all its layers."""
         return self._count(lambda weight: weight.parameter and weight.part == part)
 
-    def layer_parameters(self, part: Part) -> int:
+    def layer_parameters(self, part: ModelPart) -> int:
         """Parameters of one layer of a kind; where layers differ, of the largest."""
         return sum(w.size for w in self.weights if w.part == part and w.parameter)
 
-    def layers_in(self, part: Part) -> int:
+    def layers_in(self, part: ModelPart) -> int:
         """How many layers of a kind there are."""
         return max((w.times for w in self.weights if w.part == part), default=0)
 
-    def in_part(self, part: Part) -> tuple[Weight, ...]:
+    def in_part(self, part: ModelPart) -> tuple[Weight, ...]:
         """The tensors of a part; for layers, those of one layer."""
         return tuple(weight for weight in self.weights if weight.part == part)
 
@@ -177,7 +177,7 @@ class ModelShape:
     def multiplied_parameters(self) -> int:
         """Weights that one token is multiplied with: the output head counts even where it is the
         embedding, looking up doesn't."""
-        inside = sum(self._active(w) for w in self.weights if w.kind in MULTIPLIED)
+        inside = sum(self._active(w) for w in self.weights if w.kind in MATMUL_KINDS)
         return inside + (self.token_table.size if self.tied else 0)
 
     @property
@@ -323,7 +323,7 @@ class ModelShape:
         packed = self._packed(())
         squares = {
             part: sum(hessian_bytes(each.shape[-1]) for each in packed if each.part == part)
-            for part in LAYERS
+            for part in LAYER_PARTS
         }
         whole = sum(hessian_bytes(each.shape[-1]) * each.times for each in packed)
         heard = min(whole, max(HESSIAN_BUDGET, *squares.values()))
@@ -339,7 +339,7 @@ class ModelShape:
             weight
             for weight in self.weights
             if weight.kind == "linear"
-            and weight.part in LAYERS
+            and weight.part in LAYER_PARTS
             and names.isdisjoint(weight.module.split("."))
         ]
 

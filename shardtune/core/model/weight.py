@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["embedding", "layer", "moe_layer", "encoder_layer", "root", "head"]
+ModelPart = Literal["embedding", "layer", "moe_layer", "encoder_layer", "root", "head"]
 """Where a tensor lies: `moe_layer` is a layer with experts in a model that may have others too,
 `root` is what lies outside the layers and is neither embedding nor output head (final norms)."""
 
-Kind = Literal["linear", "conv1d", "matrix", "table", "norm", "vector", "buffer"]
+WeightKind = Literal["linear", "conv1d", "matrix", "table", "norm", "vector", "buffer"]
 """What a tensor is: the weight of a linear module, or of GPT-2's transposed one; a matrix that is
 multiplied with but is no module of its own (router, experts), so that it can be neither adapted nor
 quantized; a table to look up in; a norm's; a bias or the like; or a number that is stored with the
@@ -25,8 +25,8 @@ class Weight:
     """Within its layer, as transformers calls it: `self_attn.q_proj.weight`."""
     shape: tuple[int, ...]
     """For linear ones (outputs, inputs), even where it is stored the other way round."""
-    part: Part
-    kind: Kind
+    part: ModelPart
+    kind: WeightKind
     times: int = 1
     """How many layers have it."""
     routed: bool = False

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.core.model.parallel_plan import Family, family_of, require_stages
-from shardtune.core.pipeline_schedule import Pipelining, cut, stage_costs
+from shardtune.core.pipeline_schedule import Pipelining, split_layers, stage_costs
 from shardtune.core.step import IGNORED
 from shardtune.engine.loss import loss_sum
 from shardtune.engine.unsharded import Unsharded
@@ -76,7 +76,7 @@ class Division:
     def of(cls, anatomy: Anatomy, pipelining: Pipelining, ranks: int) -> Division:
         require_stages(len(anatomy.layers), pipelining, ranks)
         costs = stage_costs([matrices(layer) for layer in anatomy.layers], matrices(anatomy.head))
-        return cls(cut(costs, pipelining.stages(ranks)), pipelining.ranks(ranks))
+        return cls(split_layers(costs, pipelining.stages(ranks)), pipelining.ranks(ranks))
 
     def mine(self, rank: int) -> list[int]:
         """The stages of a rank."""

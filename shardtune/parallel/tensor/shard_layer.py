@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtune.core.model.parallel_plan import Cut, Family, cut_of_vocabulary
+from shardtune.core.model.parallel_plan import DimShard, Family, vocabulary_shard
 from shardtune.core.tensor_shards import Cut as Box
 from shardtune.engine.shards import Boxes, place_of
 from shardtune.engine.unsharded import Unsharded
@@ -33,7 +33,7 @@ from shardtune.parallel.tensor.vocab_parallel import (
     sliced_loss_sum,
 )
 
-CutOf = Callable[[str, Sequence[int]], Cut | None]
+CutOf = Callable[[str, Sequence[int]], DimShard | None]
 APART = 2_654_435_761
 """Between the seeds of two ranks. Those of two stages are one apart, and a CPU's generator reads
 32 bits of a seed: no rank may draw what another one draws in another stage."""
@@ -84,8 +84,8 @@ class Slices(Unsharded):
         """Slices what a rank has of the rest; embedding and head may share a weight."""
         made: dict[nn.Parameter, nn.Parameter] = {}
         for end, cut_of in (
-            (embedding, cut_of_vocabulary),
-            (head, cut_of_vocabulary),
+            (embedding, vocabulary_shard),
+            (head, vocabulary_shard),
             (positions, _whole),
             (norm, _whole),
         ):
@@ -134,7 +134,7 @@ class Slices(Unsharded):
                     made[parameter] = self._slice(parameter, cut_of(name, parameter.shape))
                 setattr(owner, leaf, made[parameter])
 
-    def _slice(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+    def _slice(self, parameter: nn.Parameter, cut: DimShard | None) -> nn.Parameter:
         mine, placement = parameter.detach(), cast(Placement, Replicate())
         if cut is not None:
             placement = Shard(cut.dim)
@@ -176,7 +176,7 @@ def _exchanged(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
     return torch.cat([pieces[o][i] for i in range(inner) for o in range(outer)], dim)
 
 
-def _in_order(place: Box, cut: Cut, ranks: int, length: int) -> list[Box]:
+def _in_order(place: Box, cut: DimShard, ranks: int, length: int) -> list[Box]:
     """A box of the ranks' slices side by side, as boxes of a weight that has parts."""
     unit = length // (cut.parts * ranks)  # one rank's slice of one part
     found, at, end = [], place.begin[cut.dim], place.begin[cut.dim] + place.extent[cut.dim]

@@ -6,9 +6,9 @@ copies those are depends on how the small operations run and on what is trained.
 
 from __future__ import annotations
 
-from shardtune.core.model.shape import LAYERS, ModelShape
+from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.plan.estimate.constants import MemoryConstants
-from shardtune.plan.estimate.rank_share import Cut
+from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import (
     ATTENTION_INPUTS,
     ATTENTION_OUTPUTS,
@@ -18,7 +18,7 @@ from shardtune.plan.estimate.saved_tensors import (
 )
 from shardtune.plan.estimate.workload import Workload
 
-PIECE = 1 << 28
+LOSS_PIECE_BYTES = 1 << 28
 ON_DEVICE = 2
 """Layers of which the saved tensors are on the GPU while others wait in main memory: one on its way
 and one at work (`engine/activation_offload.py`)."""
@@ -26,7 +26,7 @@ LEAST_ROWS = 256
 """Logits of a piece, and the fewest rows of one, in `kernels/linear_cross_entropy.py`."""
 
 
-def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def layer_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What one layer keeps of one micro-batch when nothing is recomputed, but for the small
     operations of layers that we compile."""
     if work.counted and work.kernels == "compiled":
@@ -48,13 +48,13 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     return total
 
 
-def boundary_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def boundary_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What flows from one layer to the next."""
     spread = cut.tensor if work.sequence_parallel else 1
     return shape.hidden * work.stream * work.tokens / cut.context / spread
 
 
-def selective_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def selective_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What a layer keeps when every second matrix product and the attention's result are kept."""
     tokens = work.tokens / cut.context
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
@@ -65,7 +65,7 @@ def selective_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     return (inside + outside) * work.widths.compute * tokens
 
 
-def stack_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def stack_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What all layers of a rank keep at the end of the forward pass, without the layer at work."""
     layers = (shape.layers + shape.encoder_layers) / cut.pipeline
     each, more = saved_bytes(shape, work, cut), _kept_layer(shape, work, cut)
@@ -75,7 +75,7 @@ def stack_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     return (each * (layers - kept) + more * kept) * in_flight(work, cut)
 
 
-def waiting_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def waiting_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What waits in main memory for the backward pass: all layers but the last."""
     if not work.offloaded:
         return 0.0
@@ -85,7 +85,7 @@ def waiting_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     return each * (layers - kept) + more * kept - max(each, more)
 
 
-def saved_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def saved_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What a layer keeps for its backward pass."""
     if work.checkpointing == "full":
         return 0.0 if work.offloaded_checkpoints else boundary_bytes(shape, work, cut)
@@ -96,21 +96,21 @@ def saved_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     return layer_bytes(shape, work, cut)
 
 
-def _kept_layer(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def _kept_layer(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What a layer keeps that is to keep more than the others; 0 where there is none."""
     if not work.kept_layers or work.checkpointing not in ("mlp", "most"):
         return 0.0
     return kept_bytes(shape, work, cut, "none")
 
 
-def in_flight(work: Workload, cut: Cut) -> float:
+def in_flight(work: Workload, cut: RankShare) -> float:
     """Micro-batches whose activations a rank holds at once."""
     if cut.pipeline == 1:
         return 1.0
     return work.pipelining.in_flight(cut.pipeline, work.microbatches, cut.place)
 
 
-def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants) -> float:
+def logit_bytes(shape: ModelShape, work: Workload, cut: RankShare, k: MemoryConstants) -> float:
     """What the loss takes at its worst, where the head is."""
     if not cut.ends:
         return 0.0
@@ -135,10 +135,10 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: Cut, k: MemoryConstants)
 
 def piece_rows(shape: ModelShape) -> int:
     """Tokens whose logits our loss has at a time."""
-    return max(LEAST_ROWS, PIECE // shape.vocab // LEAST_ROWS * LEAST_ROWS)
+    return max(LEAST_ROWS, LOSS_PIECE_BYTES // shape.vocab // LEAST_ROWS * LEAST_ROWS)
 
 
-def _piece_bytes(shape: ModelShape, work: Workload, cut: Cut, tokens: float) -> float:
+def _piece_bytes(shape: ModelShape, work: Workload, cut: RankShare, tokens: float) -> float:
     """A piece's logits, which become their gradient, and the next piece's; the head in 16 bits."""
     rows = min(tokens, piece_rows(shape))
     piece = rows * shape.vocab * work.widths.compute / cut.tensor
@@ -160,7 +160,7 @@ def _top(shape: ModelShape, work: Workload) -> float:
     return kept * shape.hidden
 
 
-def kept_logit_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def kept_logit_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """Logits that the model returned beside the loss live on while the backward pass runs."""
     if not work.returns_logits or not cut.ends:
         return 0.0
@@ -168,7 +168,7 @@ def kept_logit_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     return work.tokens / cut.context * work.scored * shape.vocab / cut.tensor * width
 
 
-def working_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def working_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What a layer needs beyond what it keeps while its backward pass runs: the gradients of the
     MLP's wide tensors, and with sequence parallelism the rows gathered from the other slices."""
     tokens = work.tokens / cut.context * work.widths.compute
@@ -183,7 +183,7 @@ def working_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
     return (wide + gathered) * tokens
 
 
-def passing_bytes(shape: ModelShape, work: Workload, cut: Cut) -> float:
+def passing_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What a layer needs in the forward pass beyond what it keeps: peft turns the input of the
     last linear, the widest, to fp32, which a compiler doesn't write down."""
     if not work.autocast or work.kernels != "eager" or not _adapts_last(shape, work):
@@ -223,7 +223,7 @@ def mlp_width(shape: ModelShape) -> float:
 
 def norm_count(shape: ModelShape) -> int:
     """Norms of the residual stream in a layer: one, two, or four where results are normed too."""
-    layer = max(LAYERS, key=shape.layer_parameters)
+    layer = max(LAYER_PARTS, key=shape.layer_parameters)
     return sum(
         weight.kind == "norm"
         and weight.name.endswith(".weight")
@@ -277,7 +277,7 @@ def _read(shape: ModelShape, work: Workload) -> float:
 
 def stream_readers(shape: ModelShape) -> frozenset[str]:
     """The linears of a layer that read the residual stream."""
-    layer = max(LAYERS, key=shape.layer_parameters)
+    layer = max(LAYER_PARTS, key=shape.layer_parameters)
     names = {weight.module.rpartition(".")[2] for weight in shape.in_part(layer)}
     return (ATTENTION_INPUTS | MLP_INPUTS) & names
 

@@ -22,7 +22,7 @@ Where = Literal["intra_node", "inter_node"]
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks that a collective joins, as they lie on the cluster."""
 
     ranks: int
@@ -64,25 +64,25 @@ def crossing(sent: Iterable[Sent]) -> float:
     return sum(each.wire for each in sent if each.where == "inter_node")
 
 
-def group_of(axis: str, mesh: Mesh, cluster: Cluster) -> Group:
+def group_of(axis: str, mesh: Mesh, cluster: Cluster) -> RankGroup:
     """Where the ranks along an axis lie: those of the innermost one are neighbours."""
     if axis == WORLD:
-        return Group(mesh.size, min(mesh.size, cluster.gpus_per_node), 1)
+        return RankGroup(mesh.size, min(mesh.size, cluster.gpus_per_node), 1)
     inside = 1
     for name, size in reversed(mesh.axes):
         if name == axis:
             break
         inside *= size
     ranks, node = mesh.size_of(axis), cluster.gpus_per_node
-    return Group(ranks, max(1, min(ranks, node // inside)), min(inside, node))
+    return RankGroup(ranks, max(1, min(ranks, node // inside)), min(inside, node))
 
 
-def joined(axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> Group:
+def joint_group(axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> RankGroup:
     """Several neighbouring axes as one group."""
     groups = [group_of(axis, mesh, cluster) for axis in axes]
     ranks = math.prod(group.ranks for group in groups)
     per_node = min(math.prod(group.per_node for group in groups), cluster.gpus_per_node)
-    return Group(ranks, per_node, min(group.beside for group in groups))
+    return RankGroup(ranks, per_node, min(group.beside for group in groups))
 
 
 def on_links(messages: tuple[Message, ...], mesh: Mesh, cluster: Cluster) -> tuple[Sent, ...]:
@@ -95,7 +95,7 @@ def on_links(messages: tuple[Message, ...], mesh: Mesh, cluster: Cluster) -> tup
     return tuple(found)
 
 
-def seconds(op: Op, size: float, group: Group, cluster: Cluster, chip: Chip) -> float:
+def seconds(op: Op, size: float, group: RankGroup, cluster: Cluster, chip: Chip) -> float:
     """One collective over a tensor of `size` bytes."""
     if group.ranks == 1 or size <= 0:
         return 0.0
@@ -107,7 +107,7 @@ def seconds(op: Op, size: float, group: Group, cluster: Cluster, chip: Chip) -> 
     return rounds * _latency(op, group, cluster) + wire / bandwidth(group, cluster, chip)
 
 
-def bandwidth(group: Group, cluster: Cluster, chip: Chip) -> float:
+def bandwidth(group: RankGroup, cluster: Cluster, chip: Chip) -> float:
     """Bytes a second over the slowest hop of a ring through the group, by the data sheets."""
     inside = cluster.intra_node.bandwidth * chip.link
     if group.where == "intra_node":
@@ -116,7 +116,7 @@ def bandwidth(group: Group, cluster: Cluster, chip: Chip) -> float:
     return out if group.per_node == 1 else min(inside, out)
 
 
-def _wire(op: Op, size: float, group: Group) -> float:
+def _wire(op: Op, size: float, group: RankGroup) -> float:
     """Bytes that go over each hop of a ring."""
     if op == "send_recv":
         return size
@@ -124,7 +124,7 @@ def _wire(op: Op, size: float, group: Group) -> float:
     return rounds * size * (group.ranks - 1) / group.ranks
 
 
-def _latency(op: Op, group: Group, cluster: Cluster) -> float:
+def _latency(op: Op, group: RankGroup, cluster: Cluster) -> float:
     """Seconds before the first byte arrives, once around."""
     if op == "send_recv":
         near = group.per_node > 1
@@ -135,10 +135,13 @@ def _latency(op: Op, group: Group, cluster: Cluster) -> float:
     return inside + max(0, (nodes - 1).bit_length()) * cluster.inter_node.latency
 
 
-def _measured(op: Op, size: float, group: Group, cluster: Cluster) -> float | None:
+def _measured(op: Op, size: float, group: RankGroup, cluster: Cluster) -> float | None:
     """Bytes a second over a hop as `shardtune bench` found them, between the nearest sizes."""
     points = sorted(
-        (point.bytes, _wire(op, point.bytes, Group(point.ranks, point.ranks, 1)) / point.seconds)
+        (
+            point.bytes,
+            _wire(op, point.bytes, RankGroup(point.ranks, point.ranks, 1)) / point.seconds,
+        )
         for point in cluster.measured.collectives
         if point.op == op and point.link == group.where
     )

@@ -12,7 +12,7 @@ from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
 from shardtune.plan.estimate.constants import Chip, TimeConstants
-from shardtune.plan.estimate.rank_share import Cut
+from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import (
     ATTENTION_INPUTS,
     MLP_INPUTS,
@@ -22,9 +22,9 @@ from shardtune.plan.estimate.saved_tensors import (
     products,
     readers,
 )
-from shardtune.plan.estimate.workload import Loss, Workload
+from shardtune.plan.estimate.workload import LossKind, Workload
 
-LOSS_PASSES: dict[Loss, int] = {
+LOSS_PASSES: dict[LossKind, int] = {
     "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 6,
 }  # fmt: skip
 """Bytes that pass for a logit, forward and backward, beside the head's own products."""
@@ -52,7 +52,7 @@ class Busy:
 
 
 @dataclass(frozen=True)
-class Engine:
+class GpuRates:
     """What the GPU can do, as a training step sees it."""
 
     cluster: Cluster
@@ -93,7 +93,7 @@ class Engine:
         return 2 * m * n * k / speed + (2 * m * n + operand * (n * k + m * k)) / self.bytes
 
 
-def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+def layer_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
     """One layer, averaged over a model whose layers differ."""
     tokens = work.tokens / cut.context
     layers = shape.layers + shape.encoder_layers
@@ -114,7 +114,7 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Bu
     return _launched(total, shape, work, cut, on)
 
 
-def repeated_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> float:
+def repeated_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> float:
     """What the backward pass of a layer computes once more at the levels `mlp` and `most`, beyond
     the small operations that compiled layers repeat at every level.
 
@@ -139,13 +139,13 @@ def repeated_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) ->
     return total
 
 
-def _unpacking(work: Workload, on: Engine) -> float:
+def _unpacking(work: Workload, on: GpuRates) -> float:
     """Seconds for a quantized weight to become a 16-bit one."""
     assert work.packed_bits is not None
     return (work.packed_bits / 8 + 2) / on.bytes
 
 
-def loss_seconds(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+def loss_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
     """Output head and loss."""
     tokens = work.tokens / cut.context * work.scored
     vocab = shape.vocab / cut.tensor
@@ -169,14 +169,14 @@ def _ends(shape: ModelShape, work: Workload) -> int:
     return shape.embedding_parameters if work.adapter is None else 0
 
 
-def _casts(weights: float, on: Engine, shares: float) -> Busy:
+def _casts(weights: float, on: GpuRates, shares: float) -> Busy:
     """Weights from fp32 to 16 bits before a product, and their gradients back after it."""
     scale = weights / shares / on.bytes
     return Busy((4 + 2) * scale, (2 + 4) * scale)
 
 
 def _linear(
-    weight: Weight, shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine
+    weight: Weight, shape: ModelShape, work: Workload, cut: RankShare, tokens: float, on: GpuRates
 ) -> Busy:
     *many, outputs, inputs = weight.shape
     copies = math.prod(many)
@@ -196,7 +196,7 @@ def _linear(
     return busy
 
 
-def _attention(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+def _attention(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
     layers = shape.layers + shape.encoder_layers
     pairs = shape.attention_flops(work.sequence) / layers * work.micro_batch
     pairs /= cut.tensor * cut.context
@@ -211,7 +211,7 @@ def _attention(shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
     return Busy(every + scores * passes / on.bytes, 2 * every + scores * 1.5 * passes / on.bytes)
 
 
-def _small(shape: ModelShape, work: Workload, cut: Cut, tokens: float, on: Engine) -> Busy:
+def _small(shape: ModelShape, work: Workload, cut: RankShare, tokens: float, on: GpuRates) -> Busy:
     """Norms, residuals, rotations, activation functions: by the bytes that they pass over."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
     spread = cut.tensor if work.sequence_parallel else 1
@@ -281,9 +281,9 @@ def _joined(shape: ModelShape, work: Workload) -> Joined:
 def _adapters(
     shape: ModelShape,
     work: Workload,
-    cut: Cut,
+    cut: RankShare,
     tokens: float,
-    on: Engine,
+    on: GpuRates,
     only: Collection[str] | None = None,
 ) -> Busy:
     """Narrow products that read and write whole activations; rank hardly matters. `only` names the
@@ -309,9 +309,9 @@ def _adapters(
 def _own_adapters(
     shape: ModelShape,
     work: Workload,
-    cut: Cut,
+    cut: RankShare,
     tokens: float,
-    on: Engine,
+    on: GpuRates,
     only: Collection[str] | None,
 ) -> Busy:
     """The same by `models/fused/lora_autograd.py`: adapters with one input read it once, and what
@@ -342,7 +342,7 @@ def _own_adapters(
     return Busy(forward * scale, backward * scale)
 
 
-def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: Cut, on: Engine) -> Busy:
+def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
     """The slower of the GPU and of the host that feeds it."""
     forward = {"eager": 55, "fused": 45, "compiled": 25}[work.kernels]
     if work.adapter is not None:
@@ -357,6 +357,6 @@ def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: Cut, on: Engin
     return Busy(_slower(busy.forward, host, on), _slower(busy.backward, 2 * host, on))
 
 
-def _slower(gpu: float, host: float, on: Engine) -> float:
+def _slower(gpu: float, host: float, on: GpuRates) -> float:
     power = on.time.sharpness
     return float((gpu**power + host**power) ** (1 / power))

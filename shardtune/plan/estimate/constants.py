@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-GIB = float(1 << 30)
+from shardtune.core.units import GIB
 
 
 @dataclass(frozen=True)

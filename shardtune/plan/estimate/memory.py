@@ -14,8 +14,8 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.activations import layer_bytes, waiting_bytes, working_bytes
 from shardtune.plan.estimate.constants import MEMORY, MemoryConstants
-from shardtune.plan.estimate.memory_timeline import Moment, Sizes, moments_of, on_gpu
-from shardtune.plan.estimate.rank_share import Cut, held_share, scaled
+from shardtune.plan.estimate.memory_timeline import ClassBytes, MemoryPhase, memory_timeline, on_gpu
+from shardtune.plan.estimate.rank_share import RankShare, held_share, scaled
 from shardtune.plan.estimate.workload import Workload, whole_bytes
 
 NODE = 8
@@ -26,7 +26,7 @@ NODE = 8
 class Memory:
     """One rank's bytes; on the GPU at the moment when they are most."""
 
-    gpu: Sizes
+    gpu: ClassBytes
     """What is allocated at the peak, by class."""
     fragmentation: float
     """What is lost between its blocks."""
@@ -34,9 +34,9 @@ class Memory:
     """Whole blocks that the allocator keeps for later, and gives back when memory is short."""
     context: float
     """CUDA's and NCCL's own memory, which torch doesn't count."""
-    moment: Moment
+    moment: MemoryPhase
     """When the peak happens: `forward` is its end, with the loss; and so on."""
-    moments: dict[Moment, float]
+    moments: dict[MemoryPhase, float]
     """What is allocated at each moment."""
     host: float
     """Main memory of a rank for states that live there, and for activations that wait there."""
@@ -75,18 +75,23 @@ def estimate_memory(
     layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, k: MemoryConstants = MEMORY
 ) -> Memory:
     """The bytes of the rank that holds most."""
-    places = Cut.extremes(mesh, work.pipelining)
+    places = RankShare.extremes(mesh, work.pipelining)
     found = [_at_place(layout, shape, mesh, work, cut, k) for cut in places]
     return max(found, key=lambda memory: memory.required)
 
 
 def _at_place(
-    layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: Cut, k: MemoryConstants
+    layout: Layout,
+    shape: ModelShape,
+    mesh: Mesh,
+    work: Workload,
+    cut: RankShare,
+    k: MemoryConstants,
 ) -> Memory:
     share = held_share(shape, cut)
     part = scaled(whole_bytes(shape, work), share)
     held = predict_held(layout.without_masters(), mesh, part)
-    moments = moments_of(layout, shape, mesh, work, cut, held, k)
+    moments = memory_timeline(layout, shape, mesh, work, cut, held, k)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     peak = moments[moment]
     passing = peak["activations"] + peak["logits"] + peak["buffers"]
@@ -115,10 +120,10 @@ def _at_place(
 def _cached(
     shape: ModelShape,
     work: Workload,
-    cut: Cut,
+    cut: RankShare,
     held: Held,
     loss: float,
-    peak: Sizes,
+    peak: ClassBytes,
     k: MemoryConstants,
 ) -> float:
     """Blocks that gradients or the layer at work had aren't fit for the loss; nor the reverse."""

@@ -22,7 +22,7 @@ from shardtune.plan.estimate.activations import (
     working_bytes,
 )
 from shardtune.plan.estimate.constants import MemoryConstants
-from shardtune.plan.estimate.rank_share import Cut, end_parameters, held_share
+from shardtune.plan.estimate.rank_share import RankShare, end_parameters, held_share
 from shardtune.plan.estimate.transient_buffers import (
     Casts,
     casts_of,
@@ -33,23 +33,23 @@ from shardtune.plan.estimate.transient_buffers import (
 )
 from shardtune.plan.estimate.workload import Workload
 
-Moment = Literal["building", "forward", "backward", "optimizer", "evaluation", "save"]
-Class = Literal["params", "gradients", "optimizer", "activations", "logits", "buffers"]
-Sizes = dict[Class, float]
+MemoryPhase = Literal["building", "forward", "backward", "optimizer", "evaluation", "save"]
+MemoryClass = Literal["params", "gradients", "optimizer", "activations", "logits", "buffers"]
+ClassBytes = dict[MemoryClass, float]
 
 
-def moments_of(
+def memory_timeline(
     layout: Layout,
     shape: ModelShape,
     mesh: Mesh,
     work: Workload,
-    cut: Cut,
+    cut: RankShare,
     held: Held,
     k: MemoryConstants,
-) -> dict[Moment, Sizes]:
+) -> dict[MemoryPhase, ClassBytes]:
     """Of the rank that holds most; `held` is what it holds between steps."""
     step = _Step(layout, shape, mesh, work, cut, held, k)
-    found: dict[Moment, Sizes] = {
+    found: dict[MemoryPhase, ClassBytes] = {
         "forward": _largest(step.loss(), step.last_layer()),
         "backward": _largest(*step.turns()),
         "optimizer": step.optimizer(),
@@ -72,7 +72,7 @@ def on_gpu(held: Held, state: State) -> float:
     return float(held.bytes.get((state, "gpu"), 0))
 
 
-def _largest(*turns: Sizes) -> Sizes:
+def _largest(*turns: ClassBytes) -> ClassBytes:
     return max(turns, key=lambda sizes: sum(sizes.values()))
 
 
@@ -84,12 +84,12 @@ class _Step:
     shape: ModelShape
     mesh: Mesh
     work: Workload
-    cut: Cut
+    cut: RankShare
     held: Held
     k: MemoryConstants
 
-    def sizes(self, **classes: float) -> Sizes:
-        base: Sizes = {
+    def sizes(self, **classes: float) -> ClassBytes:
+        base: ClassBytes = {
             "params": on_gpu(self.held, "params"),
             "gradients": 0.0,
             "optimizer": on_gpu(self.held, "optim"),
@@ -99,7 +99,7 @@ class _Step:
         }
         return base | classes  # type: ignore[return-value]
 
-    def building(self, loaded: float) -> Sizes:
+    def building(self, loaded: float) -> ClassBytes:
         """Weights as they are read, and the halves of the largest beside them."""
         widths, largest = self.work.widths, self.shape.vocab * self.shape.hidden
         lower = 0.0 if self.work.paged else 2.0
@@ -108,11 +108,11 @@ class _Step:
             optimizer=largest * lower,
         )
 
-    def rounding(self) -> Sizes:
+    def rounding(self) -> ClassBytes:
         """Weights in 8 bits, and what it takes to round them by data. Nothing is trained yet."""
         return self.sizes(optimizer=0.0, buffers=float(self.shape.rounding_bytes()))
 
-    def loss(self) -> Sizes:
+    def loss(self) -> ClassBytes:
         """All activations are there, and the loss takes most."""
         # A plain loss has no gradient of the head yet when it is largest.
         first = self.head if self.work.loss == "pieces" or not self.work.counted else 0.0
@@ -123,7 +123,7 @@ class _Step:
             buffers=self.at_loss + self.casts.forward,
         )
 
-    def last_layer(self) -> Sizes:
+    def last_layer(self) -> ClassBytes:
         """The last layer is at work: where there are few logits, this may be more."""
         passing = passing_bytes(self.shape, self.work, self.cut)
         return self.sizes(
@@ -132,7 +132,7 @@ class _Step:
             buffers=self.casts.forward + (self.gathered if passing else 0.0),
         )
 
-    def turns(self) -> tuple[Sizes, ...]:
+    def turns(self) -> tuple[ClassBytes, ...]:
         """The backward pass as it begins, and as it ends."""
         if in_shares(self.layout, self.work):
             return self._turns_in_shares()
@@ -153,7 +153,7 @@ class _Step:
         )
         return (start, end, *self._embedding())
 
-    def _embedding(self) -> Iterator[Sizes]:
+    def _embedding(self) -> Iterator[ClassBytes]:
         """The embedding comes last: its gradient is made, rounded, and added to the head's where
         both are one weight."""
         work, widths = self.work, self.work.widths
@@ -170,7 +170,7 @@ class _Step:
             buffers=numbers * found,
         )
 
-    def _turns_in_shares(self) -> tuple[Sizes, ...]:
+    def _turns_in_shares(self) -> tuple[ClassBytes, ...]:
         """A layer's gradients are cast, sent and in shares before the next layer's come; those of
         the embedding and the head are whole until all others are done."""
         widths, adapter = self.work.widths, self.work.adapter
@@ -211,13 +211,13 @@ class _Step:
             self.sizes(gradients=last, buffers=ends * each),
         )
 
-    def optimizer(self) -> Sizes:
+    def optimizer(self) -> ClassBytes:
         buffers = updating_bytes(
             self.layout, self.shape, self.mesh, on_gpu(self.held, "optim"), self.work
         )
         return self.sizes(gradients=self.grads, buffers=buffers)
 
-    def evaluation(self) -> Sizes:
+    def evaluation(self) -> ClassBytes:
         logits = logit_bytes(self.shape, self.work, self.cut, self.k)
         boundary = boundary_bytes(self.shape, self.work, self.cut)
         return self.sizes(

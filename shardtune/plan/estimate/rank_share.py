@@ -8,7 +8,7 @@ from functools import lru_cache
 from shardtune.core.footprint import ModelBytes
 from shardtune.core.layout import Cargo
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.shape import LAYERS, ModelShape
+from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.plan.estimate.workload import Workload
 
@@ -17,7 +17,7 @@ WEIGHTS: frozenset[Cargo] = frozenset({"params", "recalled"})
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankShare:
     """How many ways the model itself is cut, apart from data parallelism; and one rank's place."""
 
     tensor: int = 1
@@ -31,9 +31,9 @@ class Cut:
     """Whether it has the head."""
 
     @staticmethod
-    def of(mesh: Mesh, order: Pipelining, place: int = 0) -> Cut:
+    def of(mesh: Mesh, order: Pipelining, place: int = 0) -> RankShare:
         owners = order.ranks(mesh.size_of("pipeline"))
-        return Cut(
+        return RankShare(
             mesh.size_of("tensor"),
             mesh.size_of("pipeline"),
             mesh.size_of("context"),
@@ -43,25 +43,27 @@ class Cut:
         )
 
     @staticmethod
-    def extremes(mesh: Mesh, order: Pipelining) -> tuple[Cut, ...]:
+    def extremes(mesh: Mesh, order: Pipelining) -> tuple[RankShare, ...]:
         """The places that can hold most: the first has most micro-batches under way, the last the
         logits."""
-        return tuple(Cut.of(mesh, order, p) for p in sorted({0, mesh.size_of("pipeline") - 1}))
+        return tuple(
+            RankShare.of(mesh, order, p) for p in sorted({0, mesh.size_of("pipeline") - 1})
+        )
 
 
 @lru_cache(maxsize=4096)
-def held_share(shape: ModelShape, cut: Cut) -> float:
+def held_share(shape: ModelShape, cut: RankShare) -> float:
     """The share of all weights that a stage's slice holds.
 
     Layers are spread evenly. Tensor parallelism leaves norms whole, which is next to nothing.
     """
     if cut.pipeline == 1:
         return 1 / cut.tensor
-    layers = sum(shape.parameters_in(part) for part in LAYERS)
+    layers = sum(shape.parameters_in(part) for part in LAYER_PARTS)
     return (layers / cut.pipeline + end_parameters(shape, cut)) / shape.parameters / cut.tensor
 
 
-def end_parameters(shape: ModelShape, cut: Cut) -> int:
+def end_parameters(shape: ModelShape, cut: RankShare) -> int:
     """Weights of the embedding and the head, where the rank has them; shared ones once."""
     table, head = shape.parameters_in("embedding"), shape.parameters_in("head")
     if shape.tied:
@@ -79,7 +81,7 @@ def scaled(whole: ModelBytes, share: float) -> ModelBytes:
     )
 
 
-def part_bytes(whole: ModelBytes, shape: ModelShape, work: Workload, cut: Cut) -> ModelBytes:
+def part_bytes(whole: ModelBytes, shape: ModelShape, work: Workload, cut: RankShare) -> ModelBytes:
     """A rank's part of all states, and what flows through it for one micro-batch."""
     tokens = work.tokens / cut.context
     flowing = round(tokens * shape.hidden * (4 if work.wide_stream else work.widths.compute))

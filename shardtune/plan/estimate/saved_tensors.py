@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shardtune.core.model.shape import LAYERS, MULTIPLIED, ModelShape, Weight
-from shardtune.plan.estimate.rank_share import Cut
+from shardtune.core.model.shape import LAYER_PARTS, MATMUL_KINDS, ModelShape, Weight
+from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.workload import Checkpointing, Workload
 
 WIDE = 2
@@ -32,7 +32,7 @@ def products(shape: ModelShape) -> Iterator[tuple[Weight, float]]:
     """The matrices of an average layer, each with how often a token meets it there."""
     layers = shape.layers + shape.encoder_layers
     for weight in shape.weights:
-        if weight.part in LAYERS and weight.kind in MULTIPLIED:
+        if weight.part in LAYER_PARTS and weight.kind in MATMUL_KINDS:
             yield weight, weight.times / layers * math.prod(weight.shape[:-2]) * met(weight, shape)
 
 
@@ -66,7 +66,7 @@ def is_repeated(weight: Weight, level: Checkpointing) -> bool:
     return not is_last(weight) and (level == "most" or (level == "mlp" and wide))
 
 
-def kept_bytes(shape: ModelShape, work: Workload, cut: Cut, level: Checkpointing) -> float:
+def kept_bytes(shape: ModelShape, work: Workload, cut: RankShare, level: Checkpointing) -> float:
     """What one layer keeps of one micro-batch at a level other than `full`: its input, attention's
     result with its statistics, and the results of products that aren't repeated.
 

@@ -10,16 +10,16 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.activations import waiting_bytes
-from shardtune.plan.estimate.comms import Group, Sent, group_of, joined, on_links, seconds
+from shardtune.plan.estimate.comms import RankGroup, Sent, group_of, joint_group, on_links, seconds
 from shardtune.plan.estimate.compute import (
     Busy,
-    Engine,
+    GpuRates,
     layer_seconds,
     loss_seconds,
     repeated_seconds,
 )
 from shardtune.plan.estimate.constants import TIME, Chip, TimeConstants, chip_of
-from shardtune.plan.estimate.rank_share import WEIGHTS, Cut, held_share, part_bytes
+from shardtune.plan.estimate.rank_share import WEIGHTS, RankShare, held_share, part_bytes
 from shardtune.plan.estimate.workload import Workload, sent_bytes
 
 AGAIN = {"none": 0.0, "selective": 0.35, "full": 1.0}
@@ -50,7 +50,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedEstimate:
     """How fast a job trains."""
 
     step: StepTime
@@ -86,10 +86,12 @@ def estimate_speed(
     *,
     chip: Chip | None = None,
     time: TimeConstants = TIME,
-) -> Speed:
+) -> SpeedEstimate:
     """The time of one step on the slowest rank."""
-    on = Engine(cluster, chip or chip_of(cluster.gpu.name), time)
-    return _Step(layout, shape, mesh, cluster, work, Cut.of(mesh, work.pipelining), on).speed()
+    on = GpuRates(cluster, chip or chip_of(cluster.gpu.name), time)
+    return _Step(
+        layout, shape, mesh, cluster, work, RankShare.of(mesh, work.pipelining), on
+    ).speed()
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,10 @@ class _Step:
     mesh: Mesh
     cluster: Cluster
     work: Workload
-    cut: Cut
-    on: Engine
+    cut: RankShare
+    on: GpuRates
 
-    def speed(self) -> Speed:
+    def speed(self) -> SpeedEstimate:
         work, micro, layers = self.work, self.work.microbatches, self._layers
         layer, loss = self._layer(), loss_seconds(self.shape, work, self.cut, self.on)
         messages = self._messages()
@@ -123,7 +125,7 @@ class _Step:
             offload=offload + micro * self._waiting(layer),
             bubble=micro * slot * work.pipelining.bubble(self.cut.pipeline, micro),
         )
-        return Speed(
+        return SpeedEstimate(
             step,
             work.tokens * micro * self._replicas,
             self.mesh.size,
@@ -161,10 +163,10 @@ class _Step:
     def _took(self, message: Message, size: float) -> float:
         return seconds(message.move.op, size, self._group(message.axis), self.cluster, self.on.chip)
 
-    def _group(self, axis: str) -> Group:
+    def _group(self, axis: str) -> RankGroup:
         """Ranks that share a long row take part in what data parallelism sends."""
         if self.cut.context > 1 and axis in ("shard", "data", "replicate"):
-            return joined((axis, "context"), self.mesh, self.cluster)
+            return joint_group((axis, "context"), self.mesh, self.cluster)
         return group_of(axis, self.mesh, self.cluster)
 
     def _sending(self, messages: tuple[Message, ...]) -> tuple[Busy, float, float]:

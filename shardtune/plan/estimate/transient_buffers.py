@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
-from shardtune.plan.estimate.rank_share import WEIGHTS, Cut, end_parameters, held_share
+from shardtune.plan.estimate.rank_share import WEIGHTS, RankShare, end_parameters, held_share
 from shardtune.plan.estimate.workload import Workload
 
 
@@ -20,7 +20,7 @@ class Casts:
     layer: float
 
 
-def casts_of(shape: ModelShape, work: Workload, cut: Cut) -> Casts:
+def casts_of(shape: ModelShape, work: Workload, cut: RankShare) -> Casts:
     if not work.autocast:
         return Casts(0.0, 0.0, 0.0)
     width = work.widths.compute / cut.tensor
@@ -46,7 +46,7 @@ def in_shares(layout: Layout, work: Workload) -> bool:
 
 
 def gathered_bytes(
-    layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: Cut
+    layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: RankShare
 ) -> tuple[float, float]:
     """Weights that are whole for the moment, at the loss and while a layer is at work: gathered
     from others, or unpacked."""
@@ -78,7 +78,9 @@ def gathered_bytes(
     return ends + several, ends + several
 
 
-def sending_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: Cut) -> float:
+def sending_bytes(
+    layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: RankShare
+) -> float:
     """Gradients that are whole for the moment, and the buffers that they are sent in."""
     if mesh.size == 1 and work.buckets is None:
         return 0.0

@@ -21,12 +21,12 @@ products that aren't wide, `most` attention's result alone."""
 Attention = Literal["sdpa", "flash", "eager"]
 """`sdpa` is what torch picks (cuDNN on Hopper), `flash` FlashAttention 2; neither ever writes the
 scores down. `eager` does."""
-Loss = Literal["plain", "shifted", "compiled", "chunked", "fused", "pieces"]
+LossKind = Literal["plain", "shifted", "compiled", "chunked", "fused", "pieces"]
 """`plain` turns the logits into fp32 at once; `shifted` copies them once more to drop the last
 token, as transformers did until 4.45; `compiled` leaves no copy between logits and loss; `chunked`
 walks over pieces of the logits; `fused` never has the logits (Liger); `pieces` is our own, which
 has a piece of them at a time."""
-Kernels = Literal["eager", "fused", "compiled"]
+KernelStyle = Literal["eager", "fused", "compiled"]
 """How the small operations run: each on its own as transformers writes them, by hand-fused kernels
 (Liger, Megatron, Transformer Engine), or by torch.compile."""
 
@@ -67,7 +67,7 @@ PURE_BF16 = Widths(optimizer=4)
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterSize:
     """Low-rank matrices beside frozen weights, or factors on them."""
 
     rank: int
@@ -98,7 +98,7 @@ class Workload:
     microbatches: int = 1
     """Forward passes of a step on each rank."""
     widths: Widths = MIXED
-    adapter: Adapter | None = None
+    adapter: AdapterSize | None = None
     packed_bits: float | None = None
     """Bits of a quantized weight; None where none are quantized."""
     fp8: bool = False
@@ -113,12 +113,12 @@ class Workload:
     paged: bool = False
     """The GPU updates what the optimizer keeps in main memory."""
     attention: Attention = "sdpa"
-    loss: Loss = "plain"
+    loss: LossKind = "plain"
     scored: float = 1.0
     """Share of the tokens that the head is computed for: only labels, where the engine can."""
     returns_logits: bool = False
     """The logits live on beside the loss until the step is over, as in Hugging Face's Trainer."""
-    kernels: Kernels = "eager"
+    kernels: KernelStyle = "eager"
     counted: bool = False
     """One of our own engines: each tensor that it makes is counted, where for other tools a fitted
     constant stands in for what isn't known of them."""

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from shardtune.config.job import IA3, LoRA
-from shardtune.core.model.architectures import FAMILIES
-from shardtune.core.model.shape import LAYERS, ModelShape
+from shardtune.core.model.architectures import SHAPE_READERS
+from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.errors import ModelError
 from shardtune.models.peft_adapters import add_adapter, insert_adapters
 
@@ -148,7 +148,7 @@ def short(name: str) -> str:
 
 
 def test_every_family_is_tried() -> None:
-    assert {family for family, _ in TINY.values()} == set(FAMILIES)
+    assert {family for family, _ in TINY.values()} == set(SHAPE_READERS)
 
 
 @ALL
@@ -161,7 +161,7 @@ def test_every_tensor_is_the_one_that_transformers_makes(family: str, config: Co
     ours: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for weight in shape_of(family, config).weights:
         if weight.parameter:
-            name = weight.name if weight.part in LAYERS else short(weight.name)
+            name = weight.name if weight.part in LAYER_PARTS else short(weight.name)
             ours[name, tuple(sorted(weight.shape))] += weight.times
     assert ours == real
 
@@ -420,7 +420,7 @@ def test_heads_that_do_not_divide_the_width() -> None:
         shape_of("llama", {**USUAL, "num_attention_heads": 7})
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(SHAPE_READERS))
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_no_config_ends_in_a_traceback(family: str, data: st.DataObject) -> None:

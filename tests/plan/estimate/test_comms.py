@@ -13,7 +13,7 @@ from shardtune.parallel import FSDP, DeepSpeed
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate.comms import (
-    Group,
+    RankGroup,
     Sent,
     bandwidth,
     crossing,
@@ -66,25 +66,25 @@ def test_hybrid_sharding_crosses_with_its_share_of_the_gradients_only() -> None:
 
 @pytest.mark.parametrize(
     ("axis", "expected"),
-    [("tensor", Group(8, 8, 1)), ("data", Group(2, 1, 8)), ("world", Group(16, 8, 1))],
+    [("tensor", RankGroup(8, 8, 1)), ("data", RankGroup(2, 1, 8)), ("world", RankGroup(16, 8, 1))],
 )
-def test_the_innermost_axis_stays_inside_a_node(axis: str, expected: Group) -> None:
+def test_the_innermost_axis_stays_inside_a_node(axis: str, expected: RankGroup) -> None:
     assert group_of(axis, Mesh((("data", 2), ("tensor", 8))), TWO_NODES) == expected
 
 
 def test_groups_that_cross_side_by_side_share_the_way_out() -> None:
-    alone, eight = (bandwidth(Group(2, 1, n), TWO_NODES, A100) for n in (1, 8))
+    alone, eight = (bandwidth(RankGroup(2, 1, n), TWO_NODES, A100) for n in (1, 8))
     assert eight == pytest.approx(alone / 8)
 
 
 def test_small_payloads_are_slow() -> None:
-    node = Group(8, 8, 1)
+    node = RankGroup(8, 8, 1)
     rates = [size / seconds("all_reduce", size, node, TWO_NODES, A100) for size in (2**20, 2**30)]
     assert rates[0] < rates[1] / 5
 
 
 def test_a_rank_alone_sends_nothing() -> None:
-    assert seconds("all_reduce", MODEL, Group(1, 1, 1), TWO_NODES, A100) == 0.0
+    assert seconds("all_reduce", MODEL, RankGroup(1, 1, 1), TWO_NODES, A100) == 0.0
 
 
 def test_measured_collectives_count_instead_of_the_data_sheet() -> None:
@@ -93,7 +93,7 @@ def test_measured_collectives_count_instead_of_the_data_sheet() -> None:
         for size, took in ((10**6, 1e-3), (10**8, 1e-2))
     )
     cluster = replace(TWO_NODES, measured=Measured(collectives=points))
-    node = Group(8, 8, 1)
+    node = RankGroup(8, 8, 1)
     for point in points:
         found = seconds("all_gather", point.bytes, node, cluster, A100)
         assert found == pytest.approx(point.seconds)

@@ -141,7 +141,7 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
 
 
 def test_the_closed_form_has_the_pieces_of_the_loss() -> None:
-    assert activations.PIECE == fused_loss.PIECE
+    assert activations.LOSS_PIECE_BYTES == fused_loss.PIECE
     assert moments.FEW_TOKENS == halved.FEW
     shape = shape_of(job(SMALL, 1, 8).model)
     first = next(fused_loss._pieces(1 << 20, shape.vocab))

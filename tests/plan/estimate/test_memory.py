@@ -9,18 +9,18 @@ import pytest
 
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.pipeline_schedule import Kind, Pipelining
+from shardtune.core.pipeline_schedule import PipelineKind, Pipelining
+from shardtune.core.units import GIB
 from shardtune.parallel import DDP, FSDP, DeepSpeed
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.plan.estimate.activations import stack_bytes
-from shardtune.plan.estimate.constants import GIB
 from shardtune.plan.estimate.memory import Memory, estimate_memory
-from shardtune.plan.estimate.rank_share import Cut
+from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.workload import (
     NF4_DOUBLE_BITS,
     PURE_BF16,
     SHARDED_FP32,
-    Adapter,
+    AdapterSize,
     Workload,
 )
 
@@ -41,7 +41,7 @@ def llama(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool = False)
 
 SMALL, MIDDLE = llama(2048, 16, 32, 8192, tied=True), llama(4096, 32, 32, 14336)
 WORK = Workload(8, 2048, widths=PURE_BF16)
-LORA = replace(WORK, adapter=Adapter(16))
+LORA = replace(WORK, adapter=AdapterSize(16))
 FULL: dict[str, Any] = {"checkpointing": "full"}
 FUSED: dict[str, Any] = {"kernels": "fused", "loss": "fused"}
 NF4: dict[str, Any] = {"packed_bits": NF4_DOUBLE_BITS}
@@ -144,13 +144,13 @@ def test_tensor_and_pipeline_axes_divide_states_and_activations() -> None:
     ("order", "first", "last"), [("layers", 1, 1), ("1f1b", 4, 1), ("gpipe", 8, 8)]
 )
 def test_a_stage_holds_the_micro_batches_that_are_under_way(
-    order: Kind, first: int, last: int
+    order: PipelineKind, first: int, last: int
 ) -> None:
     """Of 8 on 4 stages; docs/pipeline.md draws them."""
     mesh = Mesh((("pipeline", 4), ("data", 1)))
-    one = stack_bytes(MIDDLE, LORA, Cut(pipeline=4))
+    one = stack_bytes(MIDDLE, LORA, RankShare(pipeline=4))
     work = replace(LORA, microbatches=8, pipelining=Pipelining(order))
-    held = [stack_bytes(MIDDLE, work, cut) for cut in Cut.extremes(mesh, work.pipelining)]
+    held = [stack_bytes(MIDDLE, work, cut) for cut in RankShare.extremes(mesh, work.pipelining)]
     assert held == [first * one, last * one]
 
 
@@ -176,7 +176,7 @@ def test_offload_moves_states_to_the_host_or_the_disk() -> None:
 def test_activations_of_all_layers_but_two_leave_the_gpu(checkpointing: Any) -> None:
     work = replace(LORA, checkpointing=checkpointing)
     stays, waits = alone(MIDDLE, work), alone(MIDDLE, replace(work, offloaded=True))
-    stack = stack_bytes(MIDDLE, work, Cut())
+    stack = stack_bytes(MIDDLE, work, RankShare())
     saved = stays.moments["forward"] - waits.moments["forward"]
     assert saved == pytest.approx(stack * 30 / 32)
     assert waits.host - stays.host == pytest.approx(stack * 31 / 32)

@@ -10,16 +10,19 @@ import pytest
 
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import known_model
+from shardtune.core.units import GIB
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate.activations import saved_bytes, stack_bytes
-from shardtune.plan.estimate.rank_share import Cut
+from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import kept_bytes
-from shardtune.plan.estimate.workload import Adapter, Workload
-from shardtune.plan.forecast import GIB, Forecast, forecast
+from shardtune.plan.estimate.workload import AdapterSize, Workload
+from shardtune.plan.forecast import Forecast, forecast
 
 SMALL, LARGE, HUGE = (f"meta-llama/Llama-{size}" for size in ("3.2-1B", "3.1-8B", "3.1-70B"))
 SHAPE = known_model(LARGE)
-COMPILED = Workload(8, 2048, adapter=Adapter(16), kernels="compiled", counted=True, autocast=True)
+COMPILED = Workload(
+    8, 2048, adapter=AdapterSize(16), kernels="compiled", counted=True, autocast=True
+)
 LORA = {"type": "lora", "rank": 16}
 FP8 = {"quantization": "fp8"}
 LEVELS = ("none", "mlp", "most", "full")
@@ -57,7 +60,7 @@ def long_rows(**train: Any) -> Forecast:
 @pytest.mark.parametrize(("level", "numbers"), [("none", 47248), ("mlp", 18544), ("most", 8224)])
 def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
     """As counted in test_activation_checkpointing.py, but for two of norms; 32 are in fp32."""
-    found = kept_bytes(SHAPE, COMPILED, Cut(), level)
+    found = kept_bytes(SHAPE, COMPILED, RankShare(), level)
     assert found == COMPILED.tokens * (2 * numbers + 2 * 32)
 
 
@@ -133,8 +136,8 @@ def test_products_that_are_not_wide_are_kept() -> None:
     }
     shape = type(SHAPE).from_config(config, "narrow")
     none, mlp = (replace(COMPILED, checkpointing=level) for level in ("none", "mlp"))
-    assert saved_bytes(shape, none, Cut()) == saved_bytes(shape, mlp, Cut())
-    assert stack_bytes(shape, none, Cut()) == 2 * saved_bytes(shape, none, Cut())
+    assert saved_bytes(shape, none, RankShare()) == saved_bytes(shape, mlp, RankShare())
+    assert stack_bytes(shape, none, RankShare()) == 2 * saved_bytes(shape, none, RankShare())
 
 
 def test_an_8_bit_base_needs_a_gpu_that_multiplies_so() -> None:

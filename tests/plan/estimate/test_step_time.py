@@ -15,8 +15,8 @@ from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.plan.cluster import Cluster, parse_cluster
 from shardtune.plan.estimate.constants import CHIPS, LIKE, beginning_of
 from shardtune.plan.estimate.memory import estimate_memory
-from shardtune.plan.estimate.step_time import Speed, estimate_speed
-from shardtune.plan.estimate.workload import PURE_BF16, SHARDED_FP32, Adapter, Workload
+from shardtune.plan.estimate.step_time import SpeedEstimate, estimate_speed
+from shardtune.plan.estimate.workload import PURE_BF16, SHARDED_FP32, AdapterSize, Workload
 from shardtune.plan.machine_profile import MatmulPoint, Measured
 
 LLAMA = ModelShape.from_config(
@@ -36,11 +36,11 @@ WORK = Workload(2, 4096, widths=SHARDED_FP32, kernels="compiled")
 H200 = parse_cluster("1xH200")
 
 
-def fsdp(cluster: Cluster, work: Workload = WORK) -> Speed:
+def fsdp(cluster: Cluster, work: Workload = WORK) -> SpeedEstimate:
     return estimate_speed(FSDP().layout(), LLAMA, FSDP().mesh(cluster.gpus), cluster, work)
 
 
-def alone(work: Workload, cluster: Cluster = H200) -> Speed:
+def alone(work: Workload, cluster: Cluster = H200) -> SpeedEstimate:
     return estimate_speed(DDP().layout(), LLAMA, DDP().mesh(1), cluster, work)
 
 
@@ -48,10 +48,10 @@ def alone(work: Workload, cluster: Cluster = H200) -> Speed:
     ("work", "measured"),
     [
         # One H200, 8 x 2048 tokens, rank 16 on all linears (reference gpu.md).
-        (Workload(8, 2048, widths=PURE_BF16, adapter=Adapter(16)), 12815),
+        (Workload(8, 2048, widths=PURE_BF16, adapter=AdapterSize(16)), 12815),
         (
             Workload(
-                8, 2048, widths=PURE_BF16, adapter=Adapter(16), kernels="compiled", loss="fused"
+                8, 2048, widths=PURE_BF16, adapter=AdapterSize(16), kernels="compiled", loss="fused"
             ),
             16595,
         ),
@@ -125,7 +125,7 @@ def test_recomputing_costs_a_forward_pass() -> None:
 
 def test_frozen_weights_need_no_gradient() -> None:
     # Two passes instead of three, less what the adapters themselves take.
-    lora = replace(WORK, adapter=Adapter(16))
+    lora = replace(WORK, adapter=AdapterSize(16))
     assert 2 / 3 < alone(lora).step.compute / alone(WORK).step.compute < 0.95
 
 
@@ -193,7 +193,7 @@ def test_every_gpu_of_the_catalogue_has_constants() -> None:
 @pytest.mark.parametrize("model", catalogue(), ids=lambda model: model.name)
 def test_every_model_of_the_catalogue_can_be_estimated(model: KnownModel) -> None:
     shape, cluster = known_model(model.name), parse_cluster("8xH100")
-    for adapter in (None, Adapter(8)):
+    for adapter in (None, AdapterSize(8)):
         work = replace(WORK, adapter=adapter)
         speed = estimate_speed(FSDP().layout(), shape, FSDP().mesh(8), cluster, work)
         memory = estimate_memory(FSDP().layout(), shape, FSDP().mesh(8), work)

@@ -24,9 +24,9 @@ from shardtune.core.model.architectures.traits import TRAITS
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem, did_you_mean
 
-__all__ = ["FAMILIES", "ia3_modules", "read_shape"]
+__all__ = ["SHAPE_READERS", "ia3_modules", "read_shape"]
 
-FAMILIES: dict[str, Callable[[Fields, str], ModelShape]] = {
+SHAPE_READERS: dict[str, Callable[[Fields, str], ModelShape]] = {
     **dict.fromkeys(TRAITS, llama_like),
     "bart": bart,
     "bloom": bloom,
@@ -53,12 +53,12 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     if not isinstance(family, str):
         fact = "is missing" if family is None else f"is {family!r}, not a word"
         raise ModelError(Problem(place, fact, "name a config.json of transformers"))
-    if family not in FAMILIES:
-        near = did_you_mean(family, FAMILIES)
-        known = f"known are {', '.join(sorted(FAMILIES))}"
+    if family not in SHAPE_READERS:
+        near = did_you_mean(family, SHAPE_READERS)
+        known = f"known are {', '.join(sorted(SHAPE_READERS))}"
         fix = f"did you mean {near!r}? {known}" if near else known
         raise ModelError(Problem(place, f"{family!r} is an architecture we don't know", fix))
     fields = Fields(config, name)
-    shape = FAMILIES[family](fields, family)
+    shape = SHAPE_READERS[family](fields, family)
     fields.done()
     return shape

@@ -8,11 +8,11 @@ from typing import Any
 from shardtune.core.model.architectures.fields import Fields
 from shardtune.core.model.architectures.tensors import Tensors, head, linear, norm, placed, table
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.model.weight import Kind
+from shardtune.core.model.weight import WeightKind
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GptSizes:
     """What every model of these families has."""
 
     vocab: int
@@ -56,10 +56,10 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
-def _sizes(fields: Fields, *ffn_keys: str, tied: bool) -> Sizes:
+def _sizes(fields: Fields, *ffn_keys: str, tied: bool) -> GptSizes:
     hidden = fields.count(*_HIDDEN)
     heads = fields.count(*_HEADS)
-    return Sizes(
+    return GptSizes(
         vocab=fields.count("vocab_size"),
         hidden=hidden,
         layers=fields.count(*_LAYERS),
@@ -74,7 +74,7 @@ def _sizes(fields: Fields, *ffn_keys: str, tied: bool) -> Sizes:
 def gpt2(fields: Fields, family: str) -> ModelShape:
     """GPT-2, and GPT-BigCode, which has ordinary linear modules and one head for keys."""
     sizes = _sizes(fields, "n_inner", tied=True)
-    kind: Kind = "conv1d"
+    kind: WeightKind = "conv1d"
     if family == "gpt_bigcode":
         kind = "linear"
         if fields.flag("multi_query", True):

@@ -8,10 +8,10 @@ from typing import Literal
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem
 
-Names = tuple[str, ...]
+ModuleNames = tuple[str, ...]
 
 # As peft has them, which puts the adapters in.
-_TARGETS: dict[str, Names] = {
+_TARGETS: dict[str, ModuleNames] = {
     "bart": ("q_proj", "v_proj", "fc2"),
     "bloom": ("query_key_value", "mlp.dense_4h_to_h"),
     "falcon": ("query_key_value", "dense_4h_to_h"),
@@ -32,7 +32,7 @@ _TARGETS: dict[str, Names] = {
     "qwen3": ("q_proj", "v_proj", "down_proj"),
     "t5": ("k", "v", "wo"),
 }
-_FEEDFORWARD: dict[str, Names] = {
+_FEEDFORWARD: dict[str, ModuleNames] = {
     "bloom": ("mlp.dense_4h_to_h",),
     "gpt2": ("mlp.c_proj",),
     "gpt_bigcode": ("mlp.c_proj",),
@@ -47,7 +47,7 @@ def ia3_modules(
     shape: ModelShape,
     targets: Literal["auto"] | Collection[str],
     feedforward: Literal["auto"] | Collection[str],
-) -> tuple[Names, Names]:
+) -> tuple[ModuleNames, ModuleNames]:
     """The linear layers that IA3 scales, and those of them whose input it scales."""
     chosen = _auto_targets(shape) if targets == "auto" else tuple(targets)
     if feedforward != "auto":
@@ -56,7 +56,7 @@ def ia3_modules(
     return chosen, tuple(name for name in chosen if name in known)
 
 
-def _auto_targets(shape: ModelShape) -> Names:
+def _auto_targets(shape: ModelShape) -> ModuleNames:
     if shape.family in _TARGETS:
         return _TARGETS[shape.family]
     names = {w.module.rpartition(".")[2] for w in shape.weights if w.linear}

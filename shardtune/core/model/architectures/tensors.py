@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardtune.core.model.shape import HEAD
-from shardtune.core.model.weight import Kind, Part, Weight
+from shardtune.core.model.weight import ModelPart, Weight, WeightKind
 
 Tensors = list[Weight]
 """Of one layer or part; `placed` says which, and how often."""
 
 
 def linear(
-    name: str, outputs: int, inputs: int, *, bias: bool = False, kind: Kind = "linear"
+    name: str, outputs: int, inputs: int, *, bias: bool = False, kind: WeightKind = "linear"
 ) -> Tensors:
     weight = Weight(f"{name}.weight", (outputs, inputs), "root", kind)
     return [weight, *(vector(f"{name}.bias", outputs) if bias else [])]
@@ -44,7 +44,7 @@ def buffer(name: str, size: int) -> Tensors:
     return [Weight(name, (size,), "root", "buffer")]
 
 
-def placed(part: Part, times: int, *tensors: Tensors) -> Tensors:
+def placed(part: ModelPart, times: int, *tensors: Tensors) -> Tensors:
     """The tensors as those of `times` layers of a part; none if there is no such layer."""
     if times == 0:
         return []
