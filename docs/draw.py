@@ -75,11 +75,11 @@ CARGO = {
     "recalled": "weights, again for the backward pass",
     "trained": "trained weights",
     "grads": "gradients",
-    "unsliced": "gradients of what isn't sliced",
+    "unsliced": "gradients of what every rank has whole",
     "tied": "gradients of a tied embedding (first and last stage)",
     "hidden": "hidden states",
     "embedded": "gradients of the embedding's output",
-    "scores": "scores of the loss",
+    "scores": "softmax statistics of the loss",
 }
 PER = {
     "model": "",

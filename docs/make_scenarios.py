@@ -50,7 +50,7 @@ def ranked(what: Job, spec: str) -> list[str]:
     lines = [
         f"`{spec}`:",
         "",
-        "| strategy | step, s | tokens/s | GPU, GiB | micro-batch | recompute | why |",
+        "| strategy | step, s | tokens/s | GPU, GiB | micro-batch | checkpointing | why |",
         "|---|--:|--:|--:|--:|---|---|",
         *map(_row, ranking.candidates),
         "",
@@ -109,7 +109,7 @@ def thirteen_billion() -> list[str]:
         f"{kind}, ZeRO-{stage}, micro-batch {micro}": (
             job(name, strategy=zero(stage), train={"micro_batch": micro}, **more), "4xA40",
         )
-        for kind, more in (("all weights", {}), ("LoRA", {"adapter": LORA}))
+        for kind, more in (("full", {}), ("LoRA", {"adapter": LORA}))
         for stage in (1, 2)
         for micro in (1, 2)
     }  # fmt: skip
@@ -119,14 +119,14 @@ def thirteen_billion() -> list[str]:
         "quarter of the gradients instead of all of them.",
         "",
         *compared(rows),
-        f"With all weights in 16 bits, weights ({params:.1f} GiB) and, in the peak of ZeRO-1, "
+        f"In a full fine-tune, 16-bit weights ({params:.1f} GiB) and, in the peak of ZeRO-1, "
         f"gradients ({grads:.1f} GiB) alone are more than the card has: {shortage(full)}. With an "
         "adapter gradients are next to nothing, so the stages don't differ; what decides whether "
         "a second row fits is activations. ZeRO-2 makes room for a second row where whole "
-        "gradients are about as large as a row's activations. Of the catalogue's models, with all "
-        f"weights trained on rows of 512 tokens, these are such: {_between()}.",
+        "gradients are about as large as a row's activations. Of the catalogue's models, "
+        f"fine-tuned in full on rows of 512 tokens, that holds for: {_between()}.",
         "",
-        "What the planner says for all weights of the 13 B model:",
+        "What the planner says for a full fine-tune of the 13 B model:",
         "",
         *ranked(job(name), "4xA40"),
     ]
@@ -155,7 +155,7 @@ def _between() -> str:
 
 
 def links() -> list[str]:
-    """7 B, all weights: 2xA100 with NVLink or 8xRTX3090 on PCIe?"""
+    """7 B, full fine-tune: 2xA100 with NVLink or 8xRTX3090 on PCIe?"""
     what = job("meta-llama/Llama-2-7b-hf")
     return [*ranked(what, "2xA100-80GB:nvlink"), *ranked(what, "8xRTX3090:pcie")]
 
@@ -190,8 +190,8 @@ def three_times_slower() -> list[str]:
         *compared(rows),
         f"At micro-batch 1 over PCIe each GPU gets {gathered:,.0f} GiB of weights in a step, and "
         f"the step takes {slow.speed.step.total / fast.speed.step.total:.1f} times as long as with "
-        "NVLink and 16 rows at once. The cure is a larger micro-batch (recomputation pays for it), "
-        "then ZeRO-2 if it fits, then hybrid sharding.",
+        "NVLink and 16 rows at once. The fix is a larger micro-batch (activation checkpointing "
+        "makes room for it), then ZeRO-2 if it fits, then hybrid sharding.",
         "",
     ]
 
@@ -200,11 +200,11 @@ def falcon() -> list[str]:
     """Falcon-180B on 8xA100-80GB?"""
     name = "tiiuae/falcon-180B"
     return [
-        "All weights:", "",
+        "Full fine-tune:", "",
         *ranked(job(name), "8xA100-80GB"),
-        "LoRA on weights in 16 bits:", "",
+        "LoRA on 16-bit weights:", "",
         *ranked(job(name, adapter=LORA), "8xA100-80GB"),
-        "LoRA on weights in 4 bits:", "",
+        "LoRA on 4-bit weights:", "",
         *ranked(job(name, adapter=LORA, model={"quantization": "nf4"}), "8xA100-80GB"),
     ]  # fmt: skip
 
@@ -242,10 +242,15 @@ SCENARIOS: tuple[Callable[[], list[str]], ...] = (
 HEAD = """\
 # Questions, answered by the planner
 
-Written by `python docs/make_scenarios.py`. Unless said otherwise: 64 rows of 2048 tokens a step,
-all weights trained, bf16, AdamW, fused loss and compiled layers. These are forecasts; how far they
-are off is in [benchmarks/planner_accuracy.md](benchmarks/planner_accuracy.md). Any of them can be
-asked by hand: `shardtune plan JOB --cluster SPEC model.name=...`.
+Ask what a model would do on a cluster that you don't have:
+
+```sh
+shardtune plan recipes/fsdp_full.yaml --cluster 4xA40 model.name=llama-2-13b
+```
+
+The answers below were written by `python docs/make_scenarios.py`. Unless said otherwise: 64 rows of
+2048 tokens a step, full fine-tune, bf16, AdamW, fused loss and compiled layers. They are forecasts;
+how far these are off is in [benchmarks/planner_accuracy.md](benchmarks/planner_accuracy.md).
 """
 
 
