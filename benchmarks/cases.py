@@ -9,8 +9,10 @@ from typing import Literal
 from shardtune.core.layout import AxisRule, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
-from shardtune.parallel import DDP, FSDP, DeepSpeed
+from shardtune.parallel.ddp.strategy import DDP
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.estimate.workload import NF4_DOUBLE_BITS, NF4_SINGLE_BITS, Workload
 
 Row = dict[str, str]

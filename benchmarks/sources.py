@@ -24,7 +24,7 @@ from benchmarks.cases import (
     zero,
 )
 from shardtune.core.pipeline_schedule import Pipelining
-from shardtune.parallel import FSDP
+from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.estimate.workload import (
     MIXED,
     NF4_DOUBLE_BITS,

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardtune.config.auto import leaves_layers_alone
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
 from shardtune.core.units import GIB
@@ -94,7 +93,7 @@ def compared(rows: dict[str, tuple[Job, str]]) -> list[str]:
 def _forecast(what: Job, spec: str) -> Forecast:
     cluster = parse_cluster(spec)
     update = {"launch": what.launch.model_copy(update={"processes": cluster.gpus})}
-    if leaves_layers_alone(what.strategy, what.strategy.mesh(cluster.gpus)):
+    if not what.strategy.capabilities.compiled_layers:
         plain = {"kernels": "eager", "loss": "plain"}
         update["train"] = what.train.model_copy(update=plain)
     return forecast(what.model_copy(update=update), known_model(what.model.name), cluster)

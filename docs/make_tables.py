@@ -27,7 +27,8 @@ from shardtune.core.machine import Machine
 from shardtune.core.units import GIB
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, Problem
-from shardtune.parallel import DeepSpeed, Strategy
+from shardtune.parallel import Strategy
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.memory_budget import within_memory

@@ -22,6 +22,8 @@ from shardtune.measure.node_checks import CLOCK_TOLERANCE, Finding, NodeFacts, f
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
+    from shardtune.core.model.shape import ModelShape
+    from shardtune.core.strategy import Devices
     from shardtune.launch.multi_node import MultiNode, Node
 
 WAIT = 120.0  # seconds that nodes wait for each other
@@ -176,13 +178,15 @@ def about_links(
 def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
     """What the slowest link means for the job."""
     from shardtune.core.machine import Machine
+    from shardtune.core.strategy import Devices
     from shardtune.core.units import GIB
     from shardtune.plan.model_config import shape_of
     from shardtune.plan.this_machine import forecast_here
 
     predicted = forecast_here(job, Machine.here(), nodes)
-    parameters = shape_of(job.model).parameters
-    if gathers_everywhere(job):
+    shape = shape_of(job.model)
+    if job.strategy.capabilities.gathers_from_all_nodes:
+        parameters = shape.parameters
         bits = RULE_BITS * parameters / nodes
         how = f"48 bits x {parameters / 1e6:,.3g} M parameters / {nodes} nodes"
     elif predicted is not None:
@@ -200,21 +204,18 @@ def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
     if computing is None or seconds <= computing:
         return Finding("good", "job", fact)
     fact += f", and a step computes for about {computing:.3g} s: the network limits the run"
-    fix = (
-        f"strategy: {{type: fsdp, sharding: hybrid, replicas: {nodes}}} sends gradients only; a "
-        "larger global_batch or an adapter sends less often or less"
-    )
-    return Finding("warning", "job", fact, fix)
+    devices = Devices(nodes, max(1, int(job.launch.processes) // nodes), gpu=True)
+    less = "a larger global_batch or an adapter sends less often or less"
+    return Finding("warning", "job", fact, _inside_nodes(shape, devices) + less)
 
 
-def gathers_everywhere(job: Job) -> bool:
-    """Whether weights are gathered from all nodes in every step, as ZeRO-3 does."""
-    from shardtune.parallel import FSDP, DeepSpeed
+def _inside_nodes(shape: ModelShape, devices: Devices) -> str:
+    """A strategy that divides the weights over the devices of each node alone, to name in a fix."""
+    from shardtune.plan.search import choices
 
-    strategy = job.strategy
-    if isinstance(strategy, DeepSpeed):
-        zero = strategy.zero_optimization
-        return zero.stage == 3 and zero.zero_hpz_partition_size == 1
-    if not isinstance(strategy, FSDP):
-        return False
-    return strategy.sharding == "full" and strategy.tensor == strategy.pipeline == 1
+    for choice in choices(shape, devices):
+        layout = choice.strategy.layout()
+        divides = any("params" in rule.divides and rule.by == "share" for rule in layout.rules)
+        if divides and not layout.home and not choice.strategy.capabilities.gathers_from_all_nodes:
+            return f"strategy: {choice.strategy.written()} gathers weights inside each node; "
+    return ""

@@ -266,16 +266,16 @@ def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:
 
 
 def _spread(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
-    """The job with the strategy that it asks for; `auto` is the best, or DDP where nothing fits.
-    Likewise with its micro-batch and what it computes again."""
+    """The job with the strategy that it asks for; `auto` is the best, or the default where nothing
+    fits. Likewise with its micro-batch and what it computes again."""
     from shardtune.config.auto import ResolvedJob
-    from shardtune.parallel import DDP, AutoStrategy
+    from shardtune.parallel import DEFAULT
     from shardtune.plan.memory_budget import within_memory
     from shardtune.plan.search import rank
 
-    if not isinstance(job.strategy, AutoStrategy):
+    if not job.strategy.planned:
         return within_memory(job, shape, cluster)
     best = rank(job, shape, cluster).best
     if best is not None and best.found is not None:
         return ResolvedJob(best.found.job, {})
-    return ResolvedJob(job.model_copy(update={"strategy": DDP()}), {})
+    return ResolvedJob(job.model_copy(update={"strategy": DEFAULT}), {})

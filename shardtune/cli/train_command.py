@@ -195,7 +195,7 @@ def _policy(asked: Job, job: Job, predicted: Forecast | None, *, resume: bool) -
     launch, train = job.launch, job.train
     assert isinstance(launch, LocalLaunch)
     most = int(train.micro_batch).bit_length() - 1
-    chosen = memory_decides(asked, Machine.here(), int(launch.processes))
+    chosen = memory_decides(asked, Machine.here())
     return RestartPolicy(
         launch.restarts,
         launch.patience,

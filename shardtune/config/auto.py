@@ -13,11 +13,9 @@ from typing import Any
 
 from shardtune.config.job import Job, RayLaunch
 from shardtune.core.machine import Machine
-from shardtune.core.mesh import Mesh
 from shardtune.core.setup import OptimizerSetup
+from shardtune.core.strategy import JobFacts
 from shardtune.core.yaml_document import KeyPath
-from shardtune.parallel import AutoStrategy, DeepSpeed, Strategy
-from shardtune.parallel.deepspeed import json_file as deepspeed_json
 
 MICRO_BATCH: KeyPath = ("train", "micro_batch")
 MICRO_BATCH_TOKENS = 4096  # of a CPU, and where no forecast can be made
@@ -56,9 +54,9 @@ def resolve(
     _resolve_offload(draft, machine)
     _resolve_evaluation(draft)
     _resolve_names(draft)
-    if not memory_decides(draft.job, machine, draft.ranks):
+    if not memory_decides(draft.job, machine):
         _resolve_micro_batch(draft)
-    _resolve_deepspeed_file(draft)
+    _resolve_strategy_file(draft)
     if planner is not None and _is_open(draft.job):
         draft.take(planner(draft.job))
     _resolve_micro_batch(draft)  # where no planner could tell
@@ -100,9 +98,7 @@ def _with_value(section: Any, path: KeyPath, value: Any) -> Any:
 def _is_open(job: Job) -> bool:
     """Whether a planner has something to decide."""
     train = job.train
-    return isinstance(job.strategy, AutoStrategy) or "auto" in (
-        train.micro_batch, train.gradient_checkpointing,
-    )  # fmt: skip
+    return job.strategy.planned or "auto" in (train.micro_batch, train.gradient_checkpointing)
 
 
 # What the machine and the job decide --------------------------------------------------------------
@@ -133,12 +129,12 @@ def _resolve_length(draft: _Draft) -> None:
 
 
 def _resolve_kernels(draft: _Draft, machine: Machine) -> None:
-    """Layers that are cut, or that DeepSpeed hooks into, are left as transformers writes them."""
+    """Layers that an engine cuts or hooks into are left as transformers writes them."""
     strategy = draft.job.strategy
     fast, reason = True, "a GPU was found"
     if not machine.gpus:
         fast, reason = False, "no GPU was found"
-    elif leaves_layers_alone(strategy, strategy.mesh(draft.ranks)):
+    elif not strategy.capabilities.compiled_layers:
         fast, reason = False, f"strategy {strategy.type} works on layers as they are"
     if draft.job.train.loss == "auto":
         draft.put(("train", "loss"), "fused" if fast else "plain", reason)
@@ -146,19 +142,13 @@ def _resolve_kernels(draft: _Draft, machine: Machine) -> None:
         draft.put(("train", "kernels"), "compiled" if fast else "eager", reason)
 
 
-def leaves_layers_alone(strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether an engine needs layers as transformers writes them: it cuts them or hooks into them,
-    and can't be given compiled ones, nor a loss that is fused with the head."""
-    return isinstance(strategy, DeepSpeed) or mesh.data_ranks != mesh.size
-
-
 def _resolve_offload(draft: _Draft, machine: Machine) -> None:
     """Without a GPU all memory is one."""
     if machine.gpus:
         return
     job, reason = draft.job, "no GPU was found"
-    # Under other strategies it is refused, here as where there is a GPU.
-    if job.train.offload_activations and job.strategy.type in ("ddp", "auto"):
+    # Where a strategy can't it is refused, here as where there is a GPU.
+    if job.train.offload_activations and job.strategy.capabilities.activation_offload:
         draft.put(("train", "offload_activations"), False, reason)
     if job.pages_states(draft.ranks):
         draft.put(("train", "optimizer", "paged"), False, reason)
@@ -180,16 +170,14 @@ def _resolve_names(draft: _Draft) -> None:
 # The micro-batch ----------------------------------------------------------------------------------
 
 
-def memory_decides(job: Job, machine: Machine, ranks: int) -> bool:
+def memory_decides(job: Job, machine: Machine) -> bool:
     """Whether a forecast chooses the micro-batch, because only memory and speed speak for one: it
     is `auto`, there are GPUs, and no file, no kernel and no pipeline wants another."""
-    mesh = job.strategy.mesh(ranks)
     return (
         job.train.micro_batch == "auto"
         and machine.gpus > 0
-        and not _file(job)
+        and job.strategy.capabilities.micro_batch_by_memory
         and not _one_row(job)
-        and mesh.data_ranks == mesh.size
     )
 
 
@@ -199,9 +187,9 @@ def _resolve_micro_batch(draft: _Draft) -> None:
 
 
 def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
-    """Rows of a forward pass: what a DeepSpeed file says, else what keeps a device busy."""
+    """Rows of a forward pass: what a strategy's own file says, else what keeps a device busy."""
     global_batch, length = job.train.global_batch, job.data.sequence_length
-    if (file := _file(job)) and (told := deepspeed_json.micro_batch(file, global_batch, processes)):
+    if told := job.strategy.micro_batch(global_batch, processes):
         return told
     mesh, rows = job.strategy.mesh(processes), rows_of(job, processes)
     fitting = max(1, MICRO_BATCH_TOKENS // length)
@@ -229,26 +217,21 @@ def _one_row(job: Job) -> bool:
     return job.data.packing and job.model.attention == "flash_attention_2"
 
 
-# A DeepSpeed file ---------------------------------------------------------------------------------
+# A strategy's own file ----------------------------------------------------------------------------
 
 
-def _file(job: Job) -> DeepSpeed | None:
-    """The strategy, where it is described by a DeepSpeed file."""
-    strategy = job.strategy
-    return strategy if isinstance(strategy, DeepSpeed) and strategy.config is not None else None
-
-
-def _resolve_deepspeed_file(draft: _Draft) -> None:
-    if file := _file(draft.job):
-        found = deepspeed_json.read(file, _facts(draft.job))
+def _resolve_strategy_file(draft: _Draft) -> None:
+    """Who has a file to read leaves no micro-batch to the forecast."""
+    if draft.job.train.micro_batch != "auto":
+        found = draft.job.strategy.resolved(_facts(draft.job))
         draft.job = draft.job.model_copy(update={"strategy": found.strategy})
         draft.reasons = found.reasons | draft.reasons
 
 
-def _facts(job: Job) -> deepspeed_json.Facts:
-    """What a DeepSpeed file has to agree with."""
+def _facts(job: Job) -> JobFacts:
+    """What such a file has to agree with."""
     train = job.train
-    return deepspeed_json.Facts(
+    return JobFacts(
         ranks=int(job.launch.processes),
         global_batch=train.global_batch,
         micro_batch=int(train.micro_batch),

@@ -18,7 +18,7 @@ from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
 from shardtune.core.section import Section
 from shardtune.core.setup import Bits, Loss, Precision, Quantization, Recompute
-from shardtune.parallel import DDP, Strategy
+from shardtune.parallel import DEFAULT, Strategy
 from shardtune.parallel.auto.strategy import spelt_out
 
 Auto = Literal["auto"]
@@ -423,7 +423,7 @@ class Job(Section):
     """What is trained: all weights, or an adapter beside them."""
     data: DataSection
     train: TrainSection = TrainSection()
-    strategy: Strategy = DDP()
+    strategy: Strategy = DEFAULT
     """How the work is spread over the ranks."""
     evaluate: EvaluateSection = EvaluateSection()
     launch: Launch = LocalLaunch()
@@ -449,7 +449,7 @@ class Job(Section):
         where one rank trains all weights. Several would add up rounded gradients."""
         rule = self.train.optimizer
         return (
-            isinstance(self.strategy, DDP)
+            self.strategy.capabilities.split_weights
             and isinstance(self.adapter, NoAdapter)
             and isinstance(rule, AdamW)
             and (self.train.precision, rule.bits, ranks) == ("bf16", 32, 1)

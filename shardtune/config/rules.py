@@ -1,34 +1,41 @@
 """What no single section can check: a table of rules over the whole job.
 
 A rule is a name, the key it speaks of, the test that must be false, and the fact and fix to print.
-Rules are checked after `auto` values are resolved, all of them, so that a person sees every problem
-at once.
+Whether a strategy can do what a job asks for is read from its capabilities; what is wrong with its
+own fields it says itself. Rules are checked after `auto` values are resolved, all of them, so that
+a person sees every problem at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
+from shardtune.core.capabilities import Can, Capabilities, Need, Refusal, Support
 from shardtune.core.machine import Machine
-from shardtune.core.yaml_document import KeyPath
+from shardtune.core.strategy import Devices
+from shardtune.core.yaml_document import KeyPath, dotted
 from shardtune.errors import JobError, Problem
-from shardtune.parallel import FSDP, DeepSpeed, Pipeline
-from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
+from shardtune.parallel import STRATEGIES, Strategy, strategies_that
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table. `broken` may name the numbers through `fact`, which sees the job."""
+    """One row of the table. `fact` and `fix` may name numbers and strategies: they see the job."""
 
     name: str
     key: KeyPath
     broken: Callable[[Job], bool]
     fact: Callable[[Job], str]
-    fix: str
+    fix: str | Callable[[Job], str]
+
+    def problem(self, job: Job, place: Callable[[KeyPath], str]) -> Problem:
+        """What is told of a job that breaks it."""
+        fix = self.fix if isinstance(self.fix, str) else self.fix(job)
+        return Problem(place(self.key), self.fact(job), fix)
 
 
 def _shared_names(job: Job) -> list[str]:
@@ -50,30 +57,6 @@ def _shares(job: Job) -> int:
 def _at_once(job: Job) -> int:
     micro_batch = job.train.micro_batch
     return micro_batch * _shares(job) if isinstance(micro_batch, int) else 0
-
-
-def _slices(job: Job) -> int:
-    return job.strategy.mesh(_processes(job)).size_of("tensor")
-
-
-def _schedule(job: Job) -> str:
-    """The order in which the stages of a pipeline work; nothing where there are none."""
-    order = job.strategy.layout().pipelining
-    return order.kind if order is not None and order.kind != "layers" else ""
-
-
-def _groups(job: Job) -> FSDP:
-    """How FSDP is asked to form groups and stages; as by default under other strategies."""
-    return job.strategy if isinstance(job.strategy, FSDP) else FSDP()
-
-
-def _chunks(job: Job) -> int | None:
-    """Stages of each rank, where somebody has set a number that the order has no use for."""
-    strategy = job.strategy
-    if not isinstance(strategy, FSDP | Pipeline) or strategy.schedule == "interleaved":
-        return None
-    usual = type(strategy).model_fields["chunks"].default
-    return strategy.chunks if strategy.chunks != usual else None
 
 
 def _packed(job: Job) -> bool:
@@ -107,26 +90,98 @@ def _not_all(job: Job) -> str:
         f"an adapter ({job.adapter.type}) is trained": not isinstance(job.adapter, NoAdapter),
         f"precision is {job.train.precision}": job.train.precision != "bf16",
         f"moments have {_bits(job)} bits": _bits(job) != 32,
-        f"strategy is {job.strategy.type}": job.strategy.type != "ddp",
+        f"strategy is {job.strategy.type}": not _can(job).split_weights,
         f"there are {_processes(job)} ranks": _processes(job) > 1,
     }
     return " and ".join(reason for reason, holds in reasons.items() if holds)
-
-
-def _offload(job: Job) -> ZeRO:
-    """Where DeepSpeed is to keep what; nowhere else than usual under other strategies."""
-    return job.strategy.zero_optimization if isinstance(job.strategy, DeepSpeed) else ZeRO()
-
-
-def _cuts_the_model(job: Job) -> bool:
-    mesh = job.strategy.mesh(_processes(job))
-    return mesh.data_ranks != mesh.size
 
 
 def _leaks(job: Job) -> list[str]:
     """What is named on both sides. Two splits of one data set may be."""
     held_out = {(source.path, source.split) for source in job.data.eval}
     return [one.path for one in job.data.train if (one.path, one.split) in held_out]
+
+
+# What a strategy can do ---------------------------------------------------------------------------
+
+
+def _can(job: Job) -> Capabilities:
+    return job.strategy.capabilities
+
+
+def _asked(job: Job, key: KeyPath) -> str:
+    """The value at a key; nothing where a job has no such key, or `auto`."""
+    value: object = job
+    for part in key:
+        value = getattr(value, str(part), "")
+    return "" if value == "auto" else str(value)
+
+
+def _takes(name: str, key: KeyPath, support: Callable[[Capabilities], Support]) -> Rule:
+    """A rule: the value at a key is one that the strategy takes."""
+
+    def refusal(job: Job) -> Refusal:
+        return support(_can(job)).refusals.get(_asked(job, key), Refusal(""))
+
+    def fact(job: Job) -> str:
+        asked, taken = _asked(job, key), _either(support(_can(job)).values)
+        return refusal(job).fact or f"is {asked}, and strategy {job.strategy.type} takes {taken}"
+
+    def fix(job: Job) -> str:
+        asked = _asked(job, key)
+        here = f"set {dotted(key)}: {_either(support(_can(job)).values)}"
+        if refusal(job).fix:
+            return f"{refusal(job).fix}, or {here}"
+        return here + _or_use(lambda each: asked in support(each.capabilities))
+
+    def broken(job: Job) -> bool:
+        asked = _asked(job, key)
+        return bool(asked) and asked not in support(_can(job))
+
+    return Rule(name, key, broken, fact, fix)
+
+
+def _allows(
+    name: str,
+    key: KeyPath,
+    wanted: Callable[[Job], bool],
+    can: Callable[[Capabilities], Can],
+    unable: str,
+    without: str,
+) -> Rule:
+    """A rule: what is asked for by a key is something that the strategy can do."""
+
+    def fact(job: Job) -> str:
+        found = can(_can(job))
+        return (
+            found.fact if isinstance(found, Refusal) else f"strategy {job.strategy.type} {unable}"
+        )
+
+    return Rule(
+        name,
+        key,
+        lambda job: wanted(job) and not can(_can(job)),
+        fact,
+        lambda job: without + _or_use(lambda each: can(each.capabilities)),
+    )
+
+
+def _or_use(can: Callable[[Strategy], object]) -> str:
+    """The end of a fix: strategies that can, if there are any."""
+    names = [each.written() for each in strategies_that(can)]
+    return f", or use strategy: {_either(names)}" if names else ""
+
+
+def _offloading() -> str:
+    """The end of a fix: what keeps optimizer states of several GPUs in CPU memory."""
+    several = Devices(nodes=1, per_node=2, gpu=True)
+    offered = [each for kind in STRATEGIES.values() for each in kind.remedies(several)]
+    names = [each.written() for each in offered if "optim" in each.layout().home]
+    return f"; with several GPUs use strategy: {_either(names)}" if names else ""
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 RULES: tuple[Rule, ...] = (
@@ -226,16 +281,6 @@ RULES: tuple[Rule, ...] = (
         "set train.precision: bf16, or model.quantization: none",
     ),
     Rule(
-        "fp8-needs-whole-weights",
-        ("model", "quantization"),
-        lambda job: job.model.quantization == "fp8" and job.strategy.type != "ddp",
-        lambda job: (
-            "fp8 multiplies with whole weights, each with a scale for its rows; "
-            f"{job.strategy.type} divides them"
-        ),
-        "use strategy: {type: ddp}, or set model.quantization: none",
-    ),
-    Rule(
         "new-tokens-are-trained",
         ("model", "add_tokens"),
         lambda job: bool(job.model.add_tokens) and not _trains_modules(job),
@@ -245,60 +290,15 @@ RULES: tuple[Rule, ...] = (
         ),
         "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
     ),
-    Rule(
-        "hybrid-has-replicas",
-        ("strategy", "sharding"),
-        lambda job: _groups(job).sharding == "hybrid" and _groups(job).replicas is None,
-        lambda job: "hybrid repeats groups of ranks, and nothing says how many there are",
-        "set replicas, best to the number of nodes, or sharding: full",
-    ),
-    Rule(
-        "replicas-are-hybrid",
-        ("strategy", "replicas"),
-        lambda job: _groups(job).sharding == "full" and (_groups(job).replicas or 1) > 1,
-        lambda job: f"sharding: full has one group of ranks, not {_groups(job).replicas}",
-        "set sharding: hybrid, or leave replicas out",
-    ),
-    Rule(
-        "schedule-has-stages",
-        ("strategy", "schedule"),
-        lambda job: _groups(job).schedule != "1f1b" and _groups(job).pipeline == 1,
-        lambda job: f"{_groups(job).schedule} is an order of stages, and pipeline: 1 has but one",
-        "set pipeline to the number of stages, or leave schedule out",
-    ),
-    Rule(
-        "chunks-are-interleaved",
-        ("strategy", "chunks"),
-        lambda job: _chunks(job) is not None,
-        lambda job: f"only interleaved gives each rank a number of stages, here {_chunks(job)}",
-        "set schedule: interleaved, or leave chunks out",
-    ),
-    Rule(
-        "fsdp-has-no-loss-scale",
-        ("train", "precision"),
-        lambda job: job.strategy.type == "fsdp" and job.train.precision == "fp16",
-        lambda job: "fp16 needs a loss scale on which all shards agree; fsdp here has none",
-        "set train.precision: bf16, or use strategy: {type: deepspeed}",
-    ),
-    Rule(
-        "quantized-weights-stay-in-memory",
-        ("model", "quantization"),
-        lambda job: _packed(job) and _offload(job).offload_param.device == "nvme",
-        lambda job: (
-            f"weights in {job.model.quantization}, and zero_optimization.offload_param into files: "
-            "DeepSpeed reads them back as numbers of the model's precision, which they are not"
-        ),
-        "set offload_param.device: cpu, or model.quantization: none",
-    ),
-    Rule(
-        "8-bit-moments-stay-on-the-device",
-        ("train", "optimizer", "bits"),
-        lambda job: _bits(job) == 8 and _offload(job).offload_optimizer.device != "none",
-        lambda job: (
-            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
-            "share would be unpacked to 32 bits in every update"
-        ),
-        "set train.optimizer.bits: 32, or offload_optimizer.device: none",
+    _takes("strategy-takes-precision", ("train", "precision"), lambda can: can.precisions),
+    _takes("strategy-takes-quantization", ("model", "quantization"), lambda can: can.quantizations),
+    _takes("strategy-takes-adapter", ("adapter", "type"), lambda can: can.adapters),
+    _takes("strategy-takes-variant", ("adapter", "variant"), lambda can: can.variants),
+    _takes("strategy-takes-bits", ("train", "optimizer", "bits"), lambda can: can.optimizer_bits),
+    _takes(
+        "strategy-takes-checkpointing",
+        ("train", "gradient_checkpointing"),
+        lambda can: can.checkpointing,
     ),
     Rule(
         "paged-where-one-gpu-trains-all",
@@ -308,59 +308,14 @@ RULES: tuple[Rule, ...] = (
             "a GPU reads the update's memory over the bus where it alone trains all weights in "
             f"bf16; here {_not_all(job)}"
         ),
-        "leave paged out; with several GPUs use strategy: {type: fsdp, offload: cpu}",
+        lambda job: f"leave paged out{_offloading()}",
     ),
-    Rule(
-        "tensor-has-no-loss-scale",
-        ("train", "precision"),
-        lambda job: (
-            job.strategy.type != "fsdp" and _slices(job) > 1 and job.train.precision == "fp16"
-        ),
-        lambda job: "fp16 needs a loss scale on which all slices agree; tensor here has none",
-        "set train.precision: bf16",
-    ),
-    Rule(
-        "tensor-slices-plain-weights",
-        ("model", "quantization"),
-        lambda job: _slices(job) > 1 and _packed(job),
-        lambda job: (
-            f"{job.model.quantization} packs weights in blocks that run across the borders of "
-            f"tensor({_slices(job)})'s slices"
-        ),
-        "set model.quantization: none, or use strategy: {type: fsdp}",
-    ),
-    Rule(
-        "tensor-has-no-dora",
-        ("adapter", "variant"),
-        lambda job: _slices(job) > 1 and _variant(job) == "dora",
-        lambda job: (
-            "dora measures whole columns of each weight in every forward pass; under "
-            f"tensor({_slices(job)}) a rank has slices of them"
-        ),
-        "use variant: plain, rslora or pissa",
-    ),
-    Rule(
-        "pipeline-has-no-loss-scale",
-        ("train", "precision"),
-        lambda job: (
-            job.strategy.type in ("pipeline", "layers")
-            and _slices(job) == 1
-            and job.train.precision == "fp16"
-        ),
-        lambda job: "fp16 needs a loss scale on which all stages agree; there is none here",
-        "set train.precision: bf16",
-    ),
-    Rule(
-        "compiled-layers-are-whole",
+    _allows(
+        "strategy-takes-compiled-layers",
         ("train", "kernels"),
-        lambda job: (
-            job.train.kernels == "compiled"
-            and (_cuts_the_model(job) or isinstance(job.strategy, DeepSpeed))
-        ),
-        lambda job: (
-            f"{job.strategy.type} reaches into layers while they run, where compiled ones are "
-            "closed"
-        ),
+        lambda job: job.train.kernels == "compiled",
+        lambda can: can.compiled_layers,
+        "computes layers as transformers writes them, not compiled ones",
         "set train.kernels: eager",
     ),
     Rule(
@@ -375,38 +330,21 @@ RULES: tuple[Rule, ...] = (
         ),
         "set train.gradient_checkpointing: mlp or most, or leave keep_layers out",
     ),
-    Rule(
-        "recomputed-layers-are-whole",
-        ("train", "gradient_checkpointing"),
-        lambda job: (
-            job.train.gradient_checkpointing in ("mlp", "most")
-            and (job.strategy.type not in ("ddp", "fsdp") or _cuts_the_model(job))
-        ),
-        lambda job: (
-            f"{job.train.gradient_checkpointing} chooses among the products of a whole layer; "
-            f"{job.strategy.type} sends messages between them"
-        ),
-        "set gradient_checkpointing: full or none, or use strategy: {type: ddp} or {type: fsdp}",
-    ),
-    Rule(
-        "activations-wait-under-ddp",
+    _allows(
+        "strategy-offloads-activations",
         ("train", "offload_activations"),
-        lambda job: job.train.offload_activations and job.strategy.type != "ddp",
-        lambda job: (
-            "activations wait in main memory where each rank has the whole model; "
-            f"{job.strategy.type} saves weights and messages among them"
-        ),
-        "leave it out, or use strategy: {type: ddp}; gradient_checkpointing: full saves most",
+        lambda job: job.train.offload_activations,
+        lambda can: can.activation_offload,
+        "keeps activations on the device",
+        "leave it out: gradient_checkpointing: full saves most",
     ),
-    Rule(
-        "zero-bubble-needs-whole-weights",
-        ("strategy", "tensor"),
-        lambda job: _schedule(job) == "zero_bubble" and _slices(job) > 1,
-        lambda job: (
-            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
-            f"can't do for the slices of tensor({_slices(job)})"
-        ),
-        "use schedule: interleaved, which waits little too, or tensor: 1",
+    _allows(
+        "strategy-resumes",
+        ("save", "every"),
+        lambda job: job.save.every > 0,
+        lambda can: can.resumes,
+        "writes no checkpoints that a run could go on from",
+        "set save.every: 0, which writes the result alone",
     ),
     Rule(
         "checkpoint-interval",
@@ -421,13 +359,9 @@ RULES: tuple[Rule, ...] = (
 def check(job: Job, place: Callable[[KeyPath], str], machine: Machine | None = None) -> None:
     """Raises JobError with every rule that the job breaks. Where it is to run on `machine`, which
     is this one, also with what it lacks."""
-    problems = [
-        Problem(place(rule.key), rule.fact(job), rule.fix) for rule in RULES if rule.broken(job)
-    ]
-    found: list[Problem] = []
-    problems += [Problem(place(("strategy",)), each.fact, each.fix) for each in _mesh_problems(job)]
-    if isinstance(job.strategy, DeepSpeed):
-        found += job.strategy.problems(_processes(job))
+    ranks = _processes(job)
+    problems = [rule.problem(job, place) for rule in RULES if rule.broken(job)]
+    found = job.strategy.problems(ranks)
     if machine is not None:
         found += _lacking(job, machine)
     problems += [
@@ -438,28 +372,16 @@ def check(job: Job, place: Callable[[KeyPath], str], machine: Machine | None = N
 
 
 def _lacking(job: Job, machine: Machine) -> list[Problem]:
-    """Packages that aren't installed, and what the strategy needs besides."""
-    needed = {
-        "strategy.type": ("deepspeed", "deepspeed", isinstance(job.strategy, DeepSpeed)),
-        "train.optimizer.bits": ("bitsandbytes", "quant", _bits(job) == 8),
-        "model.quantization": ("bitsandbytes", "quant", _packed(job)),
-    }
-    problems = [
-        Problem(place, f"{package} is not installed", f"pip install 'shardtune[{extra}]'")
-        for place, (package, extra, used) in needed.items()
-        if used and find_spec(package) is None
+    """Packages that aren't installed, and what the strategy lacks besides."""
+    quant = Need("bitsandbytes", "quant")
+    needed = [
+        *(("strategy.type", need) for need in _can(job).needs),
+        *([("train.optimizer.bits", quant)] if _bits(job) == 8 else []),
+        *([("model.quantization", quant)] if _packed(job) else []),
     ]
-    if isinstance(job.strategy, DeepSpeed):
-        problems += job.strategy.problems_here(gpu=machine.gpus > 0)
-    return problems
-
-
-def _mesh_problems(job: Job) -> tuple[Problem, ...]:
-    """A mesh that doesn't multiply out to the processes that are to be started."""
-    if isinstance(job.strategy, DeepSpeed):
-        return ()  # it has a word of its own for its groups
-    try:
-        job.strategy.mesh(_processes(job)).require(_processes(job))
-    except JobError as error:
-        return error.problems
-    return ()
+    problems = [
+        Problem(place, f"{need.package} is not installed", need.command)
+        for place, need in needed
+        if find_spec(need.package) is None
+    ]
+    return [*problems, *job.strategy.problems_here(gpu=machine.gpus > 0)]

@@ -20,6 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.capabilities import Refusal
 from shardtune.core.engine import Engine
 from shardtune.core.footprint import Held
 from shardtune.core.layout import State
@@ -31,7 +32,7 @@ from shardtune.engine.dtensor import local
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.measure.allocation_ledger import AllocationLedger
 from shardtune.measure.fake_world import fake_world
-from shardtune.parallel import DeepSpeed, Strategy
+from shardtune.parallel import Strategy
 from shardtune.plan.estimate.memory_timeline import MemoryClass, MemoryPhase
 
 DRY_RUN_STEPS = 2  # with the second, the optimizer's states are there from the start
@@ -77,15 +78,13 @@ def dry_run(
     lets logits be told from other activations. More than two micro-batches take no more memory
     than two.
     """
-    if isinstance(strategy, DeepSpeed):
-        fact = "DeepSpeed manages memory of its own, which fake tensors can't stand in for"
-        fix = "estimate without --dry-run; or set strategy.type: fsdp, which divides as stage 3"
-        raise JobError(Problem("strategy.type", fact, fix))
     mesh = strategy.mesh(ranks)
     mesh.require(ranks)
-    if mesh.size_of("pipeline") > 1:
-        fact = f"{mesh}: a stage waits for what others send, and here there is one rank"
-        raise JobError(Problem("strategy", fact, "estimate without --dry-run"))
+    if not (can := strategy.capabilities.dry_run):
+        fact, fix = f"{strategy.type} has no dry run", "estimate without --dry-run"
+        if isinstance(can, Refusal):
+            fact, fix = f"{mesh}: {can.fact}", f"{fix}; or {can.fix}" if can.fix else fix
+        raise JobError(Problem("strategy", fact, fix))
     batches = [micro_batch(rows, length, packed=packed)] * min(microbatches, 2)
     world = World(0, ranks, 0, "cuda" if torch.cuda.is_available() else "cpu")
     try:

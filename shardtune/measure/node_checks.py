@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Literal
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
 from shardtune.core.units import GIB
+from shardtune.parallel import packages_needed
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
 
 PACKAGES = (
-    "torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "deepspeed",
-    "bitsandbytes", "ray",
+    "torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "bitsandbytes", "ray",
 )  # fmt: skip
+"""Besides those that strategies need."""
 LITTLE_DISK, LITTLE_SHM, FEW_FILES = 10 * GIB, GIB, 4096
 SHARED = "/dev/shm"  # noqa: S108 - a file system in memory, which NCCL uses
-_SHOWN = ("Python", "torch", "transformers", "deepspeed")
+_SHOWN = ("Python", "torch", "transformers")
 CLOCK_TOLERANCE = 1.0  # seconds that clocks may be apart
 _WHOLE = 64 << 20  # bytes of a file that are always hashed; of a larger one so many in samples
 _SAMPLES = 64
@@ -89,7 +90,8 @@ def local_facts(job: Job | None) -> NodeFacts:
         sources = (*job.data.train, *job.data.eval)
         data = {source.label: _fingerprint(Path(source.path)) for source in sources}
         model = _fingerprint(Path(job.model.name).expanduser())
-    installed = {name: found for name in PACKAGES if (found := _version(name))}
+    wanted = (*PACKAGES, *packages_needed())
+    installed = {name: found for name in wanted if (found := _version(name))}
     return NodeFacts(
         host=platform.node(),
         versions={
@@ -180,7 +182,8 @@ def _alone(place: str, facts: NodeFacts) -> list[Finding]:
     gpus = f"{facts.gpus} x {facts.gpu}{driver}" if facts.gpus else "no GPU is visible"
     room = ", ".join(f"{free / GIB:,.0f} GiB for {name}" for name, free in facts.disk.items())
     versions = facts.versions
-    names = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if versions.get(name))
+    shown = (*_SHOWN, *packages_needed())
+    names = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
     fact = f"{gpus}; {facts.cores} cores, {facts.memory / GIB:,.0f} GiB"
     found.append(Finding("good", place, f"{fact}; free disk: {room}; {names}"))
     return found

@@ -1,11 +1,18 @@
-"""Axis rules that strategies compose: an axis of slices (tensor), an axis of stages (pipeline)."""
+"""Axis rules that strategies compose: an axis of slices (tensor), an axis of stages (pipeline).
+
+With each goes what a model and devices allow of it, for the planner to try.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from shardtune.core.layout import AxisRule, Move
+from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES, degrees_of
+from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.core.strategy import Devices
+from shardtune.errors import Problem
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -56,3 +63,26 @@ def pipelining(schedule: PipelineSchedule, chunks: int) -> Pipelining:
     """The schedule as arithmetic."""
     stages_of_a_rank = {"interleaved": chunks, "zero_bubble": 2}.get(schedule, 1)
     return Pipelining(schedule, stages_of_a_rank)
+
+
+def chunk_problems(schedule: PipelineSchedule, chunks: int, usual: int) -> list[Problem]:
+    """Stages of each rank, where somebody has set a number that the schedule has no use for."""
+    if schedule == "interleaved" or chunks == usual:
+        return []
+    fact = f"only interleaved gives each rank a number of stages, here {chunks}"
+    return [Problem("strategy.chunks", fact, "set schedule: interleaved, or leave chunks out")]
+
+
+def slice_degrees(shape: ModelShape, devices: Devices) -> list[int]:
+    """Over how many ranks of a node the layers of a model can be sliced."""
+    return [n for n in degrees_of(shape) if n > 1 and devices.per_node % n == 0]
+
+
+def stage_counts(shape: ModelShape, devices: Devices) -> list[int]:
+    """Over how many ranks the layers can be divided: powers of two. None where nobody has said how
+    the model is cut."""
+    if shape.family not in SHARDABLE_FAMILIES:
+        return []
+    deepest = min(shape.layers, devices.count)
+    powers = [1 << power for power in range(1, deepest.bit_length())]
+    return [n for n in powers if n <= deepest and devices.count % n == 0]

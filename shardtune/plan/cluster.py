@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from shardtune.core.strategy import Devices
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.plan.machine_profile import GpuFacts, LinkKind, Measured, Profile, read_profile
 
@@ -87,6 +88,11 @@ class Cluster:
     def gpus(self) -> int:
         """In all nodes."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def devices(self) -> Devices:
+        """As a strategy sees them, which asks for no link and no catalogue."""
+        return Devices(self.nodes, self.gpus_per_node, gpu=self.gpu.name != "CPU")
 
     @property
     def intra_node(self) -> Link:

@@ -12,7 +12,6 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.units import GIB
-from shardtune.parallel import DeepSpeed
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import Sent, group_of
 from shardtune.plan.estimate.memory import Memory, estimate_memory
@@ -213,12 +212,9 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     micro = -(
         -train.global_batch // (shares * microbatches)
     )  # rows are cut evenly: data/micro_batches.py
-    native = not isinstance(job.strategy, DeepSpeed)
-    # FSDP2 hands out weights in the precision of the computation: nothing is left to cast.
-    shared = "shard" in dict(mesh.axes)
-    halves = job.halves_weights(mesh.size)  # nor here, where weights are halves of fp32
-    autocast = native and not shared and not halves and train.precision != "fp32"
-    whole = mesh.data_ranks == mesh.size  # layers that are cut leave the logits to the model
+    can = job.strategy.capabilities
+    halves = job.halves_weights(mesh.size)  # which are computed with as they are
+    autocast = can.trained_weights == "autocast" and not halves and train.precision != "fp32"
     order = job.strategy.layout().pipelining
     packed = {"nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}.get(job.model.quantization)
     return Workload(
@@ -234,12 +230,12 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         offloaded=train.offload_activations,
         paged=job.pages_states(mesh.size),
         attention="eager" if job.model.attention == "eager" else "sdpa",
-        loss="pieces" if train.loss == "fused" and whole else "plain",
+        loss="pieces" if train.loss == "fused" and can.fused_loss else "plain",
         kernels="compiled" if train.kernels == "compiled" else "eager",
         counted=True,
         autocast=autocast,
         packed_inputs=False,
-        buckets=None if native else Buckets(),
+        buckets=Buckets() if can.send_buckets else None,
         sequence_parallel=mesh.size_of("tensor") > 1,
         pipelining=order or ALTERNATING,
     )
@@ -249,8 +245,8 @@ def widths(job: Job, microbatches: int, *, halves: bool) -> Widths:
     """Bytes a number under each engine: docs/adr/0004-precision.md says what is held in what."""
     compute = 4 if job.train.precision == "fp32" else 2
     moments = _moments(job)
-    if isinstance(job.strategy, DeepSpeed):
-        # Weights and gradients in the precision of the computation, masters in fp32.
+    if job.strategy.capabilities.trained_weights == "compute_precision":
+        # Gradients too, and masters in fp32.
         masters = 4.0 if job.strategy.layout().masters else 0.0
         return Widths(
             frozen=compute, trained=compute, gradients=compute, optimizer=masters + moments,

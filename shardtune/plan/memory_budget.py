@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardtune.config.auto import MICRO_BATCH, ResolvedJob, leaves_layers_alone, rows_of
+from shardtune.config.auto import MICRO_BATCH, ResolvedJob, rows_of
 from shardtune.config.job import Job
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Recompute
@@ -32,11 +32,9 @@ ABOUT_AS_FAST = 0.02
 """Share of a step's time that is no reason to take more rows."""
 
 
-def levels_of(job: Job, ranks: int) -> tuple[Recompute, ...]:
+def levels_of(job: Job) -> tuple[Recompute, ...]:
     """The levels that a job's engine has; where messages are sent inside layers, all or nothing."""
-    if leaves_layers_alone(job.strategy, job.strategy.mesh(ranks)):
-        return tuple(level for level in LEVELS if level not in BETWEEN)
-    return LEVELS
+    return tuple(level for level in LEVELS if level in job.strategy.capabilities.checkpointing)
 
 
 def at_level(job: Job, level: Recompute, kept: int = 0) -> Job:
@@ -71,10 +69,7 @@ def filled(found: Forecast) -> Forecast:
 
 def least(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """The fastest level that has room, or the leanest where none has."""
-    found = [
-        filled(forecast(at_level(job, level), shape, cluster))
-        for level in levels_of(job, cluster.gpus)
-    ]
+    found = [filled(forecast(at_level(job, level), shape, cluster)) for level in levels_of(job)]
     roomy = [each for each in found if has_room(each)]
     if roomy:
         return min(roomy, key=lambda each: each.speed.step.total)

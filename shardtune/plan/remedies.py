@@ -8,7 +8,7 @@ from typing import Any
 
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.core.model.shape import ModelShape
-from shardtune.parallel import FSDP, Strategy
+from shardtune.parallel import STRATEGIES, Strategy
 from shardtune.plan.cluster import Cluster, find_gpu, parse_cluster
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.memory_budget import BETWEEN, LEVELS
@@ -116,10 +116,9 @@ def _without_fp8(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
 
 
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:
-    if cluster.gpus > 1:
-        yield FSDP()
-    if cluster.gpu.name != "CPU":
-        yield FSDP(offload="cpu")
+    """What strategies offer to those for whom whole copies of a model are too much."""
+    for kind in STRATEGIES.values():
+        yield from kind.remedies(cluster.devices)
 
 
 def _other_results(
@@ -135,11 +134,12 @@ def _other_results(
         job = job.model_copy(update={"model": model})
         names = {**names, "model.quantization": "nf4"}
         yield names, job
-    if cluster.gpus > 1:
-        yield (
-            {**names, "strategy.type": "fsdp"},
-            job.model_copy(update={"strategy": FSDP()}),
-        )
+    for strategy in _sharded(cluster):
+        if not strategy.layout().home:  # nothing is offloaded, which costs more
+            yield (
+                {**names, "strategy.type": strategy.type, **_settings(strategy)},
+                job.model_copy(update={"strategy": strategy}),
+            )
     length = job.data.sequence_length
     while length > 512:
         length //= 2

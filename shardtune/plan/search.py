@@ -8,31 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
-from shardtune.config.auto import leaves_layers_alone
 from shardtune.config.job import Job
 from shardtune.config.rules import check
-from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES, degrees_of
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.strategy import Choice, Devices
 from shardtune.errors import JobError, ModelError
-from shardtune.parallel import DDP, FSDP, DeepSpeed, Pipeline, Strategy, Tensor
+from shardtune.parallel import STRATEGIES, Strategy
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.explain import ALIKE, praise_or_blame
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.memory_budget import BETWEEN, at_level, filled, levels_of, powers
 
 Aim = Literal["time", "cost", "memory"]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A strategy to try. Of each kind, which is the same with other degrees, the best is shown."""
-
-    kind: str
-    name: str
-    strategy: Strategy
 
 
 @dataclass(frozen=True)
@@ -69,15 +60,15 @@ def rank(
     cluster: Cluster,
     aim: Aim = "time",
     *,
-    deepspeed: bool = True,
+    installed_only: bool = False,
 ) -> Ranking:
     """Every strategy on all GPUs of the cluster, each with the settings that suit it best.
 
-    Without `deepspeed`, which may not be installed, only those of PyTorch.
+    Where it is to run here, only those of which all packages are installed.
     """
     found = []
-    for _, kind in groupby(choices(shape, cluster), key=lambda choice: choice.kind):
-        wanted = [each for each in kind if deepspeed or not isinstance(each.strategy, DeepSpeed)]
+    for _, kind in groupby(choices(shape, cluster.devices), key=lambda choice: choice.kind):
+        wanted = [each for each in kind if not installed_only or is_installed(each.strategy)]
         candidates = [_best(each, job, shape, cluster, aim) for each in wanted]
         if candidates:
             found.append(min(candidates, key=lambda each: _order(each, aim)))
@@ -95,58 +86,15 @@ def _why(each: Candidate, best: Forecast | None) -> str:
 # What is tried -----------------------------------------------------------------------------------
 
 
-def choices(shape: ModelShape, cluster: Cluster) -> Iterator[Choice]:
-    """The strategies worth trying on a cluster, the simplest first."""
-    cpu = {"device": "cpu"}
-    yield _only("ddp" if cluster.gpus > 1 else "one GPU", DDP())
-    if cluster.gpus > 1:
-        for stage in (1, 2, 3):
-            yield _only(f"zero{stage}", _zero(stage))
-        yield _only("fsdp", FSDP())
-        if cluster.nodes > 1:
-            yield _only("fsdp hybrid", FSDP(sharding="hybrid", replicas=cluster.nodes))
-            if cluster.gpus_per_node > 1:
-                size = cluster.gpus_per_node
-                yield _only("zero3 + hpZ", _zero(3, zero_hpz_partition_size=size))
-        yield from _cutting(shape, cluster)
-    if cluster.gpu.name == "CPU":
-        return  # all is in main memory anyway
-    yield _only("zero2, optimizer in main memory", _zero(2, offload_optimizer=cpu))
-    yield _only("fsdp, all in main memory", FSDP(offload="cpu"))
-    yield _only("zero3, all in main memory", _zero(3, offload_optimizer=cpu, offload_param=cpu))
+def choices(shape: ModelShape, devices: Devices) -> list[Choice]:
+    """The strategies worth trying on these devices, the simplest first."""
+    found = [each for kind in STRATEGIES.values() for each in kind.candidates(shape, devices)]
+    return sorted(found, key=lambda each: each.order)
 
 
-def _only(name: str, strategy: Strategy) -> Choice:
-    return Choice(name, name, strategy)
-
-
-def _zero(stage: int, **settings: Any) -> DeepSpeed:
-    return DeepSpeed.model_validate({"zero_optimization": {"stage": stage, **settings}})
-
-
-def _cutting(shape: ModelShape, cluster: Cluster) -> Iterator[Choice]:
-    """Strategies that cut the model itself: slices inside a node, stages anywhere."""
-    if shape.family not in SHARDABLE_FAMILIES:
-        yield Choice("cut", "tensor or pipeline", Tensor(degree=2))  # to be refused, with a reason
-        return
-    slices = [n for n in degrees_of(shape) if n > 1 and cluster.gpus_per_node % n == 0]
-    deepest = min(shape.layers, cluster.gpus)
-    stages = [n for n in powers(deepest) if n > 1 and cluster.gpus % n == 0]
-    for n in slices:
-        yield Choice("tensor", f"tensor({n})", Tensor(degree=n))
-    for n in slices:
-        if n < cluster.gpus:
-            yield Choice("fsdp + tensor", f"fsdp + tensor({n})", FSDP(tensor=n))
-    for n in stages:
-        yield Choice("pipeline", f"pipeline({n})", Pipeline(stages=n))
-    for n in stages:
-        if n < cluster.gpus:
-            yield Choice("fsdp + pipeline", f"fsdp + pipeline({n})", FSDP(pipeline=n))
-    most = max(slices, default=1)
-    for n in stages:
-        if most > 1 and cluster.gpus % (n * most) == 0:
-            name = f"pipeline({n}) + tensor({most})"
-            yield Choice("pipeline + tensor", name, Pipeline(stages=n, tensor=most))
+def is_installed(strategy: Strategy) -> bool:
+    """Whether all packages are here that it needs."""
+    return all(find_spec(need.package) for need in strategy.capabilities.needs)
 
 
 def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Aim) -> Candidate:
@@ -178,13 +126,13 @@ def tried(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast | str:
 
 def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
     launch = job.launch.with_processes(cluster.gpus)
-    mesh = strategy.mesh(cluster.gpus)
-    rows = -(-job.train.global_batch // mesh.data_ranks)
-    plain = {"kernels": "eager", "loss": "plain"} if leaves_layers_alone(strategy, mesh) else {}
+    rows = -(-job.train.global_batch // strategy.mesh(cluster.gpus).data_ranks)
+    fast = strategy.capabilities.compiled_layers
+    plain = {} if fast else {"kernels": "eager", "loss": "plain"}
     for micro in powers(rows):
         train = job.train.model_copy(update={"micro_batch": micro, **plain})
         each = job.model_copy(update={"strategy": strategy, "train": train, "launch": launch})
-        for level in levels_of(each, cluster.gpus):
+        for level in levels_of(each):
             if level not in BETWEEN or train.kernels == "compiled":
                 yield at_level(each, level)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from shardtune.config.auto import MICRO_BATCH, Planner, ResolvedJob
@@ -15,7 +14,6 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.core.units import GIB
 from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, ModelError, Problem
-from shardtune.parallel import AutoStrategy
 from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import Forecast, forecast
@@ -111,7 +109,7 @@ def planner_here(
     """
 
     def plan(job: Job) -> ResolvedJob:
-        if isinstance(job.strategy, AutoStrategy):
+        if job.strategy.planned:
             return _with_strategy(job, shape_of(job.model), _cluster(job, machine, nodes))
         kept = _as_begun(job, machine, nodes, begun) if begun is not None else None
         job, reasons = (kept.job, kept.reasons) if kept is not None else (job, {})
@@ -146,7 +144,7 @@ def _as_begun(
 
 
 def _with_strategy(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
-    ranking = rank(job, shape, cluster, deepspeed=find_spec("deepspeed") is not None)
+    ranking = rank(job, shape, cluster, installed_only=True)
     best = ranking.best
     if best is None or best.found is None:
         first = ranking.candidates[0]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardtune.cli import main as cli
-from shardtune.cli.doctor_command import RULE_BITS, _job, about_links, gathers_everywhere
+from shardtune.cli.doctor_command import RULE_BITS, _job, about_links
 from shardtune.cli.main import main
 from shardtune.core.units import GIB
 from shardtune.measure import node_checks as checkup
@@ -96,7 +96,7 @@ LINK = MeasuredLink(0, 1, gbps=0.2, milliseconds=0.1, clock_seconds=0.0)
 def test_the_rule_for_weights_that_are_gathered_from_all_nodes() -> None:
     """48 bits x parameters / nodes, as the rule says; the tiny model has 109,120 parameters."""
     job = make_job(strategy={"type": "fsdp"}, launch={"processes": 4}, train={"micro_batch": 1})
-    assert gathers_everywhere(job)
+    assert job.strategy.capabilities.gathers_from_all_nodes
     found = about_links([LINK], job, 2, None)[-1]
     from shardtune.plan.model_config import shape_of
 
@@ -107,8 +107,9 @@ def test_the_rule_for_weights_that_are_gathered_from_all_nodes() -> None:
 
 def test_hybrid_sharding_does_not_gather_between_nodes() -> None:
     hybrid = {"type": "fsdp", "sharding": "hybrid", "replicas": 2}
-    assert not gathers_everywhere(make_job(strategy=hybrid))
-    assert not gathers_everywhere(make_job(strategy={"type": "ddp"}))
+    for strategy in (hybrid, {"type": "ddp"}):
+        job = make_job(strategy=strategy)
+        assert not job.strategy.capabilities.gathers_from_all_nodes
 
 
 def test_a_link_slower_than_expected_and_a_wrong_clock_are_said() -> None:

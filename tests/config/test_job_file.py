@@ -12,7 +12,7 @@ from shardtune.config.job import AdamW, Job, LocalLaunch
 from shardtune.config.job_file import LoadedJob, _all_keys, leaves, load_job
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
-from shardtune.parallel import AutoStrategy
+from shardtune.parallel.auto.strategy import AutoStrategy
 from tests.jobs import LINE, SECTIONS, job_text, write_job
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
 from shardtune.config.rules import RULES, check
+from shardtune.core.capabilities import Capabilities, Support
 from shardtune.core.machine import Machine
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, Problem
+from shardtune.parallel.ddp.strategy import DDP
 from tests.jobs import make_job
 
 
@@ -107,18 +109,6 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set train.precision: bf16, or model.quantization: none",
         ),
     ),
-    "fp8-needs-whole-weights": (
-        {
-            "model": {"name": "m", "quantization": "fp8"},
-            "adapter": {"type": "lora"},
-            "strategy": {"type": "fsdp"},
-        },
-        Problem(
-            "model.quantization",
-            "fp8 multiplies with whole weights, each with a scale for its rows; fsdp divides them",
-            "use strategy: {type: ddp}, or set model.quantization: none",
-        ),
-    ),
     "new-tokens-are-trained": (
         {"model": {"name": "m", "add_tokens": ["<|a|>", "<|b|>"]}, "adapter": {"type": "lora"}},
         Problem(
@@ -126,71 +116,6 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "<|a|>, <|b|> would never come to mean anything: an adapter (lora) by itself doesn't "
             "train the embedding",
             "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
-        ),
-    ),
-    "hybrid-has-replicas": (
-        {"strategy": {"type": "fsdp", "sharding": "hybrid"}},
-        Problem(
-            "strategy.sharding",
-            "hybrid repeats groups of ranks, and nothing says how many there are",
-            "set replicas, best to the number of nodes, or sharding: full",
-        ),
-    ),
-    "replicas-are-hybrid": (
-        {"strategy": {"type": "fsdp", "replicas": 2}, "launch": {"processes": 4}},
-        Problem(
-            "strategy.replicas",
-            "sharding: full has one group of ranks, not 2",
-            "set sharding: hybrid, or leave replicas out",
-        ),
-    ),
-    "schedule-has-stages": (
-        {"strategy": {"type": "fsdp", "schedule": "gpipe"}},
-        Problem(
-            "strategy.schedule",
-            "gpipe is an order of stages, and pipeline: 1 has but one",
-            "set pipeline to the number of stages, or leave schedule out",
-        ),
-    ),
-    "chunks-are-interleaved": (
-        {"strategy": {"type": "pipeline", "stages": 2, "chunks": 4}, "launch": {"processes": 2}},
-        Problem(
-            "strategy.chunks",
-            "only interleaved gives each rank a number of stages, here 4",
-            "set schedule: interleaved, or leave chunks out",
-        ),
-    ),
-    "fsdp-has-no-loss-scale": (
-        {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
-        Problem(
-            "train.precision",
-            "fp16 needs a loss scale on which all shards agree; fsdp here has none",
-            "set train.precision: bf16, or use strategy: {type: deepspeed}",
-        ),
-    ),
-    "quantized-weights-stay-in-memory": (
-        {
-            "model": {"name": "m", "quantization": "nf4"},
-            "adapter": {"type": "lora"},
-            "strategy": zero(stage=3, offload_param={"device": "nvme", "nvme_path": "swap"}),
-        },
-        Problem(
-            "model.quantization",
-            "weights in nf4, and zero_optimization.offload_param into files: DeepSpeed reads them "
-            "back as numbers of the model's precision, which they are not",
-            "set offload_param.device: cpu, or model.quantization: none",
-        ),
-    ),
-    "8-bit-moments-stay-on-the-device": (
-        {
-            "strategy": zero(stage=2, offload_optimizer={"device": "cpu"}),
-            "train": {"optimizer": {"type": "adamw", "bits": 8}},
-        },
-        Problem(
-            "train.optimizer.bits",
-            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
-            "share would be unpacked to 32 bits in every update",
-            "set train.optimizer.bits: 32, or offload_optimizer.device: none",
         ),
     ),
     "paged-where-one-gpu-trains-all": (
@@ -208,108 +133,12 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "leave paged out; with several GPUs use strategy: {type: fsdp, offload: cpu}",
         ),
     ),
-    "tensor-has-no-loss-scale": (
-        {
-            "strategy": {"type": "tensor", "degree": 2},
-            "launch": {"processes": 2},
-            "train": {"precision": "fp16"},
-        },
-        Problem(
-            "train.precision",
-            "fp16 needs a loss scale on which all slices agree; tensor here has none",
-            "set train.precision: bf16",
-        ),
-    ),
-    "tensor-slices-plain-weights": (
-        {
-            "model": {"name": "m", "quantization": "nf4"},
-            "adapter": {"type": "lora"},
-            "strategy": {"type": "fsdp", "tensor": 2},
-            "launch": {"processes": 4},
-        },
-        Problem(
-            "model.quantization",
-            "nf4 packs weights in blocks that run across the borders of tensor(2)'s slices",
-            "set model.quantization: none, or use strategy: {type: fsdp}",
-        ),
-    ),
-    "tensor-has-no-dora": (
-        {
-            "adapter": {"type": "lora", "variant": "dora"},
-            "strategy": {"type": "tensor", "degree": 2},
-            "launch": {"processes": 2},
-        },
-        Problem(
-            "adapter.variant",
-            "dora measures whole columns of each weight in every forward pass; under tensor(2) a "
-            "rank has slices of them",
-            "use variant: plain, rslora or pissa",
-        ),
-    ),
-    "pipeline-has-no-loss-scale": (
-        {
-            "strategy": {"type": "pipeline", "stages": 2},
-            "launch": {"processes": 2},
-            "train": {"precision": "fp16"},
-        },
-        Problem(
-            "train.precision",
-            "fp16 needs a loss scale on which all stages agree; there is none here",
-            "set train.precision: bf16",
-        ),
-    ),
-    "compiled-layers-are-whole": (
-        {
-            "strategy": {"type": "tensor", "degree": 2},
-            "launch": {"processes": 2},
-            "train": {"kernels": "compiled"},
-        },
-        Problem(
-            "train.kernels",
-            "tensor reaches into layers while they run, where compiled ones are closed",
-            "set train.kernels: eager",
-        ),
-    ),
     "kept-layers-are-of-those-recomputed": (
         {"train": {"keep_layers": 4}},
         Problem(
             "train.keep_layers",
             "is 4, but gradient_checkpointing: none treats all layers alike",
             "set train.gradient_checkpointing: mlp or most, or leave keep_layers out",
-        ),
-    ),
-    "recomputed-layers-are-whole": (
-        {
-            "strategy": {"type": "fsdp", "tensor": 2},
-            "launch": {"processes": 4},
-            "train": {"gradient_checkpointing": "mlp"},
-        },
-        Problem(
-            "train.gradient_checkpointing",
-            "mlp chooses among the products of a whole layer; fsdp sends messages between them",
-            "set gradient_checkpointing: full or none, or use strategy: {type: ddp} or "
-            "{type: fsdp}",
-        ),
-    ),
-    "activations-wait-under-ddp": (
-        {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},
-        Problem(
-            "train.offload_activations",
-            "activations wait in main memory where each rank has the whole model; fsdp saves "
-            "weights and messages among them",
-            "leave it out, or use strategy: {type: ddp}; gradient_checkpointing: full saves most",
-        ),
-    ),
-    "zero-bubble-needs-whole-weights": (
-        {
-            "strategy": {"type": "pipeline", "stages": 2, "schedule": "zero_bubble", "tensor": 2},
-            "launch": {"processes": 4},
-        },
-        Problem(
-            "strategy.tensor",
-            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
-            "can't do for the slices of tensor(2)",
-            "use schedule: interleaved, which waits little too, or tensor: 1",
         ),
     ),
     "checkpoint-interval": (
@@ -333,8 +162,10 @@ def problems(job: Job) -> tuple[Problem, ...]:
     return caught.value.problems
 
 
-def test_every_rule_is_in_the_table() -> None:
-    assert [rule.name for rule in RULES] == list(BROKEN)
+def test_every_rule_is_in_a_table() -> None:
+    of_strategies = {rule for rule, *_ in REFUSED.values()} | {*GENERIC}
+    assert {rule.name for rule in RULES} == {*BROKEN} | of_strategies
+    assert not {*BROKEN} & of_strategies
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -343,6 +174,277 @@ def test_a_rule_that_is_broken_says_so(name: str) -> None:
     job = resolved(**sections)
     assert {rule.name for rule in RULES if rule.broken(job)} == {name}
     assert told in problems(job)
+
+
+# What a strategy can't do: the rule that says so, the sections, and the problem that is told.
+REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
+    "fsdp has no loss scale": (
+        "strategy-takes-precision",
+        {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all shards agree; fsdp here has none",
+            "set train.precision: fp32 or bf16, or use strategy: {type: ddp} or {type: deepspeed}",
+        ),
+    ),
+    "tensor has no loss scale": (
+        "strategy-takes-precision",
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all slices agree; tensor here has none",
+            "set train.precision: fp32 or bf16, or use strategy: {type: ddp} or {type: deepspeed}",
+        ),
+    ),
+    "pipeline has no loss scale": (
+        "strategy-takes-precision",
+        {
+            "strategy": {"type": "pipeline", "stages": 2},
+            "launch": {"processes": 2},
+            "train": {"precision": "fp16"},
+        },
+        Problem(
+            "train.precision",
+            "fp16 needs a loss scale on which all stages agree; there is none here",
+            "set train.precision: fp32 or bf16, or use strategy: {type: ddp} or {type: deepspeed}",
+        ),
+    ),
+    "fp8 needs whole weights": (
+        "strategy-takes-quantization",
+        {
+            "model": {"name": "m", "quantization": "fp8"},
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp"},
+        },
+        Problem(
+            "model.quantization",
+            "fp8 multiplies with whole weights, each with a scale for its rows; fsdp divides them",
+            "set model.quantization: none, nf4 or int8, or use strategy: {type: ddp}",
+        ),
+    ),
+    "quantised weights stay in memory": (
+        "strategy-takes-quantization",
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora"},
+            "strategy": zero(stage=3, offload_param={"device": "nvme", "nvme_path": "swap"}),
+        },
+        Problem(
+            "model.quantization",
+            "weights in nf4, and zero_optimization.offload_param into files: DeepSpeed reads them "
+            "back as numbers of the model's precision, which they are not",
+            "set offload_param.device: cpu, or set model.quantization: none",
+        ),
+    ),
+    "tensor slices plain weights": (
+        "strategy-takes-quantization",
+        {
+            "model": {"name": "m", "quantization": "nf4"},
+            "adapter": {"type": "lora"},
+            "strategy": {"type": "fsdp", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "model.quantization",
+            "nf4 packs weights in blocks that run across the borders of tensor(2)'s slices",
+            "set model.quantization: none, or use strategy: {type: ddp}, {type: deepspeed} or"
+            " {type: fsdp}",
+        ),
+    ),
+    "8-bit moments stay on the device": (
+        "strategy-takes-bits",
+        {
+            "strategy": zero(stage=2, offload_optimizer={"device": "cpu"}),
+            "train": {"optimizer": {"type": "adamw", "bits": 8}},
+        },
+        Problem(
+            "train.optimizer.bits",
+            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
+            "share would be unpacked to 32 bits in every update",
+            "set offload_optimizer.device: none, or set train.optimizer.bits: 32",
+        ),
+    ),
+    "tensor has no dora": (
+        "strategy-takes-variant",
+        {
+            "adapter": {"type": "lora", "variant": "dora"},
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+        },
+        Problem(
+            "adapter.variant",
+            "dora measures whole columns of each weight in every forward pass; under tensor(2) a "
+            "rank has slices of them",
+            "set adapter.variant: plain, rslora or pissa, or use strategy: {type: ddp}, "
+            "{type: deepspeed} or {type: fsdp}",
+        ),
+    ),
+    "compiled layers are whole": (
+        "strategy-takes-compiled-layers",
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"kernels": "compiled"},
+        },
+        Problem(
+            "train.kernels",
+            "tensor reaches into layers while they run, where compiled ones are closed",
+            "set train.kernels: eager, or use strategy: {type: ddp} or {type: fsdp}",
+        ),
+    ),
+    "recomputed layers are whole": (
+        "strategy-takes-checkpointing",
+        {
+            "strategy": {"type": "fsdp", "tensor": 2},
+            "launch": {"processes": 4},
+            "train": {"gradient_checkpointing": "mlp"},
+        },
+        Problem(
+            "train.gradient_checkpointing",
+            "mlp chooses among the products of a whole layer; fsdp sends messages between them",
+            "set train.gradient_checkpointing: none or full, or use strategy: {type: ddp} or "
+            "{type: fsdp}",
+        ),
+    ),
+    "activations wait under ddp": (
+        "strategy-offloads-activations",
+        {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},
+        Problem(
+            "train.offload_activations",
+            "activations wait in main memory where each rank has the whole model; fsdp saves "
+            "weights and messages among them",
+            "leave it out: gradient_checkpointing: full saves most, or use strategy: {type: ddp}",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_strategy_can_not_do_is_refused_in_its_own_words(name: str) -> None:
+    rule, sections, told = REFUSED[name]
+    job = resolved(**sections)
+    assert {each.name for each in RULES if each.broken(job)} == {rule}
+    assert told in problems(job)
+
+
+class Poor(DDP):
+    """A strategy that can do next to nothing and says nothing about it."""
+
+    type: Literal["poor"] = "poor"  # type: ignore[assignment]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        little = {"precisions": "bf16", "quantizations": "none", "adapters": "none"}
+        little |= {"variants": "plain", "optimizer_bits": "32", "checkpointing": "none"}
+        supports = {name: Support((value,)) for name, value in little.items()}
+        return Capabilities(**supports, resumes=False)  # type: ignore[arg-type]
+
+
+# Of each rule the sections that break it, and the problem in words that fit any strategy.
+GENERIC: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
+    "strategy-takes-precision": (
+        {"train": {"precision": "fp32"}},
+        Problem(
+            "train.precision",
+            "is fp32, and strategy poor takes bf16",
+            "set train.precision: bf16, or use strategy: {type: ddp}, {type: deepspeed} or "
+            "{type: fsdp}",
+        ),
+    ),
+    "strategy-takes-adapter": (
+        {"adapter": {"type": "ia3"}},
+        Problem(
+            "adapter.type",
+            "is ia3, and strategy poor takes none",
+            "set adapter.type: none, or use strategy: {type: ddp}, {type: deepspeed} or "
+            "{type: fsdp}",
+        ),
+    ),
+    "strategy-takes-compiled-layers": (
+        {"train": {"kernels": "compiled"}},
+        Problem(
+            "train.kernels",
+            "strategy poor computes layers as transformers writes them, not compiled ones",
+            "set train.kernels: eager, or use strategy: {type: ddp} or {type: fsdp}",
+        ),
+    ),
+    "strategy-resumes": (
+        {"save": {"every": 5}},
+        Problem(
+            "save.every",
+            "strategy poor writes no checkpoints that a run could go on from",
+            "set save.every: 0, which writes the result alone, or use strategy: {type: ddp}, "
+            "{type: deepspeed} or {type: fsdp}",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_a_strategy_that_gives_no_reason_is_refused_all_the_same(name: str) -> None:
+    sections, told = GENERIC[name]
+    job = resolved(**sections).model_copy(update={"strategy": Poor()})
+    assert {each.name for each in RULES if each.broken(job)} == {name}
+    assert problems(job) == (told,)
+
+
+# What is wrong with a strategy's own fields, which it says itself.
+OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
+    "hybrid has replicas": (
+        {"strategy": {"type": "fsdp", "sharding": "hybrid"}},
+        Problem(
+            "strategy.sharding",
+            "hybrid repeats groups of ranks, and nothing says how many there are",
+            "set replicas, best to the number of nodes, or sharding: full",
+        ),
+    ),
+    "replicas are hybrid": (
+        {"strategy": {"type": "fsdp", "replicas": 2}, "launch": {"processes": 4}},
+        Problem(
+            "strategy.replicas",
+            "sharding: full has one group of ranks, not 2",
+            "set sharding: hybrid, or leave replicas out",
+        ),
+    ),
+    "schedule has stages": (
+        {"strategy": {"type": "fsdp", "schedule": "gpipe"}},
+        Problem(
+            "strategy.schedule",
+            "gpipe is an order of stages, and pipeline: 1 has but one",
+            "set pipeline to the number of stages, or leave schedule out",
+        ),
+    ),
+    "chunks are interleaved": (
+        {"strategy": {"type": "pipeline", "stages": 2, "chunks": 4}, "launch": {"processes": 2}},
+        Problem(
+            "strategy.chunks",
+            "only interleaved gives each rank a number of stages, here 4",
+            "set schedule: interleaved, or leave chunks out",
+        ),
+    ),
+    "zero bubble needs whole weights": (
+        {
+            "strategy": {"type": "pipeline", "stages": 2, "schedule": "zero_bubble", "tensor": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "strategy.tensor",
+            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
+            "can't do for the slices of tensor(2)",
+            "use schedule: interleaved, which waits little too, or tensor: 1",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_strategy_says_what_is_wrong_with_its_own_fields(name: str) -> None:
+    sections, told = OWN[name]
+    assert problems(resolved(**sections)) == (told,)
 
 
 def test_all_that_is_broken_is_told_at_once() -> None:

@@ -28,7 +28,8 @@ from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
 from shardtune.measure.collective_counter import CollectiveCounter
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.parallel import DDP, Strategy
+from shardtune.parallel import Strategy
+from shardtune.parallel.ddp.strategy import DDP
 from tests.conformance.slices import sliced
 from tests.conformance.stages import place_of
 from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MODELS, SWAP, Row

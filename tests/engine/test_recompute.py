@@ -14,7 +14,8 @@ from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.parallel import DDP, FSDP
+from shardtune.parallel.ddp.strategy import DDP
+from shardtune.parallel.fsdp.strategy import FSDP
 from tests.models.families import write
 from tests.parallel.test_pipeline_engine import step
 from tests.ranks import on_ranks

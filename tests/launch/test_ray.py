@@ -18,7 +18,7 @@ from shardtune.cli.main import main
 from shardtune.config.job import LocalLaunch, RayLaunch
 from shardtune.config.job_file import load_job
 from shardtune.errors import JobError
-from shardtune.parallel import DeepSpeed
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from tests.jobs import write_job
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,10 @@ from shardtune.errors import JobError
 from shardtune.measure.dry_run import DryRun, dry_run, micro_batch, replay
 from shardtune.models import tiny
 from shardtune.models.builder import MetaModelBuilder, PretrainedModelBuilder
-from shardtune.parallel import DDP, FSDP, DeepSpeed, Strategy
+from shardtune.parallel import Strategy
+from shardtune.parallel.ddp.strategy import DDP
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from shardtune.parallel.fsdp.strategy import FSDP
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.long

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardtune.core.layout import Move
-from shardtune.parallel import DDP
+from shardtune.parallel.ddp.strategy import DDP
 
 
 def test_nothing_is_divided_and_gradients_travel_once_a_step() -> None:

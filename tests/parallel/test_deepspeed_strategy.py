@@ -14,15 +14,16 @@ from shardtune.core.layout import Layout, Move
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.mesh import Mesh
 from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.core.strategy import JobFacts
 from shardtune.core.world import World
 from shardtune.errors import JobError
 from shardtune.parallel.deepspeed.derive_config import to_deepspeed
-from shardtune.parallel.deepspeed.json_file import Facts, Read, read
+from shardtune.parallel.deepspeed.json_file import Read, read
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "deepspeed"
 SETUP = EngineSetup("bf16", OptimizerSetup("adamw"), Schedule("cosine", 1e-3, 0, 10), None, 0, 2, 4)
-FACTS = Facts(
+FACTS = JobFacts(
     ranks=2,
     global_batch=16,
     micro_batch=2,
@@ -172,7 +173,7 @@ def test_fields_are_strict(zero: dict[str, Any]) -> None:
 # Files -------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, facts: Facts = FACTS) -> Read[DeepSpeed]:
+def read_file(path: Path, facts: JobFacts = FACTS) -> Read[DeepSpeed]:
     return read(DeepSpeed(config=str(path)), facts)
 
 

@@ -23,7 +23,8 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.parallel import DDP, Strategy
+from shardtune.parallel import Strategy
+from shardtune.parallel.ddp.strategy import DDP
 from tests.models.families import write
 from tests.ranks import on_ranks
 

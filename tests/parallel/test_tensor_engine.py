@@ -24,7 +24,8 @@ from shardtune.core.world import World
 from shardtune.engine.dtensor import local
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.parallel import DDP, Strategy
+from shardtune.parallel import Strategy
+from shardtune.parallel.ddp.strategy import DDP
 from tests.models import families
 from tests.ranks import on_ranks
 

@@ -17,7 +17,9 @@ from shardtune.core.model.parallel_plan import (
 )
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.errors import ModelError
-from shardtune.parallel import DDP, FSDP, Tensor
+from shardtune.parallel.ddp.strategy import DDP
+from shardtune.parallel.fsdp.strategy import FSDP
+from shardtune.parallel.tensor.strategy import Tensor
 
 
 def test_ranks_beyond_the_degree_have_rows_of_their_own() -> None:

@@ -98,11 +98,11 @@ def test_activations_wait_elsewhere_only_where_that_is_asked_for() -> None:
 
 
 def test_engines_that_work_inside_layers_know_all_or_nothing() -> None:
-    assert levels_of(job(), 1) == ("none", "mlp", "most", "full")
+    assert levels_of(job()) == ("none", "mlp", "most", "full")
     sliced = job().model_copy(
         update={"strategy": make_job(strategy={"type": "tensor", "degree": 2}).strategy}
     )
-    assert levels_of(sliced, 2) == ("none", "full")
+    assert levels_of(sliced) == ("none", "full")
 
 
 def test_the_reason_names_the_numbers(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_deepspeed_file_keeps_its_micro_batch(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}', encoding="utf-8")
     strategy = {"type": "deepspeed", "config": str(tmp_path / "ds.json")}
     given = make_job(strategy=strategy, train={"global_batch": 16}, launch={"processes": 1})
-    assert not memory_decides(given, MACHINE, 1)
+    assert not memory_decides(given, MACHINE)
     assert planned(given, MACHINE).job.train.micro_batch == 2
 
 

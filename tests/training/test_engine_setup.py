@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
-from shardtune.parallel import DDP
+from shardtune.parallel.ddp.strategy import DDP
 from shardtune.training.engine_setup import make_plan
 from tests.jobs import make_job
 

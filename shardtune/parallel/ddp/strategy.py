@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from shardtune.core.capabilities import Capabilities
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
-from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
+from shardtune.core.strategy import Choice, Devices, StrategyBase
 from shardtune.core.world import World
+from shardtune.parallel.capability_limits import WHOLE_COPIES
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
+    from shardtune.core.model.shape import ModelShape
 
 
-class DDP(Section):
+class DDP(StrategyBase):
     """Whole model on every rank; gradients are averaged once per step."""
 
     type: Literal["ddp"] = "ddp"
@@ -26,7 +30,16 @@ class DDP(Section):
     def layout(self) -> Layout:
         return Layout((AxisRule("data", moves=(Move("all_reduce", "grads", "step"),)),))
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return WHOLE_COPIES
+
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.ddp.engine import native_engine
 
         return native_engine(builder.whole(world.device), setup, world)
+
+    @classmethod
+    def candidates(cls, shape: ModelShape, devices: Devices) -> Iterator[Choice]:
+        name = "ddp" if devices.count > 1 else "one GPU"
+        yield Choice(name, name, cls(), 0)

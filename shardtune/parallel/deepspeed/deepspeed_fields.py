@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from shardtune.core.section import Section
+from shardtune.core.strategy import StrategyBase
 
 
 def _whole(value: object) -> object:
@@ -158,7 +159,7 @@ class AsyncIO(Section):
     """Copy between disk and GPU directly (NVIDIA GPUDirect Storage)."""
 
 
-class DeepSpeedFields(Section):
+class DeepSpeedFields(StrategyBase):
     """All that a job may say of DeepSpeed."""
 
     type: Literal["deepspeed"] = "deepspeed"

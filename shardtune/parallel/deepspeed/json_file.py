@@ -17,8 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from shardtune.core.lr_schedule import ScheduleKind
-from shardtune.core.setup import OptimizerSetup, Precision
+from shardtune.core.strategy import JobFacts
 from shardtune.core.yaml_document import KeyPath, dotted, parse_document
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
@@ -30,29 +29,6 @@ LARGEST_FILE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a job says about the values that such a file repeats."""
-
-    ranks: int
-    global_batch: int
-    micro_batch: int
-    precision: Precision
-    max_grad_norm: float | None
-    optimizer: OptimizerSetup
-    learning_rate: float
-    schedule: ScheduleKind
-    warmup_steps: int
-    steps: int | None
-    """None where only the data tells."""
-    hidden_size: int | None = None
-    """Width of the model, where it is known."""
-
-    @property
-    def accumulation(self) -> int:
-        return math.ceil(self.global_batch / (self.micro_batch * self.ranks))
-
-
-@dataclass(frozen=True)
 class Read(Generic[Chosen]):
     """The file as a strategy, and why each `auto` is what it is."""
 
@@ -61,7 +37,7 @@ class Read(Generic[Chosen]):
     """By the job's key, such as `train.learning_rate` or `strategy.zero_optimization.stage`."""
 
 
-def read(strategy: Chosen, facts: Facts) -> Read[Chosen]:
+def read(strategy: Chosen, facts: JobFacts) -> Read[Chosen]:
     """The strategy that `strategy.config` describes. Raises JobError with every problem of it."""
     assert strategy.config is not None
     others = sorted(strategy.model_fields_set - {"type", "config"})
@@ -101,7 +77,7 @@ class _Owned:
     """Where the value is computed: how."""
 
 
-def _owned(facts: Facts) -> dict[KeyPath, _Owned]:
+def _owned(facts: JobFacts) -> dict[KeyPath, _Owned]:
     rows, ranks, accumulation = facts.micro_batch, facts.ranks, facts.accumulation
     optimizer = facts.optimizer
     return {
@@ -137,7 +113,7 @@ def _owned(facts: Facts) -> dict[KeyPath, _Owned]:
     }
 
 
-def _sized(facts: Facts) -> dict[KeyPath, tuple[int | None, str]]:
+def _sized(facts: JobFacts) -> dict[KeyPath, tuple[int | None, str]]:
     """`auto` sizes of ZeRO-3, by the rules of Hugging Face's Trainer, whose word `auto` is."""
     width = facts.hidden_size
     rules: dict[str, tuple[int | None, str]] = {
@@ -156,7 +132,7 @@ _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineL
 
 
 class _Reader(Generic[Chosen]):
-    def __init__(self, kind: type[Chosen], path: Path, facts: Facts) -> None:
+    def __init__(self, kind: type[Chosen], path: Path, facts: JobFacts) -> None:
         self.kind = kind
         self.path = path
         self.facts = facts

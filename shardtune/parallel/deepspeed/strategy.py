@@ -6,20 +6,27 @@ layout: `derive_config.py` derives the engine's settings from it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
+from shardtune.core.capabilities import Capabilities, Need, Refusal
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
+from shardtune.core.strategy import Choice, Devices, JobFacts, ResolvedStrategy
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
-from shardtune.parallel.deepspeed import limits
+from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, layers_as_written
+from shardtune.parallel.deepspeed import json_file, limits
 from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
 from shardtune.parallel.deepspeed.derive_config import to_deepspeed
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
+    from shardtune.core.model.shape import ModelShape
 
 STAGES: tuple[State, ...] = ("optim", "grads", "params")
 """What a stage divides: stage n the first n of these."""
@@ -65,6 +72,16 @@ class DeepSpeed(DeepSpeedFields):
         everywhere = AxisRule(WORLD, moves=(gather, reduce))
         return Layout((between, within, everywhere), home, masters)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        zero = self.zero_optimization
+        return _capabilities(
+            zero.offload_param.device == "nvme",
+            zero.offload_optimizer.device != "none",
+            zero.stage == 3 and zero.zero_hpz_partition_size == 1,
+            self.config is not None,
+        )
+
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.deepspeed.engine import DeepSpeedEngine
 
@@ -88,9 +105,75 @@ class DeepSpeed(DeepSpeedFields):
         zero = self.zero_optimization
         return [*limits.anywhere(zero), *limits.on_ranks(zero, ranks)]
 
+    def micro_batch(self, global_batch: int, ranks: int) -> tuple[int, str] | None:
+        return json_file.micro_batch(self, global_batch, ranks) if self.config is not None else None
+
+    def resolved(self, facts: JobFacts) -> ResolvedStrategy:
+        if self.config is None:
+            return ResolvedStrategy(self)
+        found = json_file.read(self, facts)
+        return ResolvedStrategy(found.strategy, found.reasons)
+
+    @classmethod
+    def candidates(cls, shape: ModelShape, devices: Devices) -> Iterator[Choice]:
+        if devices.count > 1:
+            for stage in (1, 2, 3):
+                yield cls._choice(f"zero{stage}", 10, stage=stage)
+        if devices.nodes > 1 and devices.per_node > 1:
+            size = devices.per_node
+            yield cls._choice("zero3 + hpZ", 21, stage=3, zero_hpz_partition_size=size)
+        if devices.gpu:
+            cpu = {"device": "cpu"}
+            name = "zero2, optimizer in main memory"
+            yield cls._choice(name, 40, stage=2, offload_optimizer=cpu)
+            name = "zero3, all in main memory"
+            yield cls._choice(name, 42, stage=3, offload_optimizer=cpu, offload_param=cpu)
+
+    @classmethod
+    def _choice(cls, name: str, order: int, **zero: Any) -> Choice:
+        return Choice(name, name, cls.model_validate({"zero_optimization": zero}), order)
+
     def problems_here(self, *, gpu: bool) -> list[Problem]:
         """What it can't do on this machine."""
         return limits.here(self.zero_optimization, gpu=gpu)
+
+
+@cache
+def _capabilities(files: bool, offload: bool, everywhere: bool, described: bool) -> Capabilities:
+    """With weights in files, an offloaded optimizer, weights gathered from all ranks, or a file
+    that describes it all."""
+    whole = layers_as_written(divided(WHOLE_COPIES, "deepspeed"), "deepspeed")
+    quantizations, bits = whole.quantizations, whole.optimizer_bits
+    if files:
+        fact = (
+            "and zero_optimization.offload_param into files: DeepSpeed reads them back as numbers "
+            "of the model's precision, which they are not"
+        )
+        fix = "set offload_param.device: cpu"
+        quantizations = quantizations.without(
+            {kind: Refusal(f"weights in {kind}, {fact}", fix) for kind in ("nf4", "int8")}
+        )
+    if offload:
+        fact = (
+            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
+            "share would be unpacked to 32 bits in every update"
+        )
+        bits = bits.without({"8": Refusal(fact, "set offload_optimizer.device: none")})
+    return replace(
+        whole,
+        quantizations=quantizations,
+        optimizer_bits=bits,
+        micro_batch_by_memory=not described,  # the file has a word in it
+        dry_run=Refusal(
+            "DeepSpeed manages memory of its own, which fake tensors can't stand in for",
+            "set strategy.type: fsdp, which divides as stage 3",
+        ),
+        offload={"params": ("cpu", "nvme"), "grads": ("cpu",), "optim": ("cpu", "nvme")},
+        trained_weights="compute_precision",
+        send_buckets=True,
+        gathers_from_all_nodes=everywhere,
+        needs=(Need("deepspeed", "deepspeed"),),
+    )
 
 
 _MOVES: dict[int, tuple[Move, ...]] = {

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from shardtune.core.capabilities import Capabilities, Refusal
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
-from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
+from shardtune.core.strategy import Choice, Devices, StrategyBase
 from shardtune.core.world import World
-from shardtune.parallel.axis_rules import pipeline_rule, pipelining, tensor_rule
+from shardtune.errors import Problem
+from shardtune.parallel.axis_rules import (
+    chunk_problems,
+    pipeline_rule,
+    pipelining,
+    slice_degrees,
+    stage_counts,
+    tensor_rule,
+)
+from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, sliced, staged
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
+    from shardtune.core.model.shape import ModelShape
 
 
-class FSDP(Section):
+class FSDP(StrategyBase):
     """Weights, gradients and optimizer states in shares; a layer is gathered when it is needed."""
 
     type: Literal["fsdp"] = "fsdp"
@@ -69,6 +83,28 @@ class FSDP(Section):
         order = pipelining(self.schedule, self.chunks)
         return Layout((pipeline_rule(), replicate, shard, *slices), home, pipelining=order)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return _capabilities(self.sharding == "full", self.tensor, self.pipeline)
+
+    def problems(self, ranks: int) -> list[Problem]:
+        found = []
+        if self.sharding == "hybrid" and self.replicas is None:
+            fact = "hybrid repeats groups of ranks, and nothing says how many there are"
+            fix = "set replicas, best to the number of nodes, or sharding: full"
+            found.append(Problem("strategy.sharding", fact, fix))
+        if self.sharding == "full" and (self.replicas or 1) > 1:
+            fact = f"sharding: full has one group of ranks, not {self.replicas}"
+            fix = "set sharding: hybrid, or leave replicas out"
+            found.append(Problem("strategy.replicas", fact, fix))
+        if self.schedule != "1f1b" and self.pipeline == 1:
+            fact = f"{self.schedule} is an order of stages, and pipeline: 1 has but one"
+            fix = "set pipeline to the number of stages, or leave schedule out"
+            found.append(Problem("strategy.schedule", fact, fix))
+        usual = int(type(self).model_fields["chunks"].default)
+        found += chunk_problems(self.schedule, self.chunks, usual)
+        return [*found, *super().problems(ranks)]
+
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.fsdp.engine import FSDPEngine
         from shardtune.parallel.pipeline.engine import PipelineEngine
@@ -81,3 +117,44 @@ class FSDP(Section):
             self.mesh(world.size),
             reshard_after_forward=self.reshard_after_forward,
         )
+
+    @classmethod
+    def candidates(cls, shape: ModelShape, devices: Devices) -> Iterator[Choice]:
+        if devices.count > 1:
+            yield Choice("fsdp", "fsdp", cls(), 11)
+        if devices.nodes > 1:
+            hybrid = cls(sharding="hybrid", replicas=devices.nodes)
+            yield Choice("fsdp hybrid", "fsdp hybrid", hybrid, 20)
+        for n in slice_degrees(shape, devices):
+            if n < devices.count:
+                yield Choice("fsdp + tensor", f"fsdp + tensor({n})", cls(tensor=n), 31)
+        for n in stage_counts(shape, devices):
+            if n < devices.count:
+                yield Choice("fsdp + pipeline", f"fsdp + pipeline({n})", cls(pipeline=n), 33)
+        if devices.gpu:
+            name = "fsdp, all in main memory"
+            yield Choice(name, name, cls(offload="cpu"), 41)
+
+    @classmethod
+    def remedies(cls, devices: Devices) -> Iterator[StrategyBase]:
+        if devices.count > 1:
+            yield cls()
+        if devices.gpu:
+            yield cls(offload="cpu")
+
+
+@cache
+def _capabilities(everywhere: bool, slices: int, stages: int) -> Capabilities:
+    name = "fsdp"
+    fp16 = Refusal("fp16 needs a loss scale on which all shards agree; fsdp here has none")
+    found = replace(
+        divided(WHOLE_COPIES, name),
+        precisions=WHOLE_COPIES.precisions.without({"fp16": fp16}),
+        combines=frozenset({"tensor", "pipeline"}),
+        offload={"params": ("cpu",), "grads": ("cpu",), "optim": ("cpu",)},
+        trained_weights="cast_when_gathered",
+        gathers_from_all_nodes=everywhere,
+    )
+    if slices > 1:
+        found = sliced(found, name, slices)
+    return staged(found, name) if stages > 1 else found

@@ -6,20 +6,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from shardtune.core.capabilities import Capabilities
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.pipeline_schedule import Pipelining
-from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
+from shardtune.core.strategy import StrategyBase
 from shardtune.core.world import World
 from shardtune.parallel.axis_rules import pipeline_rule
+from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, staged
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
 
+_CAPABILITIES = staged(divided(WHOLE_COPIES, "layers"), "layers")
 
-class Layers(Section):
+
+class Layers(StrategyBase):
     """Consecutive layers on different ranks. To understand and compare: a rank works 1/N of the
     time. `pipeline` holds the same and waits less."""
 
@@ -33,6 +37,10 @@ class Layers(Section):
     def layout(self) -> Layout:
         data = AxisRule("data", moves=(Move("all_reduce", "grads", "step"),))
         return Layout((pipeline_rule(), data), pipelining=Pipelining("layers"))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return _CAPABILITIES
 
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.pipeline.engine import PipelineEngine

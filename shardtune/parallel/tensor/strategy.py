@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from shardtune.core.capabilities import Capabilities
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES
 from shardtune.core.model_builder import ModelBuilder
-from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
+from shardtune.core.strategy import Choice, Devices, StrategyBase
 from shardtune.core.world import World
-from shardtune.parallel.axis_rules import tensor_rule
+from shardtune.parallel.axis_rules import slice_degrees, tensor_rule
+from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, sliced
 from shardtune.parallel.ddp.strategy import DDP
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
+    from shardtune.core.model.shape import ModelShape
 
 
-class Tensor(Section):
+class Tensor(StrategyBase):
     """Every matrix in slices: weights, gradients, optimizer states and activations with it."""
 
     type: Literal["tensor"] = "tensor"
@@ -34,9 +40,27 @@ class Tensor(Section):
         data = AxisRule("data", moves=(Move("all_reduce", "grads", "step"),))
         return Layout((data, tensor_rule()))
 
-    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
+    @property
+    def capabilities(self) -> Capabilities:
         if self.degree == 1:  # one slice is the whole model
+            return WHOLE_COPIES
+        return _capabilities(self.degree)
+
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
+        if self.degree == 1:
             return DDP().build(builder, setup, world)
         from shardtune.parallel.tensor.engine import TensorEngine
 
         return TensorEngine(builder, setup, world, self.mesh(world.size))
+
+    @classmethod
+    def candidates(cls, shape: ModelShape, devices: Devices) -> Iterator[Choice]:
+        if devices.count > 1 and shape.family not in SHARDABLE_FAMILIES:
+            yield Choice("cut", "tensor or pipeline", cls(degree=2), 30)  # refused, with a reason
+        for n in slice_degrees(shape, devices):
+            yield Choice("tensor", f"tensor({n})", cls(degree=n), 30)
+
+
+@cache
+def _capabilities(degree: int) -> Capabilities:
+    return sliced(divided(WHOLE_COPIES, "tensor"), "tensor", degree)

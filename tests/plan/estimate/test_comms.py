@@ -9,8 +9,9 @@ import pytest
 
 from shardtune.core.footprint import ModelBytes, predict_messages
 from shardtune.core.mesh import Mesh
-from shardtune.parallel import FSDP, DeepSpeed
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate.comms import (
     RankGroup,

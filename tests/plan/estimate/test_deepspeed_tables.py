@@ -13,8 +13,8 @@ import pytest
 from shardtune.core.footprint import ModelBytes, predict_held
 from shardtune.core.layout import Home
 from shardtune.core.model.shape import ModelShape
-from shardtune.parallel import DeepSpeed
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
 
 GIB = 1 << 30
 GPUS, NODES = 8, 1

@@ -11,8 +11,10 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import PipelineKind, Pipelining
 from shardtune.core.units import GIB
-from shardtune.parallel import DDP, FSDP, DeepSpeed
+from shardtune.parallel.ddp.strategy import DDP
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.estimate.activations import stack_bytes
 from shardtune.plan.estimate.memory import Memory, estimate_memory
 from shardtune.plan.estimate.rank_share import RankShare

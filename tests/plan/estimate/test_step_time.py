@@ -10,8 +10,10 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.known_models import KnownModel, catalogue, known_model
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import Pipelining
-from shardtune.parallel import DDP, FSDP, DeepSpeed
+from shardtune.parallel.ddp.strategy import DDP
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
+from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.cluster import Cluster, parse_cluster
 from shardtune.plan.estimate.constants import CHIPS, LIKE, beginning_of
 from shardtune.plan.estimate.memory import estimate_memory

@@ -1,0 +1,165 @@
+"""The base of every strategy: how a run is spread over ranks, and the engine that does it.
+
+A strategy is a section of the job. One folder of `shardtune/parallel/`, or of an installed package
+that names it in the entry-point group `shardtune.strategies`, holds all that there is to it:
+`strategy.py` has its fields, its layout and its capabilities, `engine.py` the engine. Nothing else
+in the package knows its name.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from shardtune.core.capabilities import Capabilities
+from shardtune.core.layout import Layout
+from shardtune.core.lr_schedule import ScheduleKind
+from shardtune.core.mesh import Mesh
+from shardtune.core.model_builder import ModelBuilder
+from shardtune.core.section import Section
+from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
+from shardtune.core.world import World
+from shardtune.core.yaml_document import KeyPath
+from shardtune.errors import JobError, Problem
+
+if TYPE_CHECKING:
+    from shardtune.core.engine import Engine
+    from shardtune.core.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a run is spread over: nodes, and devices in each."""
+
+    nodes: int
+    per_node: int
+    gpu: bool
+    """Whether they have memory of their own, apart from the CPU's."""
+
+    @property
+    def count(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy for the planner to try."""
+
+    kind: str
+    """Of each kind, which is the same with other degrees, the best is shown."""
+    name: str
+    strategy: StrategyBase
+    order: int
+    """The simplest first, which is taken of two that are equally good: whole copies of the model
+    about 0, divided states 10, groups of ranks 20, a model in parts 30, states in CPU memory 40."""
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What a job says elsewhere of values that a strategy's own file may repeat."""
+
+    ranks: int
+    global_batch: int
+    micro_batch: int
+    precision: Precision
+    max_grad_norm: float | None
+    optimizer: OptimizerSetup
+    learning_rate: float
+    schedule: ScheduleKind
+    warmup_steps: int
+    steps: int | None
+    """None where only the data tells."""
+    hidden_size: int | None = None
+    """Width of the model, where it is known."""
+
+    @property
+    def accumulation(self) -> int:
+        """Gradient accumulation: micro-batches of a step."""
+        return math.ceil(self.global_batch / (self.micro_batch * self.ranks))
+
+
+@dataclass(frozen=True)
+class ResolvedStrategy:
+    """A strategy whose own file, if it has one, was read, and why each value is what it is."""
+
+    strategy: StrategyBase
+    reasons: dict[KeyPath, str] = field(default_factory=dict)
+    """By the job's key, such as `train.learning_rate` or `strategy.sharding`."""
+
+
+class StrategyBase(Section, ABC):
+    """How the work is spread over the ranks."""
+
+    type: str
+    planned: ClassVar[bool] = False
+    """Whether the planner puts another in its place before anything runs."""
+
+    # What it is -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def mesh(self, ranks: int) -> Mesh:
+        """The ranks as a grid."""
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """What each axis of the mesh divides and sends."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What it can do, with the settings that it has."""
+
+    @abstractmethod
+    def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
+        """The engine that does what the layout declares."""
+
+    def written(self) -> str:
+        """As a person would write it behind `strategy:`."""
+        return _flow({"type": self.type, **self.model_dump(exclude_defaults=True)})
+
+    # What may be wrong with it ----------------------------------------------------------------
+
+    def problems(self, ranks: int) -> list[Problem]:
+        """What its own fields make impossible on so many ranks of any machine."""
+        try:
+            self.mesh(ranks).require(ranks)
+        except JobError as error:
+            return list(error.problems)
+        return []
+
+    def problems_here(self, *, gpu: bool) -> list[Problem]:
+        """What it can't do on this machine."""
+        return []
+
+    # What it knows of `auto` ------------------------------------------------------------------
+
+    def micro_batch(self, global_batch: int, ranks: int) -> tuple[int, str] | None:
+        """The micro-batch that its own file asks for, and the reason; None where it's open."""
+        return None
+
+    def resolved(self, facts: JobFacts) -> ResolvedStrategy:
+        """With what its own file says; JobError where that contradicts the job."""
+        return ResolvedStrategy(self)
+
+    # What the planner may try -----------------------------------------------------------------
+
+    @classmethod
+    def candidates(cls, shape: ModelShape, devices: Devices) -> Iterable[Choice]:
+        """Settings worth trying for a model on these devices."""
+        return ()
+
+    @classmethod
+    def remedies(cls, devices: Devices) -> Iterable[StrategyBase]:
+        """Settings that take less of a device's memory than whole copies of the model do and
+        change nothing else, the cheapest first."""
+        return ()
+
+
+def _flow(value: object) -> str:
+    """YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(child)}" for key, child in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,93 @@
+"""What dividing a model takes from what whole copies of it can do.
+
+Strategies compose these as they compose their axis rules: FSDP over slices can do what FSDP can,
+less what slices can't. `name` is the strategy's, for the sentences that a person reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardtune.core.capabilities import Capabilities, Refusal, Support
+
+WHOLE_COPIES = Capabilities(
+    precisions=Support(("fp32", "bf16", "fp16")),
+    quantizations=Support(("none", "nf4", "int8", "fp8")),
+    variants=Support(("plain", "dora", "rslora", "pissa")),
+    checkpointing=Support(("none", "mlp", "most", "full")),
+    activation_offload=True,
+    compiled_layers=True,
+    fused_loss=True,
+    split_weights=True,
+    micro_batch_by_memory=True,
+)
+"""Each rank has the whole model in PyTorch's own tensors: all that there is."""
+
+
+def divided(found: Capabilities, name: str) -> Capabilities:
+    """The same where an engine divides what a rank would hold, be it layer by layer."""
+    fp8 = f"fp8 multiplies with whole weights, each with a scale for its rows; {name} divides them"
+    waiting = (
+        "activations wait in main memory where each rank has the whole model; "
+        f"{name} saves weights and messages among them"
+    )
+    return replace(
+        found,
+        quantizations=found.quantizations.without({"fp8": Refusal(fp8)}),
+        activation_offload=Refusal(waiting),
+        split_weights=False,
+    )
+
+
+def layers_as_written(found: Capabilities, name: str) -> Capabilities:
+    """The same where an engine needs layers as transformers writes them, because it hooks into
+    them: it can't be given compiled ones, nor choose what they compute again."""
+    closed = f"{name} reaches into layers while they run, where compiled ones are closed"
+    between = {
+        level: Refusal(
+            f"{level} chooses among the products of a whole layer; "
+            f"{name} sends messages between them"
+        )
+        for level in ("mlp", "most")
+    }
+    return replace(
+        found,
+        checkpointing=found.checkpointing.without(between),
+        compiled_layers=Refusal(closed),
+    )
+
+
+def sliced(found: Capabilities, name: str, degree: int) -> Capabilities:
+    """The same where each layer is sliced over `degree` ranks (tensor parallelism)."""
+    fp16 = "fp16 needs a loss scale on which all slices agree; tensor here has none"
+    across = f"packs weights in blocks that run across the borders of tensor({degree})'s slices"
+    dora = (
+        "dora measures whole columns of each weight in every forward pass; under "
+        f"tensor({degree}) a rank has slices of them"
+    )
+    return replace(
+        _in_parts(found, name),
+        precisions=found.precisions.without({"fp16": Refusal(fp16)}),
+        quantizations=found.quantizations.without(
+            {kind: Refusal(f"{kind} {across}") for kind in ("nf4", "int8")}
+        ),
+        variants=found.variants.without({"dora": Refusal(dora)}),
+    )
+
+
+def staged(found: Capabilities, name: str) -> Capabilities:
+    """The same where the layers lie on different ranks (pipeline parallelism)."""
+    fp16 = "fp16 needs a loss scale on which all stages agree; there is none here"
+    return replace(
+        _in_parts(found, name),
+        precisions=found.precisions.without({"fp16": Refusal(fp16)}),
+        dry_run=Refusal("a stage waits for what others send, and here there is one rank"),
+    )
+
+
+def _in_parts(found: Capabilities, name: str) -> Capabilities:
+    """Ranks that hold parts of one model share its rows, and leave the logits to it."""
+    whole = layers_as_written(found, name)
+    return replace(
+        whole, fused_loss=False, micro_batch_by_memory=False, gathers_from_all_nodes=False
+    )
