@@ -300,7 +300,7 @@ def _in_groups(packed: Packed, groups: Sequence[Group]) -> Attend:
 
 
 WAYS = (
-    Way("not kept apart: SDPA, causal, a row at a time", _not_apart, isolates=False, on_cpu=True),
+    Way("not isolated: SDPA, causal, a row at a time", _not_apart, isolates=False, on_cpu=True),
     Way("SDPA with a dense mask", _dense_mask, on_cpu=True),
     Way("`varlen_attn`", _varlen),
     Way("FlexAttention, compiled", _flex),
