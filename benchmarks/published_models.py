@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.shape import ModelShape
 
 
@@ -121,11 +122,11 @@ CONFIGS: dict[str, dict[str, object]] = {
 @cache
 def shape_of(name: str) -> ModelShape:
     """The shape of a model as published tables call it; KeyError if we don't know it."""
-    return ModelShape.from_config(CONFIGS[name], name)
+    return read_shape(CONFIGS[name], name)
 
 
 @cache
 def gpt_shape(hidden: int, layers: int, heads: int, vocab: int) -> ModelShape:
     """A GPT as Megatron trains it."""
     name = f"GPT {hidden} x {layers}"
-    return ModelShape.from_config(_gpt(hidden, layers, heads, vocab), name)
+    return read_shape(_gpt(hidden, layers, heads, vocab), name)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from shardtune.config.job import Job
     from shardtune.core.model.shape import ModelShape
     from shardtune.core.strategy import Devices
-    from shardtune.launch.multi_node import MultiNode, Node
+    from shardtune.launch.multi_node import MultiNode
+    from shardtune.launch.node import Node
 
 WAIT = 120.0  # seconds that nodes wait for each other
 AS_EXPECTED = 0.85

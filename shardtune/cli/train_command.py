@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardtune.config.job import Job, RayLaunch
     from shardtune.config.job_file import LoadedJob
     from shardtune.core.yaml_document import KeyPath
-    from shardtune.launch.multi_node import Node
+    from shardtune.launch.node import Node
     from shardtune.launch.peers import Launchers
     from shardtune.launch.restart_policy import RestartPolicy
     from shardtune.plan.forecast import Forecast
@@ -321,7 +321,7 @@ def this_node(arguments: argparse.Namespace) -> Node | None:
 
 def _node(nodes: int, number: int, head: str, interface: str | None) -> Node:
     """Imports torch, for which a mistake in a job of one machine shouldn't wait."""
-    from shardtune.launch.multi_node import Node
+    from shardtune.launch.node import Node
 
     return Node.parse(nodes, number, head, interface)
 

@@ -1,6 +1,6 @@
 """Who else runs the same job: nobody on one machine, else the launchers of the other nodes.
 
-The launcher is written for company; on one machine it has only itself.
+The supervisor is written for several nodes; `SingleNode` is the null object of one machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Launchers(Protocol):
         ...
 
     def publish_heartbeats(self, heartbeats: Heartbeats | None) -> None:
-        """From now on the others see the pulses of this node's ranks, and theirs are seen here."""
+        """From now on the others see the heartbeats of this node's ranks, and it sees theirs."""
         ...
 
     def remote_ranks(self) -> dict[int, int]:
@@ -59,7 +59,7 @@ class Launchers(Protocol):
         ...
 
     def close(self) -> None:
-        """Takes leave of the others."""
+        """Says that this node is done."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""A launcher's line to the head, where all launchers leave notes for each other.
+"""A launcher's client of the TCPStore on node 0, and the heartbeats of nodes that go through it.
 
-A link that is cut may leave a call waiting for ever. So all calls are made by a thread of the line,
-which also shows all the time that this node lives: when it has had no answer for a while, the head
-is out of reach, and the line is given up together with its thread.
+A link that is cut may leave a call waiting for ever. So all calls are made by a thread of the
+client, which also sends this node's heartbeat: when it has had no answer for a while, node 0 is out
+of reach, and the client is given up together with its thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ANSWER_TIMEOUT = 1.0  # seconds that a question waits for its answer
 
 
 class StoreClient:
-    """An open line. `pulse()` is what this node shows of itself; `others` hear what theirs do."""
+    """A connection to the store. `heartbeat()` is what this node shows of its ranks; `others` get
+    those of the other nodes."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class StoreClient:
         self._questions: Queue[tuple[Callable[[TCPStore], Any], Future[Any]]] = Queue()
         self._closed = False
         self.answered = time.monotonic()
-        """When the head last answered."""
+        """When node 0 last answered."""
         self.head = self._store.get("head").decode()
-        """Which life of the head's launcher this is."""
-        self._thread = threading.Thread(target=self._talk, daemon=True)
+        """Which life of node 0's launcher this is."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def put(self, key: str, value: str) -> None:
@@ -60,7 +61,7 @@ class StoreClient:
         self._ask(lambda store: store.delete_key(key))
 
     def get(self, key: str) -> str | None:
-        """None if nobody has said it, or if the head doesn't answer."""
+        """None if nobody has set it, or if node 0 doesn't answer."""
         found = self._ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if found is None else str(found.decode())
 
@@ -71,11 +72,11 @@ class StoreClient:
         self._thread.join(timeout=2 * ANSWER_TIMEOUT)
 
     def abandon(self) -> None:
-        """Leaves a line on which nobody answers to itself."""
+        """Leaves a connection on which nobody answers to itself."""
         self._closed = True
 
     def _ask(self, question: Callable[[TCPStore], Any]) -> Any:
-        """The head's answer; None if it gives none. Never waits for long."""
+        """The store's answer; None if it gives none. Never waits for long."""
         answer: Future[Any] = Future()
         self._questions.put((question, answer))
         try:
@@ -83,8 +84,8 @@ class StoreClient:
         except (OSError, RuntimeError, TimeoutError, FutureTimeout):
             return None
 
-    def _talk(self) -> None:
-        """The thread: asks what it is given, and beats."""
+    def _run(self) -> None:
+        """The thread: asks what it is given, and sends heartbeats."""
         beats, next_beat = 0, time.monotonic()
         while not self._closed:
             try:
@@ -105,31 +106,37 @@ class StoreClient:
         self._store.set(f"beat/{self._me}", f"{count} {self._heartbeat()}")
         for number, other in self._others.items():
             if self._store.check([f"beat/{number}"]):
-                other.hear(self._store.get(f"beat/{number}").decode())
+                other.observe(self._store.get(f"beat/{number}").decode())
 
 
 class PeerHeartbeat:
-    """What was last heard of another node."""
+    """The heartbeat of another node: when it was last seen to change."""
 
-    def __init__(self, take: Callable[[str], None]) -> None:
+    def __init__(self, on_payload: Callable[[str], None]) -> None:
         self.at: float | None = None
-        self._said = ""
-        self._take = take
+        self._last = ""
+        self._on_payload = on_payload
 
-    def hear(self, said: str) -> None:
-        if said != self._said:
-            known, self._said = bool(self._said), said
-            # What a node said before it was lost still lies there: only the next word counts.
-            if known or said.startswith("1 "):
+    def observe(self, beat: str) -> None:
+        """Takes what lies in the store: a count, and the heartbeats of the node's ranks."""
+        if beat != self._last:
+            known, self._last = bool(self._last), beat
+            # What a node wrote before it was lost still lies there: only the next beat counts.
+            if known or beat.startswith("1 "):
                 self.at = time.monotonic()
-            self._take(said.partition(" ")[2])
+            self._on_payload(beat.partition(" ")[2])
 
-    def forget(self) -> None:
+    def silence(self, now: float) -> float:
+        """Seconds since the last beat; for ever if there was none."""
+        return float("inf") if self.at is None else now - self.at
+
+    def reset(self) -> None:
+        """Forgets when it was last seen."""
         self.at = None
 
 
 def serve_store(head: str, port: int) -> TCPStore:
-    """The place where the notes lie, listening on the head's address only."""
+    """The store itself, listening on node 0's address only."""
     listener = listen(head, port)
     store = _store(head, port, master_listen_fd=listener.detach(), is_master=True)
     store.set("attempt", "0")
@@ -147,7 +154,7 @@ def connect(
     wait: float,
     say: Callable[[str], None],
 ) -> StoreClient:
-    """Opens a line, trying for `wait` seconds."""
+    """Connects to the store, trying for `wait` seconds."""
     deadline = time.monotonic() + wait
     told = False
     while True:

@@ -9,6 +9,7 @@ from shardtune.config.job import IA3, AdamW, Job, LoRA, NoAdapter
 from shardtune.core.footprint import Held, predict_held
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.units import GIB
@@ -275,9 +276,12 @@ def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
     if isinstance(chosen, NoAdapter):
         return None
     if isinstance(chosen, IA3):
-        return AdapterSize(rank=1, trained=shape.ia3_parameters(chosen.targets, chosen.feedforward))
+        return AdapterSize(
+            rank=1, trained=ia3_parameters(shape, chosen.targets, chosen.feedforward)
+        )
     assert isinstance(chosen, LoRA)
-    trained = shape.lora_parameters(
+    trained = lora_parameters(
+        shape,
         chosen.rank,
         chosen.targets,
         dora=chosen.variant == "dora",

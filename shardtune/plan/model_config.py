@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config.job import ModelSection
+from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.known_models import find_model, is_known
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem
@@ -24,7 +25,7 @@ BUILT_IN = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
 
 def shape_of(section: ModelSection) -> ModelShape:
     """The model's shape; ModelError if it can't be told."""
-    return ModelShape.from_config(config_of(section), section.name)
+    return read_shape(config_of(section), section.name)
 
 
 def config_of(section: ModelSection) -> dict[str, Any]:

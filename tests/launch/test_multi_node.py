@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardtune.errors import JobError
-from shardtune.launch.multi_node import Node
+from shardtune.launch.node import Node
 from shardtune.launch.store_client import LOST_AFTER
 from tests.hosts import Host, two_hosts
 
@@ -24,7 +24,8 @@ from shardtune.cli.main import leave
 from shardtune.errors import ShardtuneError
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.launch.supervisor import run_local
-from shardtune.launch.multi_node import MultiNode, Node
+from shardtune.launch.multi_node import MultiNode
+from shardtune.launch.node import Node
 folder, number, restarts, wait = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), 20
 try:
     node = Node.parse(2, number, "10.217.0.1:29400")
@@ -140,8 +141,8 @@ def test_a_cut_link_stops_both_sides_with_the_cause(place: Place) -> None:
         place.hosts[1].mend()
     assert time.monotonic() - begun < LOST_AFTER + 15
     assert [process.returncode for process in processes] == [1, 1]
-    assert re.search(r"node 1: not heard from for 1\d s: the link to it is down", texts[0])
-    assert re.search(r"node 0 \(10\.217\.0\.1\): not heard from for 1\d s", texts[1])
+    assert re.search(r"node 1: no heartbeat for 1\d s: the link to it is down", texts[0])
+    assert re.search(r"node 0 \(10\.217\.0\.1\): no heartbeat for 1\d s", texts[1])
 
 
 DIES_ONCE = """
@@ -186,8 +187,8 @@ def test_a_link_that_is_mended_is_used_again(place: Place) -> None:
     place.hosts[1].mend()
     texts = [said(process, timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
-    assert "node 1: not heard from for 1" in texts[0]
-    assert "node 0 (10.217.0.1): not heard from for 1" in texts[1]
+    assert "node 1: no heartbeat for 1" in texts[0]
+    assert "node 0 (10.217.0.1): no heartbeat for 1" in texts[1]
 
 
 HANGS = """

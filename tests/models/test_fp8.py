@@ -13,6 +13,7 @@ from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
 from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.model import shape
+from shardtune.core.model.quantized_size import gptq_bytes
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Quantization
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
@@ -550,7 +551,7 @@ def test_the_forecast_counts_what_rounding_takes(
     accustom = parts.Frame.calibrate
     monkeypatch.setattr(parts.Frame, "calibrate", watched)
     rounded_by(tmp_path, LoRA(rank=4), TEXTS)
-    told = shape_of(ModelSection(name=str(tmp_path))).rounding_bytes()
+    told = gptq_bytes(shape_of(ModelSection(name=str(tmp_path))))
     # What the inverse is found in on a GPU is of its library, and nothing that a ledger sees.
     unseen = hessian_bytes(inner) if inner > hidden else 0
     # Small layers also have the errors of a few columns, which are nothing beside large ones.

@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem, did_you_mean
 
@@ -29,7 +30,7 @@ class KnownModel:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape.from_config(self.config, self.name)
+        return read_shape(self.config, self.name)
 
 
 def known_model(name: str) -> ModelShape:

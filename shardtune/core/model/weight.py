@@ -17,6 +17,10 @@ quantized; a table to look up in; a norm's; a bias or the like; or a number that
 weights but is no parameter."""
 
 
+HEAD = "lm_head"
+"""What every architecture that we know calls its output head."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """One tensor, or the same tensor of several layers."""

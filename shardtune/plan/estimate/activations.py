@@ -6,6 +6,7 @@ copies those are depends on how the small operations run and on what is trained.
 
 from __future__ import annotations
 
+from shardtune.core.model.adapter_size import targeted
 from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.plan.estimate.constants import MemoryConstants
 from shardtune.plan.estimate.rank_share import RankShare
@@ -314,7 +315,7 @@ def _score(work: Workload) -> float:
 def _adapters(shape: ModelShape, work: Workload) -> float:
     """Bytes a token: what lies between the two factors, and what dropout makes of their input."""
     assert work.adapter is not None
-    inputs = {w.module: w.shape[-1] for w in shape.targeted(work.adapter.targets)}
+    inputs = {w.module: w.shape[-1] for w in targeted(shape, work.adapter.targets)}
     between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
     if not work.adapter.dropout:
         return between

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardtune.core.fused_families import RESIDUAL_FAMILIES, ROPE_FAMILIES
+from shardtune.core.model.adapter_size import targeted
+from shardtune.core.model.flops import attention_flops
+from shardtune.core.model.quantized_size import quantizable
 from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
@@ -109,7 +112,7 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRate
     if work.autocast:
         total += _casts(work.trained(shape) - _ends(shape, work), on, layers * cut.tensor)
     if work.packed_bits is not None:
-        unpack = shape.quantizable() / layers / cut.tensor * _unpacking(work, on)
+        unpack = quantizable(shape) / layers / cut.tensor * _unpacking(work, on)
         total += Busy(unpack, unpack)
     return _launched(total, shape, work, cut, on)
 
@@ -198,7 +201,7 @@ def _linear(
 
 def _attention(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
     layers = shape.layers + shape.encoder_layers
-    pairs = shape.attention_flops(work.sequence) / layers * work.micro_batch
+    pairs = attention_flops(shape, work.sequence) / layers * work.micro_batch
     pairs /= cut.tensor * cut.context
     if work.attention != "eager":
         share = on.chip.attention if work.attention == "flash" else on.chip.sdpa
@@ -297,7 +300,7 @@ def _adapters(
     # On their own, scaling, adding and casting to fp32 and back each pass over everything.
     alone = work.kernels != "compiled"
     cast = 2 if work.widths.trained > 2 and alone else 1
-    for weight in shape.targeted(work.adapter.targets):
+    for weight in targeted(shape, work.adapter.targets):
         *many, outputs, inputs = weight.shape
         share = weight.times / layers * math.prod(many) * met(weight, shape)
         forward += share * ((1 + dropped) * inputs + (5 if alone else 3) * outputs)
@@ -321,7 +324,7 @@ def _own_adapters(
     comes out of the large product, and what goes back through them goes into it."""
     assert work.adapter is not None
     joined = _joined(shape, work)
-    targets = {weight.name for weight in shape.targeted(work.adapter.targets)}
+    targets = {weight.name for weight in targeted(shape, work.adapter.targets)}
     forward = backward = 0.0
     for weight, times in products(shape):
         if weight.name not in targets or (only is not None and weight.name not in only):
@@ -347,7 +350,7 @@ def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: RankShare, on:
     forward = {"eager": 55, "fused": 45, "compiled": 25}[work.kernels]
     if work.adapter is not None:
         layers = shape.layers + shape.encoder_layers
-        adapted = sum(w.times for w in shape.targeted(work.adapter.targets)) / layers
+        adapted = sum(w.times for w in targeted(shape, work.adapter.targets)) / layers
         forward += round((2 if work.kernels == "compiled" else 6) * adapted)
     if work.packed_bits is not None:
         forward += 20

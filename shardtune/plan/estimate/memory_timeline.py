@@ -10,6 +10,7 @@ from typing import Literal
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.quantized_size import gptq_bytes
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.activations import (
     boundary_bytes,
@@ -110,7 +111,7 @@ class _Step:
 
     def rounding(self) -> ClassBytes:
         """Weights in 8 bits, and what it takes to round them by data. Nothing is trained yet."""
-        return self.sizes(optimizer=0.0, buffers=float(self.shape.rounding_bytes()))
+        return self.sizes(optimizer=0.0, buffers=float(gptq_bytes(self.shape)))
 
     def loss(self) -> ClassBytes:
         """All activations are there, and the loss takes most."""

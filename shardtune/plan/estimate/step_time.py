@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from shardtune.core.footprint import Message, predict_messages
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.flops import attention_flops, matmul_flops_per_token
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.activations import waiting_bytes
@@ -283,7 +284,7 @@ class _Step:
 
     def _flops(self) -> float:
         tokens = self.work.tokens * self.work.microbatches * self._replicas
-        once = tokens * self.shape.matmul_flops_per_token()
-        pairs = tokens / self.work.sequence * self.shape.attention_flops(self.work.sequence)
+        once = tokens * matmul_flops_per_token(self.shape)
+        pairs = tokens / self.work.sequence * attention_flops(self.shape, self.work.sequence)
         passes = 3 if self.work.adapter is None else 2
         return passes * once + 3 * pairs

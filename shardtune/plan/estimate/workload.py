@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardtune.core.footprint import ModelBytes
-from shardtune.core.model.shape import NF4_BITS, ModelShape
+from shardtune.core.model.adapter_size import lora_parameters, targeted
+from shardtune.core.model.quantized_size import NF4_BITS, fp8_bytes, quantizable
+from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import Pipelining
 
 Checkpointing = Literal["none", "mlp", "most", "selective", "full"]
@@ -184,13 +186,15 @@ class Workload:
             return shape.parameters
         if self.adapter.trained is not None:
             return self.adapter.trained
-        return shape.lora_parameters(self.adapter.rank, self.adapter.targets)
+        return lora_parameters(shape, self.adapter.rank, self.adapter.targets)
 
     def adapts(self, shape: ModelShape) -> Collection[str]:
         """The modules that have an adapter, by the last part of their names."""
         if self.adapter is None:
             return ()
-        return {weight.module.rpartition(".")[2] for weight in shape.targeted(self.adapter.targets)}
+        return {
+            weight.module.rpartition(".")[2] for weight in targeted(shape, self.adapter.targets)
+        }
 
 
 def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
@@ -199,11 +203,11 @@ def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
     if work.adapter is None:
         params = shape.parameters * widths.trained
     else:
-        packed = 0 if work.packed_bits is None else shape.quantizable()
+        packed = 0 if work.packed_bits is None else quantizable(shape)
         bits = work.packed_bits or 0.0
         frozen = (shape.parameters - packed) * widths.frozen + packed * bits / 8
         if work.by_row:
-            frozen += shape.eight_bit() - shape.quantizable() * widths.frozen
+            frozen += fp8_bytes(shape) - quantizable(shape) * widths.frozen
         params = frozen + trained * widths.trained
     return ModelBytes(
         params=round(params),

@@ -14,7 +14,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from shardtune.config.job import IA3, LoRA
-from shardtune.core.model.architectures import SHAPE_READERS
+from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
+from shardtune.core.model.architectures import SHAPE_READERS, read_shape
+from shardtune.core.model.flops import attention_flops, matmul_flops_per_token
+from shardtune.core.model.quantized_size import frozen_bytes, quantizable
 from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.errors import ModelError
 from shardtune.models.peft_adapters import add_adapter, insert_adapters
@@ -130,7 +133,7 @@ ALL = pytest.mark.parametrize(("family", "config"), TINY.values(), ids=TINY)
 
 
 def shape_of(family: str, config: Config) -> ModelShape:
-    return ModelShape.from_config({"model_type": family, **config}, family)
+    return read_shape({"model_type": family, **config}, family)
 
 
 def model_of(family: str, config: Config) -> nn.Module:
@@ -188,7 +191,7 @@ def test_linear_modules_are_known_as_such(family: str, config: Config) -> None:
 def test_lora_trains_as_many_as_peft_does(family: str, config: Config) -> None:
     adapted = insert_adapters(model_of(family, config), LoRA(rank=4))
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert shape_of(family, config).lora_parameters(4) == expected
+    assert lora_parameters(shape_of(family, config), 4) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -197,7 +200,7 @@ def test_dora_trains_as_many_as_peft_does(family: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config))
     adapted = add_adapter(model, LoRA(rank=4, variant="dora"), seed=0)
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert shape_of(name, config).lora_parameters(4, dora=True) == expected
+    assert lora_parameters(shape_of(name, config), 4, dora=True) == expected
 
 
 @ALL
@@ -206,14 +209,14 @@ def test_ia3_trains_as_many_as_peft_does(family: str, config: Config) -> None:
     if family in WITHOUT_IA3:
         for refused in (
             lambda: insert_adapters(model_of(family, config), IA3()),
-            shape.ia3_parameters,
+            lambda: ia3_parameters(shape),
         ):
             with pytest.raises(ModelError, match=r"adapter\.targets"):
                 refused()
         return
     adapted = insert_adapters(model_of(family, config), IA3())
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert shape.ia3_parameters() == expected
+    assert ia3_parameters(shape) == expected
 
 
 @pytest.mark.parametrize(
@@ -225,19 +228,19 @@ def test_modules_trained_whole_are_counted_once(family: str) -> None:
     adapted = insert_adapters(model_of(*TINY[family]), adapter)
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     shape = shape_of(*TINY[family])
-    assert shape.lora_parameters(2, modules_to_save=names) == expected
+    assert lora_parameters(shape, 2, modules_to_save=names) == expected
 
 
 def test_chosen_targets() -> None:
     shape = shape_of("llama", USUAL)
     # rank times (inputs + outputs), for 3 layers: queries 64+64, values 64+32
-    assert shape.lora_parameters(2, ("q_proj", "self_attn.v_proj")) == 3 * 2 * (128 + 96)
+    assert lora_parameters(shape, 2, ("q_proj", "self_attn.v_proj")) == 3 * 2 * (128 + 96)
 
 
 def test_unknown_targets_are_named_with_the_nearest() -> None:
     shape = shape_of("llama", USUAL)
     with pytest.raises(ModelError) as error:
-        shape.lora_parameters(2, ("q_prj", "up_proj", "c_attn"))
+        lora_parameters(shape, 2, ("q_prj", "up_proj", "c_attn"))
     first, second = error.value.problems
     assert (first.place, first.fix) == ("adapter.targets.0", "did you mean 'q_proj'?")
     assert second.place == "adapter.targets.2"
@@ -258,7 +261,7 @@ LLAMA_8B: Config = {
 
 def test_lora_on_llama_8b() -> None:
     # "trainable params: 41,943,040" is what peft prints for rank 16 on all linear layers.
-    assert shape_of("llama", LLAMA_8B).lora_parameters(16) == 41_943_040
+    assert lora_parameters(shape_of("llama", LLAMA_8B), 16) == 41_943_040
 
 
 def test_active_parameters_of_mixtral() -> None:
@@ -284,42 +287,42 @@ def test_nf4_of_llama_2_7b() -> None:
     # Dettmers et al., "QLoRA": 4.127 bits a weight; litgpt holds 3.86 GB of weights
     config = {**LLAMA_8B, "intermediate_size": 11008, "num_key_value_heads": 32}
     shape = shape_of("llama", {**config, "vocab_size": 32000})
-    assert shape.quantizable() == 6_476_005_376
-    assert shape.frozen_bytes("nf4") / 1e9 == pytest.approx(3.86, abs=0.01)
-    assert shape.frozen_bytes() == 2 * 6_738_415_616
+    assert quantizable(shape) == 6_476_005_376
+    assert frozen_bytes(shape, "nf4") / 1e9 == pytest.approx(3.86, abs=0.01)
+    assert frozen_bytes(shape) == 2 * 6_738_415_616
 
 
 def test_int8_keeps_a_scale_for_each_output() -> None:
     shape = shape_of("llama", USUAL)
     linears = [w for w in shape.weights if w.kind == "linear" and w.part == "layer"]
     outputs = sum(3 * w.shape[0] for w in linears)
-    packed = shape.quantizable()
+    packed = quantizable(shape)
     assert packed == 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
     expected = packed + 2 * outputs + 2 * (shape.parameters - packed)
-    assert shape.frozen_bytes("int8") == expected
+    assert frozen_bytes(shape, "int8") == expected
 
 
 def test_what_is_trained_whole_is_not_quantized() -> None:
     shape = shape_of("llama", USUAL)
-    assert shape.quantizable() - shape.quantizable(kept=["mlp"]) == 3 * 3 * 64 * 96
-    assert shape_of("gpt2", GPT2).quantizable() == 0
+    assert quantizable(shape) - quantizable(shape, kept=["mlp"]) == 3 * 3 * 64 * 96
+    assert quantizable(shape_of("gpt2", GPT2)) == 0
 
 
 def test_flops_of_llama_8b() -> None:
     shape = shape_of("llama", LLAMA_8B)
     # 2 for each parameter but the embedding and the norms
     norms = 65 * 4096
-    assert shape.matmul_flops_per_token() == 2 * (shape.parameters - 128256 * 4096 - norms)
+    assert matmul_flops_per_token(shape) == 2 * (shape.parameters - 128256 * 4096 - norms)
     # Kaplan et al.: 4 × layers × context × width for each token, every pair counted
-    assert shape.attention_flops(2048, causal=False) == 2048 * (4 * 32 * 2048 * 4096)
+    assert attention_flops(shape, 2048, causal=False) == 2048 * (4 * 32 * 2048 * 4096)
     # half of the pairs, and the diagonal
-    assert shape.attention_flops(2048) == 4 * 32 * 4096 * (2048 * 2049 // 2)
+    assert attention_flops(shape, 2048) == 4 * 32 * 4096 * (2048 * 2049 // 2)
 
 
 def test_a_tied_head_is_multiplied_with_too() -> None:
     tied = shape_of("llama", {**USUAL, "tie_word_embeddings": True})
     apart = shape_of("llama", USUAL)
-    assert tied.matmul_flops_per_token() == apart.matmul_flops_per_token()
+    assert matmul_flops_per_token(tied) == matmul_flops_per_token(apart)
     assert apart.parameters - tied.parameters == 100 * 64
 
 
@@ -349,7 +352,7 @@ def test_a_window_counts_the_pairs_that_it_sees(seq: int, window: int, layers: i
     config = {**USUAL, "num_hidden_layers": layers, "sliding_window": window}
     shape = shape_of("mistral", config)
     pairs = sum(min(position + 1, window) for position in range(seq))
-    assert shape.attention_flops(seq) == layers * pairs * 4 * 64
+    assert attention_flops(shape, seq) == layers * pairs * 4 * 64
 
 
 @given(
@@ -389,7 +392,7 @@ def test_parts_add_up_to_the_whole(
 
 def test_an_unknown_architecture_is_named_with_those_we_know() -> None:
     with pytest.raises(ModelError) as error:
-        ModelShape.from_config({"model_type": "lama"}, "my/model")
+        read_shape({"model_type": "lama"}, "my/model")
     (problem,) = error.value.problems
     assert "my/model" in problem.place
     assert "'lama'" in problem.fact
@@ -400,7 +403,7 @@ def test_an_unknown_architecture_is_named_with_those_we_know() -> None:
 @pytest.mark.parametrize("config", [{}, {"model_type": 3}, {"model_type": None}])
 def test_a_config_without_an_architecture(config: Config) -> None:
     with pytest.raises(ModelError, match="model_type"):
-        ModelShape.from_config(config, "my/model")
+        read_shape(config, "my/model")
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

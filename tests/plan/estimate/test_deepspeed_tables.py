@@ -12,7 +12,7 @@ import pytest
 
 from shardtune.core.footprint import ModelBytes, predict_held
 from shardtune.core.layout import Home
-from shardtune.core.model.shape import ModelShape
+from shardtune.core.model.architectures import read_shape
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 GPUS, NODES = 8, 1
 SLACK = 1.5
 """DeepSpeed's factor for buffers in main memory."""
-T5_3B = ModelShape.from_config(
+T5_3B = read_shape(
     {
         "model_type": "t5",
         "d_model": 1024,

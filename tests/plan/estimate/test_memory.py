@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import PipelineKind, Pipelining
 from shardtune.core.units import GIB
@@ -38,7 +39,7 @@ def llama(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool = False)
         "vocab_size": 128256,
         "tie_word_embeddings": tied,
     }
-    return ModelShape.from_config(config, "llama")
+    return read_shape(config, "llama")
 
 
 SMALL, MIDDLE = llama(2048, 16, 32, 8192, tied=True), llama(4096, 32, 32, 14336)

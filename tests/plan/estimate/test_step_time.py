@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import pytest
 
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.known_models import KnownModel, catalogue, known_model
-from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.parallel.ddp.strategy import DDP
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
@@ -21,7 +21,7 @@ from shardtune.plan.estimate.step_time import SpeedEstimate, estimate_speed
 from shardtune.plan.estimate.workload import PURE_BF16, SHARDED_FP32, AdapterSize, Workload
 from shardtune.plan.machine_profile import MatmulPoint, Measured
 
-LLAMA = ModelShape.from_config(
+LLAMA = read_shape(
     {
         "model_type": "llama",
         "hidden_size": 4096,

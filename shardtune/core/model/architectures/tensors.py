@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardtune.core.model.shape import HEAD
-from shardtune.core.model.weight import ModelPart, Weight, WeightKind
+from shardtune.core.model.weight import HEAD, ModelPart, Weight, WeightKind
 
 Tensors = list[Weight]
 """Of one layer or part; `placed` says which, and how often."""

@@ -1,0 +1,82 @@
+"""Bytes of frozen weights in 16 bits, NF4, int8 or FP8, and what their calibration takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Literal
+
+from shardtune.core.fp8_memory import (
+    HESSIAN_BUDGET,
+    gptq_workspace_bytes,
+    hessian_bytes,
+    outlier_columns,
+)
+from shardtune.core.model.shape import LAYER_PARTS, ModelShape
+from shardtune.core.model.weight import Weight
+
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""Bits a weight: four, an 8-bit scale for 64 of them, an fp32 scale for 256 of those scales."""
+
+
+def quantizable(shape: ModelShape, kept: Collection[str] = ()) -> int:
+    """Numbers in the linear modules that can be stored in 4 or 8 bits, biases not counted."""
+    return sum(weight.total for weight in _packed(shape, kept))
+
+
+def fp8_bytes(shape: ModelShape) -> int:
+    """Bytes of the linear modules in 8-bit floating point: each number for either direction,
+    and the columns that they have twice."""
+    return sum(
+        weight.total
+        // weight.shape[-1]
+        * (2 * weight.shape[-1] + outlier_columns(weight.shape[-1]))
+        for weight in _packed(shape, ())
+    )
+
+
+def gptq_bytes(shape: ModelShape) -> int:
+    """At most so many bytes are taken for a while, beside `eight_bit`, to round them by data.
+    Modules with one input may hear it together, which takes less."""
+    packed = _packed(shape, ())
+    squares = {
+        part: sum(hessian_bytes(each.shape[-1]) for each in packed if each.part == part)
+        for part in LAYER_PARTS
+    }
+    whole = sum(hessian_bytes(each.shape[-1]) * each.times for each in packed)
+    heard = min(whole, max(HESSIAN_BUDGET, *squares.values()))
+    return heard + max(
+        (gptq_workspace_bytes(each.shape[-1], each.size) for each in packed), default=0
+    )
+
+
+def _packed(shape: ModelShape, kept: Collection[str]) -> list[Weight]:
+    """Linear modules in layers, without those in modules called as one of `kept`; GPT-2's
+    transposed ones and experts can't be stored so."""
+    names = {name.rpartition(".")[2] for name in kept}
+    return [
+        weight
+        for weight in shape.weights
+        if weight.kind == "linear"
+        and weight.part in LAYER_PARTS
+        and names.isdisjoint(weight.module.split("."))
+    ]
+
+
+def frozen_bytes(
+    shape: ModelShape,
+    quantization: Literal["none", "nf4", "int8"] = "none",
+    *,
+    width: int = 2,
+    kept: Collection[str] = (),
+) -> int:
+    """Bytes of all weights, those that are not quantized in `width` bytes each."""
+    if quantization == "none":
+        return shape.parameters * width
+    packed = _packed(shape, kept)
+    count = sum(weight.total for weight in packed)
+    rest = (shape.parameters - count) * width
+    if quantization == "nf4":
+        return rest + math.ceil(count * NF4_BITS / 8)
+    scales = sum(weight.times * weight.shape[0] for weight in packed)  # one for each output
+    return rest + count + scales * width
