@@ -5,18 +5,29 @@ BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all check exam docs format clean
+# Tests that start no process run two at a time, those of one file in one place; the others start
+# several ranks each and have the machine to themselves.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TWO := -n 2 --dist loadfile
+
+.PHONY: demo quick test test-all check exam docs format clean
 
 demo: $(VENV)/demo
 	$(BIN)/shardtune models pull smollm2-135m-instruct
 	$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
 
-test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long"
+# Style, types, imports, and all tests that start no process.
+quick: check
+	$(PYTEST) $(TWO) -m "not long and not process"
 
+test: quick
+	$(PYTEST) -m "process and not long"
+
+# What `make test` leaves out as well; DeepSpeed's C++ part is compiled first.
 test-all: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not build"
+	$(PYTEST) -m build
+	$(PYTEST) $(TWO) -m "not build and not process"
+	$(PYTEST) -m "process and not build"
 
 # Every promise about faults, kept or not: at most 20 minutes on 2 cores. strace kills at system calls.
 exam: $(VENV)/dev

@@ -1,19 +1,25 @@
-"""Tests marked `build` run where what they need is compiled already, or when they are asked for."""
+"""What holds for every test: tests marked `build` run where what they need is compiled already, or
+when they are asked for; one that starts a process is marked `process`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from shardtune.kernels.cpu_bf16 import widen_products
-from tests import async_io
+from tests import async_io, processes
 
 widen_products()
+processes.watch()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: dict[Callable[..., Any], bool] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and processes.reaches_a_start(item, seen):
+            item.add_marker(pytest.mark.process)
     chosen = [item for item in items if item.get_closest_marker("build")]
     if not chosen:
         return
@@ -26,10 +32,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(1800))
 
 
-@pytest.fixture(autouse=True)
-def _compiled(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("build") and not async_io.is_compiled():
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("build") and not async_io.is_compiled():
         async_io.compile_it()
+    processes.forget()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    fault = processes.fault(item.nodeid)
+    if fault and "not process" in item.config.option.markexpr:  # `make quick`
+        pytest.fail(fault, pytrace=False)
 
 
 @pytest.fixture

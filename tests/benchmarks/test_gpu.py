@@ -148,6 +148,7 @@ def test_a_failure_is_a_row_and_stops_nothing(
     ElementTree.parse(merged / "gpu.svg")
 
 
+@pytest.mark.process
 def test_a_method_that_hangs_is_ended() -> None:
     options = argparse.Namespace(tiny=True, timeout=0.05)
     assert Child(["gpu_card"], options).result() == {"error": "not done in 0 s"}

@@ -41,6 +41,8 @@ def marks(row: Row) -> list[pytest.MarkDecorator]:
     """Rows of four and eight ranks take longest: with LoRA the gate has enough of them."""
     if row.build:
         return [pytest.mark.build]
+    if row.refused and "nvme" in row.strategy:
+        return [pytest.mark.process]  # libaio is looked for with a command of the system
     large = row.strategy == "tensor4"  # the slowest of all
     return [pytest.mark.long] if row.ranks >= 4 and (row.adapter != "lora" or large) else []
 

@@ -221,9 +221,9 @@ def test_text_that_is_not_utf8_names_the_line(tmp_path: Path) -> None:
 def test_aliases_that_multiply_are_refused_at_once() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]  # 9^12 values
-    begun = time.monotonic()
+    begun = time.process_time()
     assert "more than 20,000 values" in problem("\n".join(lines)).fact
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_an_alias_inside_of_itself_is_refused() -> None:
@@ -244,10 +244,10 @@ def test_forty_levels_are_read() -> None:
 
 def test_a_file_of_many_values_is_refused_before_it_is_parsed_whole() -> None:
     text = "[" + "a," * (document.MAX_YAML_BYTES // 2 - 1) + "]"
-    begun = time.monotonic()
+    begun = time.process_time()
     found = problem(text)
     # PyYAML alone takes about eight seconds for these 131,071 values.
-    assert time.monotonic() - begun < 4
+    assert time.process_time() - begun < 4
     assert "more than 20,000 values" in found.fact
 
 
@@ -260,7 +260,7 @@ def test_a_huge_file_is_refused_without_reading_it(tmp_path: Path, source: str) 
             file.truncate(100 << 20)
     elif not path.exists():
         pytest.skip("this system has no /dev/zero")
-    begun = time.monotonic()
+    begun = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(JobError, match="has more than 262,144 bytes"):
@@ -269,7 +269,7 @@ def test_a_huge_file_is_refused_without_reading_it(tmp_path: Path, source: str) 
     finally:
         tracemalloc.stop()
     assert peak < 2 << 20
-    assert time.monotonic() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 def test_what_can_not_be_opened_is_told(tmp_path: Path) -> None:

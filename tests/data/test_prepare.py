@@ -211,6 +211,7 @@ def test_several_at_once_make_it_once(tmp_path, tokenizer, monkeypatch):
     assert all(len(prepared.rows) == 500 for prepared in found)
 
 
+@pytest.mark.process
 def test_several_processes_give_the_same(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK", 512)
     monkeypatch.setattr(sources, "PART_BYTES", 1024)
@@ -243,6 +244,7 @@ class Fatal:
         raise AttributeError(name)
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_told(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK", 512)
     monkeypatch.setattr(sources, "PART_BYTES", 1024)

@@ -54,7 +54,7 @@ def found(model: Any, **more: Any) -> dict[str, Tensor]:
     return {"logits": answer.logits.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-@pytest.mark.parametrize("family", TOGETHER)
+@pytest.mark.parametrize("family", sorted(TOGETHER))
 def test_every_family_computes_the_same(family: str) -> None:
     right = found(model_of(family))
     waiting = prepared(model_of(family))

@@ -82,6 +82,7 @@ def test_there_are_recipes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("recipe", marked(RECIPES))
 def test_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require(recipe.read_text())
@@ -90,6 +91,7 @@ def test_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("file", marked(FILES))
 def test_a_deepspeed_file_runs_as_it_is(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +107,7 @@ def test_a_deepspeed_file_runs_as_it_is(
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("name", [pytest.param("fsdp_full", marks=pytest.mark.long), "zero3_full"])
 def test_an_adapter_of_a_spread_model_is_read_back_exactly(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

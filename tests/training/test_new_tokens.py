@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shardtune.cli.main import main
 from shardtune.models.catalogue import resolve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 JOB = """\
 model: {name: tiny, add_tokens: ["<|q|>", "<|a|>", "<|end|>"]}
