@@ -144,7 +144,7 @@ def _around(steps: list[Step], number: int) -> float:
 
 
 def _save(engine: NativeEngine, saver: AsyncSaver, step: int) -> None:
-    saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.pieces(), {})
+    saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.shards(), {})
 
 
 def _step(engine: NativeEngine, saver: AsyncSaver, batch: MicroBatch) -> None:
@@ -164,7 +164,7 @@ def timed(act: Callable[[], object]) -> float:
 
 def ours(engine: NativeEngine, folder: Path) -> tuple[float, float, int]:
     saver = AsyncSaver(folder, JoinedWorld(), keep=1, background=False)
-    pieces, numbers = engine.pieces()
+    pieces, numbers = engine.shards()
     write = timed(lambda: saver.save(CheckpointIdentity("run", 1, "ddp", ""), pieces, numbers, {}))
 
     def load() -> None:

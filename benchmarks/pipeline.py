@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.table import write_table
 from shardtune.core.pipeline_schedule import PipelineKind, Pipelining
-from shardtune.engine.timer import Stopwatch
+from shardtune.engine.timer import ComputeTimer
 from shardtune.parallel.pipeline.schedules import TimedStage, make_schedule
 
 UNIT = 0.1  # seconds of each of the three parts of a rank's work on one micro-batch
@@ -89,7 +89,7 @@ def measured(kind: PipelineKind, chunks: int, ranks: int, microbatches: int) -> 
     together = 1 if kind == "layers" else microbatches
     stages: list[Any] = [
         TimedStage(
-            Stopwatch(torch.device("cpu")),
+            ComputeTimer(torch.device("cpu")),
             SleepingStage(UNIT / chunks),
             number,
             len(owners),

@@ -1,6 +1,6 @@
 """Saves checkpoints beside the training.
 
-Each rank copies its pieces and writes the copy in a thread of its own. The threads send nothing:
+Each rank copies its shards and writes the copy in a thread of its own. The threads send nothing:
 whether all ranks have finished is asked between two steps, by the thread that trains, and there
 rank 0 commits. So the ranks always agree on which step a save succeeded or failed in, and a rank
 that dies at any moment leaves at most a folder without a name.
@@ -27,7 +27,7 @@ from shardtune.checkpoint.rank_files import (
     write_rank_files,
 )
 from shardtune.checkpoint.snapshot import BufferSpec, Snapshot
-from shardtune.core.tensor_shards import Piece
+from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.units import MIB
 from shardtune.errors import Problem, RunError
 
@@ -61,10 +61,10 @@ class CheckpointIdentity:
 class _Writing(threading.Thread):
     """One rank's part of a save, under way."""
 
-    def __init__(self, saver: AsyncSaver, pieces: Sequence[Piece], facts: _Facts) -> None:
+    def __init__(self, saver: AsyncSaver, shards: Sequence[TensorShard], facts: _Facts) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.facts = facts
-        self._saver, self._pieces = saver, pieces
+        self._saver, self._shards = saver, shards
         self._folder, self._rank = saver.folder, saver.ranks.rank
         self.answer: RankFiles | str = ""
 
@@ -76,7 +76,7 @@ class _Writing(threading.Thread):
             self._saver.snapshot.wait()
             self.answer = write_rank_files(
                 store.partial_folder(self._folder, identity.step),
-                self._pieces,
+                self._shards,
                 run=identity.run,
                 step=identity.step,
                 rank=self._rank,
@@ -90,7 +90,7 @@ class _Writing(threading.Thread):
     def _room(self, error: OSError) -> str:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return ""
-        need = sum(piece.bytes for piece in self._pieces)
+        need = sum(shard.bytes for shard in self._shards)
         free = shutil.disk_usage(self._folder).free
         return f" (needs {need / MIB:,.1f} MiB; {free / MIB:,.1f} MiB are free)"
 
@@ -120,10 +120,10 @@ class AsyncSaver:
         self._removing: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Gets the memory for a copy of `pieces` beside the training, which the first save would
+    def prepare(self, shards: Sequence[TensorShard]) -> None:
+        """Gets the memory for a copy of `shards` beside the training, which the first save would
         hold up for it (docs/LOG.md: a first save on a GPU)."""
-        places = [BufferSpec.of(piece) for piece in pieces]
+        places = [BufferSpec.of(shard) for shard in shards]
         make = threading.Thread(target=self.snapshot.preallocate, args=(places,), daemon=True)
         self._preparing = make
         make.start()
@@ -131,12 +131,12 @@ class AsyncSaver:
     def save(
         self,
         identity: CheckpointIdentity,
-        pieces: Sequence[Piece],
+        shards: Sequence[TensorShard],
         numbers: Mapping[str, float],
         progress: Mapping[str, Any],
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to save what `pieces` are now. An earlier save has to be through: see `wait`.
+        """Begins to save what `shards` are now. An earlier save has to be through: see `wait`.
 
         Rank 0 calls `before` first: what must be on the disk when the checkpoint is.
         """
@@ -150,14 +150,14 @@ class AsyncSaver:
         self._on_main(step, begin)
         facts = _Facts(identity, dict(progress), dict(numbers))
         if not self.background:
-            writing = self._writing = _Writing(self, pieces, facts)
+            writing = self._writing = _Writing(self, shards, facts)
             writing.run()
             self._finish(writing)
             return
         if self._preparing is not None:
             self._preparing.join()
         try:
-            writing = _Writing(self, self.snapshot.take(pieces), facts)
+            writing = _Writing(self, self.snapshot.take(shards), facts)
         except RuntimeError as error:  # no memory; all ranks learn it where they meet
             writing = _Writing(self, (), facts)
             writing.answer = f"rank {self.ranks.rank}: its share can't be copied: {error}"

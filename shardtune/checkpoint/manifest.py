@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.hashed_file import FileDigest
-from shardtune.core.tensor_shards import Cut
+from shardtune.core.tensor_shards import Region
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
@@ -34,41 +34,41 @@ class NewerFormat(Exception):
 
 
 @dataclass(frozen=True)
-class StoredPiece:
-    """A piece, and the file and the name under which it lies there."""
+class StoredShard:
+    """A shard, and the file and the name under which it lies there."""
 
     file: str
     name: str
-    cut: Cut
+    cut: Region
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, in pieces."""
+    """A whole tensor, in shards; the fields are called as in manifest.json."""
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[StoredPiece, ...]
+    pieces: tuple[StoredShard, ...]
 
     def gap(self) -> str:
-        """What is wrong with the pieces: together they have to be the whole, each element once."""
-        if not all(piece.cut.fits(self.shape) for piece in self.pieces):
-            return "has a piece outside of its shape"
+        """What is wrong with the shards: together they have to be the whole, each element once."""
+        if not all(shard.cut.fits(self.shape) for shard in self.pieces):
+            return "has a shard outside of its shape"
         size = math.prod(self.shape)
-        if (found := sum(piece.cut.size for piece in self.pieces)) != size:
+        if (found := sum(shard.cut.size for shard in self.pieces)) != size:
             return f"has {found:,} of {size:,} elements"
-        ends = [piece.cut.stretch(self.shape) for piece in self.pieces if piece.cut.size]
+        ends = [shard.cut.flat_range(self.shape) for shard in self.pieces if shard.cut.size]
         if None in ends:
-            boxes = [piece.cut for piece in self.pieces]
+            boxes = [shard.cut for shard in self.pieces]
             if any(box.flat for box in boxes):
-                return "has boxes and stretches"
-            return "has pieces that overlap" if _overlap(boxes) else ""
+                return "has boxes and flat ranges"
+            return "has shards that overlap" if _overlap(boxes) else ""
         ordered = sorted(end for end in ends if end is not None)
         apart = all(one[1] <= two[0] for one, two in pairwise(ordered))
-        return "" if apart else "has pieces that overlap"
+        return "" if apart else "has shards that overlap"
 
 
-def _overlap(boxes: list[Cut]) -> bool:
+def _overlap(boxes: list[Region]) -> bool:
     return any(
         all(
             max(a, b) < min(a + m, b + n)
@@ -179,27 +179,27 @@ def read_manifest(folder: Path) -> Manifest:
 
 def tensor_from(body: Mapping[str, Any]) -> StoredTensor:
     """The inverse of `asdict` for a tensor that was sent or stored as JSON."""
-    pieces = tuple(
-        StoredPiece(
-            str(piece["file"]),
-            str(piece["name"]),
-            Cut(
-                tuple(map(int, piece["cut"]["begin"])),
-                tuple(map(int, piece["cut"]["extent"])),
-                bool(piece["cut"]["flat"]),
+    shards = tuple(
+        StoredShard(
+            str(shard["file"]),
+            str(shard["name"]),
+            Region(
+                tuple(map(int, shard["cut"]["begin"])),
+                tuple(map(int, shard["cut"]["extent"])),
+                bool(shard["cut"]["flat"]),
             ),
         )
-        for piece in body["pieces"]
+        for shard in body["pieces"]
     )
-    return StoredTensor(tuple(map(int, body["shape"])), str(body["dtype"]), pieces)
+    return StoredTensor(tuple(map(int, body["shape"])), str(body["dtype"]), shards)
 
 
 def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """The tensors of all ranks; pieces of one tensor come together."""
+    """The tensors of all ranks; shards of one tensor come together."""
     found: dict[str, StoredTensor] = {}
     for part in parts:
         for key, each in part.items():
             before = found.get(key)
-            pieces = (*before.pieces, *each.pieces) if before else each.pieces
-            found[key] = StoredTensor(each.shape, each.dtype, pieces)
+            shards = (*before.pieces, *each.pieces) if before else each.pieces
+            found[key] = StoredTensor(each.shape, each.dtype, shards)
     return found

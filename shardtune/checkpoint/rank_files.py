@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its pieces, in files of bounded size."""
+"""What one rank writes of a checkpoint: its shards, in files of bounded size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from shardtune.checkpoint.hashed_file import FileDigest
 from shardtune.checkpoint.manifest import (
-    StoredPiece,
+    StoredShard,
     StoredTensor,
     merge_tensors,
     shard_metadata,
     tensor_from,
 )
 from shardtune.checkpoint.safetensors_writer import SAFETENSORS_DTYPES, write_safetensors
-from shardtune.core.tensor_shards import Piece
+from shardtune.core.tensor_shards import TensorShard
 
 FILE_SIZE = 2 << 30  # bytes of a file at most, unless one tensor is larger
 
@@ -40,55 +40,55 @@ class RankFiles:
 
 def write_rank_files(
     folder: Path,
-    pieces: Iterable[Piece],
+    shards: Iterable[TensorShard],
     *,
     run: str,
     step: int,
     rank: int,
     file_size: int = FILE_SIZE,
 ) -> RankFiles:
-    """Writes the pieces, and returns when they are on the disk."""
+    """Writes the shards, and returns when they are on the disk."""
     files: dict[str, FileDigest] = {}
     parts: list[dict[str, StoredTensor]] = []
-    for number, some in enumerate(_in_files(pieces, file_size)):
+    for number, some in enumerate(_in_files(shards, file_size)):
         file = f"rank-{rank:05d}-{number:03d}.safetensors"
-        named = [(_name(piece), piece) for piece in some]
+        named = [(_name(shard), shard) for shard in some]
         files[file] = write_safetensors(
             folder / file,
-            [(name, piece.value()) for name, piece in named],
+            [(name, shard.value()) for name, shard in named],
             shard_metadata(run, step, rank),
         )
         parts += (
             {
-                piece.key: StoredTensor(
-                    piece.shape,
-                    SAFETENSORS_DTYPES[piece.tensor.dtype],
-                    (StoredPiece(file, name, piece.cut),),
+                shard.key: StoredTensor(
+                    shard.shape,
+                    SAFETENSORS_DTYPES[shard.tensor.dtype],
+                    (StoredShard(file, name, shard.region),),
                 )
             }
-            for name, piece in named
+            for name, shard in named
         )
     return RankFiles(files, merge_tensors(parts))
 
 
-def _in_files(pieces: Iterable[Piece], size: int) -> list[list[Piece]]:
-    files: list[list[Piece]] = []
+def _in_files(shards: Iterable[TensorShard], size: int) -> list[list[TensorShard]]:
+    files: list[list[TensorShard]] = []
     room = 0
-    for piece in pieces:
-        if not files or piece.bytes > room:
+    for shard in shards:
+        if not files or shard.bytes > room:
             files.append([])
             room = size
-        files[-1].append(piece)
-        room -= piece.bytes
+        files[-1].append(shard)
+        room -= shard.bytes
     return files
 
 
-def _name(piece: Piece) -> str:
-    """What a piece is called in its file: the tensor's key, and which part of it if it is one."""
-    if piece.cut.extent == piece.shape and not piece.cut.flat:
-        return piece.key
-    spans = (f"{b}:{b + n}" for b, n in zip(piece.cut.begin, piece.cut.extent, strict=True))
-    return f"{piece.key}[{'flat ' * piece.cut.flat}{','.join(spans)}]"
+def _name(shard: TensorShard) -> str:
+    """What a shard is called in its file: the tensor's key, and which part of it if it is one."""
+    if shard.region.extent == shard.shape and not shard.region.flat:
+        return shard.key
+    spans = (f"{b}:{b + n}" for b, n in zip(shard.region.begin, shard.region.extent, strict=True))
+    return f"{shard.key}[{'flat ' * shard.region.flat}{','.join(spans)}]"
 
 
 def encode_answer(answer: RankFiles | str) -> str:

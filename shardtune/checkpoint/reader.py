@@ -1,4 +1,4 @@
-"""Reads a checkpoint: any tensor, or any part of one, whoever wrote it in whichever pieces."""
+"""Reads a checkpoint: any tensor, or any part of one, whoever wrote it in whichever shards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardtune.checkpoint.manifest import Manifest, StoredPiece
+from shardtune.checkpoint.manifest import Manifest, StoredShard
 from shardtune.checkpoint.safetensors_writer import SAFETENSORS_DTYPES
-from shardtune.core.tensor_shards import Cut, Piece
+from shardtune.core.tensor_shards import Region, TensorShard
 from shardtune.errors import Problem, RunError
 
 _TORCH = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -31,8 +31,8 @@ class Reader(Mapping[str, Tensor]):
         if len(stored.pieces) == 1 and not stored.pieces[0].cut.flat:
             return self._read(stored.pieces[0])
         whole = torch.empty(stored.shape, dtype=_TORCH[stored.dtype])
-        for piece in stored.pieces:
-            _room(whole, piece.cut).copy_(self._read(piece))
+        for shard in stored.pieces:
+            _room(whole, shard.cut).copy_(self._read(shard))
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -41,71 +41,71 @@ class Reader(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.manifest.tensors)
 
-    def part(self, key: str, cut: Cut) -> Tensor:
-        """What `cut` takes out of a tensor. Only the pieces that it meets are read, if no piece
+    def part(self, key: str, region: Region) -> Tensor:
+        """What lies in `region` of a tensor. Only the shards that it meets are read, if none
         has gaps; else the whole tensor is put together first."""
         stored = self.manifest.tensors[key]
-        wanted = cut.stretch(stored.shape)
-        spans = [piece.cut.stretch(stored.shape) for piece in stored.pieces]
+        wanted = region.flat_range(stored.shape)
+        spans = [shard.cut.flat_range(stored.shape) for shard in stored.pieces]
         if wanted is None or None in spans:
-            return _room(self[key], cut).clone()
+            return _room(self[key], region).clone()
         first, end = wanted
         found = torch.empty(end - first, dtype=_TORCH[stored.dtype])
-        for piece, span in zip(stored.pieces, spans, strict=True):
+        for shard, span in zip(stored.pieces, spans, strict=True):
             assert span is not None
             begin, stop = max(first, span[0]), min(end, span[1])
             if begin < stop:
-                some = self._stretch(piece, begin - span[0], stop - span[0])
+                some = self._flat_range(shard, begin - span[0], stop - span[0])
                 found[begin - first : stop - first] = some
-        return found.view(cut.extent)
+        return found.view(region.extent)
 
-    def _stretch(self, piece: StoredPiece, begin: int, end: int) -> Tensor:
-        """Elements of a piece laid out flat. Rows that aren't asked for are not read."""
-        extent = piece.cut.extent
+    def _flat_range(self, shard: StoredShard, begin: int, end: int) -> Tensor:
+        """Elements of a shard laid out flat. Rows that aren't asked for are not read."""
+        extent = shard.cut.extent
         if not extent:
-            return self._read(piece).reshape(-1)
-        row = piece.cut.size // extent[0]
+            return self._read(shard).reshape(-1)
+        row = shard.cut.size // extent[0]
         top, bottom = begin // row, -(-end // row)
-        stored_rows = self._in_file(piece, lambda file: file.get_slice(piece.name))
+        stored_rows = self._in_file(shard, lambda file: file.get_slice(shard.name))
         rows: Tensor = stored_rows[top:bottom].reshape(-1)
         return rows[begin - top * row : end - top * row]
 
-    def _read(self, piece: StoredPiece) -> Tensor:
-        found: Tensor = self._in_file(piece, lambda file: file.get_tensor(piece.name))
+    def _read(self, shard: StoredShard) -> Tensor:
+        found: Tensor = self._in_file(shard, lambda file: file.get_tensor(shard.name))
         return found
 
-    def _in_file(self, piece: StoredPiece, ask: Callable[[Any], Any]) -> Any:
-        """What a file answers about a piece. Its bytes are those that were written, but somebody
+    def _in_file(self, shard: StoredShard, ask: Callable[[Any], Any]) -> Any:
+        """What a file answers about a shard. Its bytes are those that were written, but somebody
         may have sealed what isn't a checkpoint."""
-        path = self.folder / piece.file
+        path = self.folder / shard.file
         try:
-            if piece.file not in self._open:
-                self._open[piece.file] = safe_open(path, framework="pt", device="cpu")
-            file = self._open[piece.file]
-            if tuple(file.get_slice(piece.name).get_shape()) != piece.cut.extent:
-                raise SafetensorError(f"{piece.name} has another shape than the manifest says")
+            if shard.file not in self._open:
+                self._open[shard.file] = safe_open(path, framework="pt", device="cpu")
+            file = self._open[shard.file]
+            if tuple(file.get_slice(shard.name).get_shape()) != shard.cut.extent:
+                raise SafetensorError(f"{shard.name} has another shape than the manifest says")
             return ask(file)
         except (OSError, SafetensorError) as error:
             fix = "this is not what a save leaves; begin from a checkpoint that you trust"
             raise RunError(Problem(str(path), f"can't be read: {error}", fix)) from None
 
-    def refuse_other_weights(self, mine: Mapping[str, Piece]) -> None:
-        """The checkpoint has to hold the weights that this rank has a share of, in their shape."""
+    def refuse_other_weights(self, mine: Mapping[str, TensorShard]) -> None:
+        """The checkpoint has to hold the weights that this rank has a shard of, in their shape."""
         problems = []
-        for key, piece in mine.items():
+        for key, shard in mine.items():
             stored = self.manifest.tensors.get(key)
-            if stored is None or stored.shape != piece.shape:
+            if stored is None or stored.shape != shard.shape:
                 have = f"{stored.shape} in the checkpoint" if stored else "not in the checkpoint"
-                fact = f"{key} is {piece.shape} in the model and {have}"
+                fact = f"{key} is {shard.shape} in the model and {have}"
                 fix = "resume with the model and adapter that the run was begun with"
                 problems.append(Problem(str(self.folder), fact, fix))
         if problems:
             raise RunError(problems[:5])
 
 
-def _room(whole: Tensor, cut: Cut) -> Tensor:
-    """The place of a cut in a whole tensor."""
-    place = whole.view(-1) if cut.flat else whole
-    for dim, (begin, extent) in enumerate(zip(cut.begin, cut.extent, strict=True)):
+def _room(whole: Tensor, region: Region) -> Tensor:
+    """The place of a region in a whole tensor."""
+    place = whole.view(-1) if region.flat else whole
+    for dim, (begin, extent) in enumerate(zip(region.begin, region.extent, strict=True)):
         place = place.narrow(dim, begin, extent)
     return place

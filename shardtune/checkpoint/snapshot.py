@@ -1,4 +1,4 @@
-"""A copy of a rank's pieces in main memory, so that training can go on while they are written.
+"""A copy of a rank's shards in main memory, so that training can go on while they are written.
 
 The memory is kept for the next copy: getting new memory from the system costs more than copying,
 and there is never more than one copy.
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardtune.core.tensor_shards import Piece
+from shardtune.core.tensor_shards import TensorShard
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Where a piece is copied to; it holds no piece itself."""
+    """Where a shard is copied to; it holds no shard itself."""
 
     key: tuple[object, ...]
     shape: tuple[int, ...]
@@ -27,10 +27,10 @@ class BufferSpec:
     device: torch.device
 
     @classmethod
-    def of(cls, piece: Piece) -> BufferSpec:
-        tensor = piece.tensor
+    def of(cls, shard: TensorShard) -> BufferSpec:
+        tensor = shard.tensor
         shape = tuple(tensor.shape)
-        key = (piece.key, piece.cut, tensor.dtype, shape)
+        key = (shard.key, shard.region, tensor.dtype, shape)
         return cls(key, shape, tensor.dtype, tensor.device)
 
     def allocate(self) -> Tensor:
@@ -41,30 +41,30 @@ class BufferSpec:
 
 
 class Snapshot:
-    """Memory for one copy of the pieces."""
+    """Memory for one copy of the shards."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._copied: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces, copied; from a GPU the copy may still be under way: see `wait`."""
-        places = [BufferSpec.of(piece) for piece in pieces]
+    def take(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
+        """The shards, copied; from a GPU the copy may still be under way: see `wait`."""
+        places = [BufferSpec.of(shard) for shard in shards]
         self._kept = {place.key: self._buffer(place) for place in places}
         copies = [
-            replace(piece, tensor=self._kept[place.key], made=None)
-            for piece, place in zip(pieces, places, strict=True)
+            replace(shard, tensor=self._kept[place.key], made=None)
+            for shard, place in zip(shards, places, strict=True)
         ]
-        if any(piece.tensor.is_cuda for piece in pieces):
-            self._copy_beside(pieces, copies)
+        if any(shard.tensor.is_cuda for shard in shards):
+            self._copy_beside(shards, copies)
         else:
-            for piece, copy in zip(pieces, copies, strict=True):
-                copy.tensor.copy_(piece.value())
+            for shard, copy in zip(shards, copies, strict=True):
+                copy.tensor.copy_(shard.value())
         return copies
 
     def preallocate(self, places: Sequence[BufferSpec]) -> None:
-        """Gets memory for pieces that are to be copied later. What can't be had now is asked for
+        """Gets memory for shards that are to be copied later. What can't be had now is asked for
         again by `take`, which says so."""
         with contextlib.suppress(RuntimeError):
             for place in places:
@@ -79,16 +79,16 @@ class Snapshot:
         kept = self._kept.get(place.key)
         return place.allocate() if kept is None else kept
 
-    def _copy_beside(self, pieces: Sequence[Piece], copies: Sequence[Piece]) -> None:
+    def _copy_beside(self, shards: Sequence[TensorShard], copies: Sequence[TensorShard]) -> None:
         """Copies on a stream of its own. The next update waits for it on the GPU; the forward and
         backward passes before it don't change what is copied, and run meanwhile."""
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for piece, copy in zip(pieces, copies, strict=True):
-                value = piece.value()  # what is made here is let go here, and the next one fits
+            for shard, copy in zip(shards, copies, strict=True):
+                value = shard.value()  # what is made here is let go here, and the next one fits
                 copy.tensor.copy_(value, non_blocking=True)
-                if value is piece.tensor and value.is_cuda:
+                if value is shard.tensor and value.is_cuda:
                     value.record_stream(self._stream)
             copied = self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)

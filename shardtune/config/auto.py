@@ -13,7 +13,6 @@ from typing import Any
 
 from shardtune.config.job import Job, RayLaunch
 from shardtune.core.machine import Machine
-from shardtune.core.setup import OptimizerSetup
 from shardtune.core.strategy import JobFacts
 from shardtune.core.yaml_document import KeyPath
 
@@ -150,7 +149,7 @@ def _resolve_offload(draft: _Draft, machine: Machine) -> None:
     # Where a strategy can't it is refused, here as where there is a GPU.
     if job.train.offload_activations and job.strategy.capabilities.activation_offload:
         draft.put(("train", "offload_activations"), False, reason)
-    if job.pages_states(draft.ranks):
+    if job.maps_states_to_host(draft.ranks):
         draft.put(("train", "optimizer", "paged"), False, reason)
 
 
@@ -237,7 +236,7 @@ def _facts(job: Job) -> JobFacts:
         micro_batch=int(train.micro_batch),
         precision=train.precision,
         max_grad_norm=train.max_grad_norm,
-        optimizer=OptimizerSetup(**train.optimizer.model_dump()),
+        optimizer=train.optimizer.setup(),
         learning_rate=train.learning_rate,
         schedule=train.schedule,
         warmup_steps=train.warmup_steps,

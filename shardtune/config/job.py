@@ -17,7 +17,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
 from shardtune.core.section import Section
-from shardtune.core.setup import Bits, Loss, Precision, Quantization, Recompute
+from shardtune.core.setup import (
+    Bits,
+    Loss,
+    OptimizerSetup,
+    Precision,
+    Quantization,
+    Recompute,
+)
 from shardtune.parallel import DEFAULT, Strategy
 from shardtune.parallel.auto.strategy import spelt_out
 
@@ -202,9 +209,20 @@ class AdamW(Section):
     """Of each of the two means. 8 stores them block-wise, a byte a number and a scale for 256 of
     them: a quarter of the memory, slightly other steps. Needs `shardtune[quant]`."""
     paged: bool = False
-    """Both means, and what bf16 lacks of each weight, lie in pinned main memory; the update reads
-    and writes them there: 10 bytes less a weight on the GPU, the same steps to the bit, and the way
-    over the bus once a step. Where one GPU trains all weights in bf16."""
+    """Optimizer states, and the lower halves of split fp32 weights, lie in pinned CPU memory that
+    the GPU reads and writes in place (host-mapped; bitsandbytes calls it paged): 10 bytes less a
+    weight on the GPU, the same steps to the bit, and the way over the bus once a step. Where one
+    GPU trains all weights in bf16."""
+
+    def setup(self) -> OptimizerSetup:
+        """The update rule as the engine is told it."""
+        return OptimizerSetup(
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            bits=self.bits,
+            host_mapped=self.paged,
+        )
 
 
 class SGD(Section):
@@ -215,6 +233,10 @@ class SGD(Section):
     """How much of the last update goes into the next."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Share of a weight that is added to its gradient."""
+
+    def setup(self) -> OptimizerSetup:
+        """The update rule as the engine is told it."""
+        return OptimizerSetup("sgd", momentum=self.momentum, weight_decay=self.weight_decay)
 
 
 Optimizer = Annotated[
@@ -435,18 +457,18 @@ class Job(Section):
     def layout(self, ranks: int) -> Layout:
         """What the strategy declares, and where the optimizer's part of it lies."""
         found = self.strategy.layout()
-        if self.pages_states(ranks):
+        if self.maps_states_to_host(ranks):
             return replace(found, home={**found.home, "optim": "cpu"})
         return found
 
-    def pages_states(self, ranks: int) -> bool:
-        """Whether the update remembers in main memory. On several ranks it is refused."""
+    def maps_states_to_host(self, ranks: int) -> bool:
+        """Whether optimizer states lie in host-mapped memory. On several ranks it is refused."""
         rule = self.train.optimizer
-        return isinstance(rule, AdamW) and rule.paged and self.halves_weights(ranks)
+        return isinstance(rule, AdamW) and rule.paged and self.splits_weights(ranks)
 
-    def halves_weights(self, ranks: int) -> bool:
-        """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones:
-        where one rank trains all weights. Several would add up rounded gradients."""
+    def splits_weights(self, ranks: int) -> bool:
+        """Whether fp32 weights are split: the model has their upper halves, the optimizer the lower
+        ones. Where one rank trains all weights; several would add up rounded gradients."""
         rule = self.train.optimizer
         return (
             self.strategy.capabilities.split_weights

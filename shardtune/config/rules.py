@@ -303,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "paged-where-one-gpu-trains-all",
         ("train", "optimizer", "paged"),
-        lambda job: _paged(job) and not job.halves_weights(_processes(job)),
+        lambda job: _paged(job) and not job.splits_weights(_processes(job)),
         lambda job: (
             "a GPU reads the update's memory over the bus where it alone trains all weights in "
             f"bf16; here {_not_all(job)}"

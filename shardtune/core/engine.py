@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardtune.core.footprint import Held
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
-from shardtune.core.tensor_shards import Piece
+from shardtune.core.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,8 +70,8 @@ class Engine(Protocol):
         """What training needs to go on: whole tensors by `kind.weight`, and a few numbers."""
         ...
 
-    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
-        """The same, but of the tensors only what this rank is to save. Together the ranks' pieces
+    def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
+        """The same, but of the tensors only what this rank is to save. Together the ranks' shards
         are every tensor once."""
         ...
 

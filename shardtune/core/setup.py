@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["none", "nf4", "int8", "fp8"]
 """How the frozen weights of linear layers are stored."""
 Bits = Literal[32, 8]
-BLOCK = 256
+SCALE_BLOCK = 256
 """Numbers of an 8-bit moment that share a scale."""
 Loss = Literal["plain", "fused"]
 Recompute = Literal["none", "mlp", "most", "full"]
@@ -32,15 +32,15 @@ class OptimizerSetup:
     weight_decay: float = 0.0
     bits: Bits = 32
     """Of each moment; 8 adds an fp32 scale for each block of them."""
-    paged: bool = False
-    """All that the update remembers lies in main memory, where the GPU reads and writes it."""
+    host_mapped: bool = False
+    """Optimizer states lie in pinned CPU memory, which the GPU reads and writes in place."""
 
     def moment_bytes(self, weights: Iterable[int]) -> int:
         """What the moments of weights of so many elements take, undivided."""
         moments = 2 if self.type == "adamw" else int(self.momentum > 0)
         if self.bits == 32:
             return moments * 4 * sum(weights)
-        return moments * sum(size + 4 * -(-size // BLOCK) for size in weights)
+        return moments * sum(size + 4 * -(-size // SCALE_BLOCK) for size in weights)
 
 
 @dataclass(frozen=True)
@@ -60,5 +60,5 @@ class EngineSetup:
     """`fused` never has all logits of a micro-batch at once."""
     offload_activations: bool = False
     """What the forward pass saves waits for the backward pass in main memory."""
-    halves: bool = False
-    """Whether the model has the upper halves of fp32 weights, and the optimizer the lower ones."""
+    split_fp32: bool = False
+    """Whether fp32 weights are split: the model has the upper halves, the optimizer the lower."""

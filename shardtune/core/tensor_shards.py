@@ -1,7 +1,7 @@
-"""A rank's part of the state of training, and how parts become whole again.
+"""Shards of the training state: a rank's part of each tensor, and how parts become whole again.
 
-What is saved are pieces of named tensors: a box of the whole, or a stretch of it laid out flat. Who
-saves need not hold more than its own pieces, and who loads may want to cut otherwise.
+A checkpoint has shards of named tensors: a box of the whole, or a flat range of its elements. Who
+saves need not hold more than its own shards, and who loads may shard otherwise (resharding).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where a piece lies in the whole: a box of it, or, `flat`, a stretch of its elements."""
+class Region:
+    """Where a shard lies in the whole tensor: a box of it, or, `flat`, a range of its elements."""
 
     begin: tuple[int, ...]
     extent: tuple[int, ...]
@@ -35,7 +35,7 @@ class Cut:
             for begin, extent, most in zip(self.begin, self.extent, room, strict=True)
         )
 
-    def stretch(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    def flat_range(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Its first element and the one after its last in the flat whole; None where it has gaps.
 
         A box has none if it is cut along one dimension only and nothing but ones stands before it.
@@ -51,17 +51,17 @@ class Cut:
         return first, first + self.size
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> Cut:
-        return Cut((0,) * len(shape), shape)
+    def whole(shape: tuple[int, ...]) -> Region:
+        return Region((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """What one rank saves of the tensor `key`, whose whole shape is `shape`."""
 
     key: str
     shape: tuple[int, ...]
-    cut: Cut
+    region: Region
     tensor: Tensor
     made: Callable[[], Tensor] | None = None
     """Makes what is saved when it is copied or written, where it isn't there yet; `tensor` then
@@ -75,8 +75,8 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def dealt(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
-    """This rank's share of tensors that every rank has whole: whole ones, about as many bytes each.
+def round_robin(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[TensorShard]:
+    """Whole tensors for this rank to save, of those that every rank has: about as many bytes each.
 
     All ranks have to give the same names and sizes; nothing is sent.
     """
@@ -89,7 +89,7 @@ def dealt(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
         if lightest == rank:
             mine.append(key)
     return [
-        Piece(key, shape, Cut.whole(shape), tensors[key])
+        TensorShard(key, shape, Region.whole(shape), tensors[key])
         for key in sorted(mine)
         for shape in [tuple(tensors[key].shape)]
     ]
@@ -99,17 +99,17 @@ def dealt(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
 class Stored(Protocol):
     """Tensors that lie elsewhere, of which a part can be had without the rest."""
 
-    def part(self, key: str, cut: Cut) -> Tensor:
-        """What `cut` takes out of the tensor `key`, in the cut's extent."""
+    def part(self, key: str, region: Region) -> Tensor:
+        """What lies in `region` of the tensor `key`, in its extent."""
         ...
 
 
-def part_of(tensors: Mapping[str, Tensor], key: str, cut: Cut) -> Tensor:
+def part_of(tensors: Mapping[str, Tensor], key: str, region: Region) -> Tensor:
     """A part of a tensor, read alone where that is possible."""
     if isinstance(tensors, Stored):
-        return tensors.part(key, cut)
-    value = tensors[key].reshape(-1) if cut.flat else tensors[key]
-    for dim, (begin, extent) in enumerate(zip(cut.begin, cut.extent, strict=True)):
+        return tensors.part(key, region)
+    value = tensors[key].reshape(-1) if region.flat else tensors[key]
+    for dim, (begin, extent) in enumerate(zip(region.begin, region.extent, strict=True)):
         value = value.narrow(dim, begin, extent)
     return value
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-LEAST = 1 << 20
+SMALLEST_OFFLOADED = 1 << 20
 """Bytes of a storage that is worth the way."""
 UNTOLD = 1 << 30
 """Bytes on their way at a time until a pass has shown what a layer saves."""
@@ -190,7 +190,7 @@ class _Pass:
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= LEAST and storage._cdata not in self._weights
+        return storage.nbytes() >= SMALLEST_OFFLOADED and storage._cdata not in self._weights
 
     def _remains(self, size: int) -> bool:
         """Whether a new storage is one of the last, which come back at once. Counts it."""

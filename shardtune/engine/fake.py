@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardtune.core.footprint import Held
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
-from shardtune.core.tensor_shards import Piece, dealt
+from shardtune.core.tensor_shards import TensorShard, round_robin
 
 
 class FakeEngine:
@@ -60,9 +60,9 @@ class FakeEngine:
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         return {"weight.weight": torch.ones(1, 1)}, {"taken": float(len(self.seen))}
 
-    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+    def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
         tensors, numbers = self.state()
-        return dealt(tensors, 0, 1), numbers
+        return round_robin(tensors, 0, 1), numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         self.seen = [()] * int(numbers["taken"])

@@ -18,10 +18,10 @@ from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, EvalResult, LateResult, MicroBatch, StepResult
-from shardtune.core.tensor_shards import Piece, by_weight, dealt
+from shardtune.core.tensor_shards import TensorShard, by_weight, round_robin
 from shardtune.core.world import World
 from shardtune.engine.activation_offload import Offload
-from shardtune.engine.dtensor import gathered, let_go, local, share_of, size_of, whole
+from shardtune.engine.dtensor import gathered, local, reshard, shard_of, size_of, whole
 from shardtune.engine.host_to_device import Staging, fetched, sent
 from shardtune.engine.loss import forward, loss_sum, selects_logits
 from shardtune.engine.optim.adamw_8bit import is_8bit, packed, unpacked
@@ -31,8 +31,8 @@ from shardtune.engine.optim.build_optimizer import (
     moment_tensors,
     take_step,
 )
-from shardtune.engine.shards import pieces_of, place_of, share_from
-from shardtune.engine.timer import Stopwatch
+from shardtune.engine.shards import load_shard, shard_place, shards_of
+from shardtune.engine.timer import ComputeTimer
 from shardtune.engine.unsharded import Unsharded
 from shardtune.kernels.linear_cross_entropy import fused_loss
 
@@ -69,8 +69,8 @@ class NativeEngine:
     """Whether the model's own forward pass ends with its output head."""
     alone = True
     """Whether a rank can run a micro-batch without the others."""
-    beside: Mapping[str, Tensor] = MappingProxyType({})
-    """What is kept of weights beside themselves and the moments."""
+    lower_halves: Mapping[str, Tensor] = MappingProxyType({})
+    """The lower 16 bits of split fp32 weights, by name."""
 
     def __init__(
         self,
@@ -78,34 +78,36 @@ class NativeEngine:
         setup: EngineSetup,
         world: World,
         peers: Peers | None = None,
-        slices: Unsharded | None = None,
+        sharded: Unsharded | None = None,
     ) -> None:
         """Without `peers` every other rank is one: each has rows of its own."""
         self.setup = setup
-        self.slices = slices or Unsharded()
+        self.sharded = sharded or Unsharded()
         self.world = world
         self.peers = peers or Peers(world.rank, world.size)
         self.device = torch.device(world.device)
         self.model = model
         self.trained = self._find_trained()
-        # The update knows nothing of other ranks: it sees the shares, as weights of their own.
-        self.shares = {name: share_of(parameter) for name, parameter in self.trained.items()}
+        # The update knows nothing of other ranks: it sees local shards, as weights of their own.
+        self.local_shards = {name: shard_of(parameter) for name, parameter in self.trained.items()}
         self.optimizer = self._make_optimizer()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
         self.taken = 0
         self._losses: list[Tensor] = []
         self._select = selects_logits(model)
-        wished = self.fuses and slices is None and setup.loss == "fused"
+        wished = self.fuses and sharded is None and setup.loss == "fused"
         self._fused = fused_loss(model) if wished else None
-        self._away = Offload(model, self.device) if setup.offload_activations else None
-        self._stopwatch = Stopwatch(self.device)
+        self._activation_offload = (
+            Offload(model, self.device) if setup.offload_activations else None
+        )
+        self._timer = ComputeTimer(self.device)
         self._staging = Staging(self.device, told=takes_boundaries(model))
 
     def _find_trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.shares, self.setup.optimizer, self.setup.schedule.peak)
+        return make_optimizer(self.local_shards, self.setup.optimizer, self.setup.schedule.peak)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; `microbatches` are this rank's share, as many as every other's.
@@ -135,7 +137,7 @@ class NativeEngine:
         The second micro-batch meets the gradient of the first; a third would take no more.
         """
         self._begin()
-        moments = future_moments(self.shares.values(), self.setup.optimizer)
+        moments = future_moments(self.local_shards.values(), self.setup.optimizer)
         self._backward(self._enough(microbatches), torch.ones((), device=self.device))
         del moments
         self._forget()
@@ -146,11 +148,11 @@ class NativeEngine:
 
     def _forget(self) -> None:
         """The engine as it was before the backward pass."""
-        let_go(self.model)
+        reshard(self.model)
         for parameter in self.trained.values():
             parameter.grad = None
         self.model.eval()
-        self._stopwatch.restart()
+        self._timer.restart()
 
     def _backward(self, microbatches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """Forward and backward of this rank's micro-batches; returns the sum of their losses."""
@@ -158,7 +160,7 @@ class NativeEngine:
         for index, batch in enumerate(microbatches):
             torch.manual_seed(self._seed_of(index))
             self.world.heartbeat.forward(*batch.input_ids.shape)
-            with self._stopwatch.running():
+            with self._timer.running():
                 loss = self._pass(batch, scale, last=index == len(microbatches) - 1)
             self._losses.append(loss)
         total = torch.zeros((), device=self.device)
@@ -168,12 +170,12 @@ class NativeEngine:
 
     def _update(self, rate: float) -> tuple[Tensor, Tensor]:
         """Clips and applies the gradient, unless it isn't finite. All ranks see the same norm."""
-        self._meet()
+        self._reduce_gradients()
         self.scaler.unscale_(self.optimizer)
         norm = self._norm()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with self._shares_bound():
+        with self._shards_bound():
             applied = take_step(self.optimizer, norm, self.setup.max_grad_norm)
         self.scaler.update()
         return norm, applied
@@ -182,7 +184,7 @@ class NativeEngine:
         """The step's figures, which leave the device together, in one copy."""
         parts = [figure.to(self.device).reshape(1) for figure in figures]
         parts += [torch.stack(self._losses).flatten()] if self._losses else []
-        times = self._stopwatch.lap()  # before the figures go: who has them may ask for it
+        times = self._timer.end_step()  # before the figures go: who has them may ask for it
         figures_here = fetched(torch.cat([part.detach().double() for part in parts]))
 
         def result() -> StepResult:
@@ -213,7 +215,7 @@ class NativeEngine:
             with self._autocast():
                 sums[:2] += self._judge(batch)
             sums[2] += batch.labels
-        let_go(self.model)
+        reshard(self.model)
         self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
         return EvalResult(name, loss, int(correct), int(labels))
@@ -261,20 +263,22 @@ class NativeEngine:
         for name, parameter in self.trained.items():
             for key, value in self._moments(name).items():
                 tensors[f"{key}.{name}"] = (
-                    self.slices.in_order(name, gathered(value, parameter)) if value.ndim else value
+                    self.sharded.unshuffled(name, gathered(value, parameter))
+                    if value.ndim
+                    else value
                 )
         return tensors, self._numbers()
 
-    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+    def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
         """Every rank has everything: each saves some of the tensors."""
         tensors, numbers = self.state()
-        return dealt(tensors, self.world.rank, self.world.size), numbers
+        return round_robin(tensors, self.world.rank, self.world.size), numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        let_go(self.model)
+        reshard(self.model)
         kept = by_weight(tensors)
         for name in self.trained:
-            found = {kind: self._share(tensors, kind, name) for kind in kept[name]}
+            found = {kind: self._load_shard(tensors, kind, name) for kind in kept[name]}
             with torch.no_grad():
                 self._put(name, found.pop("weight"))
             if found:
@@ -286,13 +290,13 @@ class NativeEngine:
             self.scaler.load_state_dict(scaler)
 
     def _put(self, name: str, weight: Tensor) -> None:
-        """Takes over this rank's share of a weight."""
+        """Takes over this rank's shard of a weight."""
         local(self.trained[name]).copy_(weight)
 
     def _remember(self, name: str, moments: dict[str, Tensor]) -> None:
-        """Takes over this rank's share of a weight's moments."""
+        """Takes over this rank's shard of a weight's moments."""
         state = packed(moments, self.optimizer) if is_8bit(self.optimizer) else moments
-        self.optimizer.state[self.shares[name]] = state
+        self.optimizer.state[self.local_shards[name]] = state
 
     def __enter__(self) -> NativeEngine:
         return self
@@ -307,28 +311,30 @@ class NativeEngine:
 
     def _moments(self, name: str) -> Mapping[str, Tensor]:
         """A weight's moments of this rank in fp32; none before the first step."""
-        kept = self.optimizer.state.get(self.shares[name], {})
+        kept = self.optimizer.state.get(self.local_shards[name], {})
         return unpacked(kept) if kept and is_8bit(self.optimizer) else kept
 
-    def _share(self, tensors: Mapping[str, Tensor], kind: str, name: str) -> Tensor:
-        """This rank's share of a stored tensor; nothing else is read where that can be."""
+    def _load_shard(self, tensors: Mapping[str, Tensor], kind: str, name: str) -> Tensor:
+        """This rank's shard of a stored tensor; nothing else is read where that can be."""
         parameter = self.trained[name]
         if kind == "step":  # one count a weight
             return tensors[f"step.{name}"].to(local(parameter).device, copy=True)
-        return share_from(tensors, f"{kind}.{name}", parameter, self.slices.boxes(name, parameter))
+        return load_shard(
+            tensors, f"{kind}.{name}", parameter, self.sharded.regions(name, parameter)
+        )
 
-    def _spread_pieces(
+    def _sharded_state(
         self, twin: int = 0, twins: int = 1, without: Collection[str] = ()
-    ) -> list[Piece]:
+    ) -> list[TensorShard]:
         """What this rank saves of weights that are spread. A share that several hold, or `twins`
         that no tensor knows of, is saved by one of them: another one for each weight."""
         found = []
         for number, (name, parameter) in enumerate(self.trained.items()):
-            place = place_of(parameter)
+            place = shard_place(parameter)
             mine = number % (place.copies * twins) == place.copy * twins + twin
             if mine and name not in without:
-                boxes = self.slices.boxes(name, parameter)
-                found += pieces_of(name, parameter, self._moments(name), boxes)
+                regions = self.sharded.regions(name, parameter)
+                found += shards_of(name, parameter, self._moments(name), regions)
         return found
 
     def _numbers(self) -> dict[str, float]:
@@ -339,19 +345,21 @@ class NativeEngine:
         return numbers
 
     @contextlib.contextmanager
-    def _shares_bound(self) -> Iterator[None]:
+    def _shards_bound(self) -> Iterator[None]:
         """Lets the update see weights and gradients where they now lie; FSDP2 moves them."""
         divided = [
-            (parameter, share)
-            for parameter, share in zip(self.trained.values(), self.shares.values(), strict=True)
-            if share is not parameter
+            (parameter, shard)
+            for parameter, shard in zip(
+                self.trained.values(), self.local_shards.values(), strict=True
+            )
+            if shard is not parameter
         ]
-        for parameter, share in divided:
-            share.data = local(parameter.detach())
-            share.grad = None if parameter.grad is None else local(parameter.grad)
+        for parameter, shard in divided:
+            shard.data = local(parameter.detach())
+            shard.grad = None if parameter.grad is None else local(parameter.grad)
         yield
-        for _, share in divided:
-            share.grad = None
+        for _, shard in divided:
+            shard.grad = None
 
     # Small parts of a step --------------------------------------------------------------------
 
@@ -367,8 +375,8 @@ class NativeEngine:
                 loss = self._loss(batch)
             self.world.heartbeat.enter("backward")
             self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
-        if self._away is not None:
-            self._away.done()
+        if self._activation_offload is not None:
+            self._activation_offload.done()
         return loss.detach()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
@@ -376,7 +384,7 @@ class NativeEngine:
         here, kept, targets = self._asked(batch)
         if self._fused is None:
             logits = forward(self._module(), here, kept)
-            return self.slices.loss_sum(logits, targets.flatten())
+            return self.sharded.loss_sum(logits, targets.flatten())
         with self._fused.summing(targets):
             return forward(self._module(), here, kept)
 
@@ -400,16 +408,16 @@ class NativeEngine:
     def _gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
 
-    def _meet(self) -> None:
+    def _reduce_gradients(self) -> None:
         """Brings gradients together that have not met in the backward pass."""
-        self.slices.meet(self._gradients())
+        self.sharded.reduce_gradients(self._gradients())
 
     def _norm(self) -> Tensor:
         """The norm of the whole gradient, the same on every rank."""
         return whole(nn.utils.get_total_norm(self._gradients().values()))
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        return self.slices.in_order(name, whole(tensor)) if tensor.ndim else tensor
+        return self.sharded.unshuffled(name, whole(tensor)) if tensor.ndim else tensor
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
@@ -445,7 +453,11 @@ class NativeEngine:
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._away is None else self._away.saving()
+        return (
+            contextlib.nullcontext()
+            if self._activation_offload is None
+            else self._activation_offload.saving()
+        )
 
     def _home(self) -> Home:
         return "gpu"

@@ -1,4 +1,4 @@
-"""A rank's share of a divided tensor: where it lies in the whole, and how it is put back."""
+"""A rank's shard of a divided tensor: where it lies in the whole, and how it is put back."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardtune.core.tensor_shards import Cut, Piece, part_of
+from shardtune.core.tensor_shards import Region, TensorShard, part_of
 from shardtune.engine.dtensor import local
 
 
-class Place(NamedTuple):
-    """The box that a rank holds, and which of how many equal holders it is."""
+class ShardPlace(NamedTuple):
+    """The region that a rank holds, and which of how many equal holders it is."""
 
-    cut: Cut
+    region: Region
     copy: int
     copies: int
 
 
-class Boxes(NamedTuple):
-    """A rank's share as boxes of the whole that lie side by side in it, along `dim`."""
+class ShardRegions(NamedTuple):
+    """A rank's shard as regions of the whole that lie side by side in it, along `dim`."""
 
     dim: int
-    cuts: Sequence[Cut]
+    regions: Sequence[Region]
 
 
-def place_of(tensor: Tensor) -> Place:
-    """Where this rank's share of a tensor lies; an undivided one is whole on one rank."""
+def shard_place(tensor: Tensor) -> ShardPlace:
+    """Where this rank's shard of a tensor lies; an undivided one is whole on one rank."""
     begin, extent = [0] * tensor.ndim, list(tensor.shape)
     copy, copies = 0, 1
     if isinstance(tensor, DTensor):
@@ -38,7 +38,7 @@ def place_of(tensor: Tensor) -> Place:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         placed = list(enumerate(tensor.placements))
-        # A strided axis cuts what the axes after it have left over: shares of slices.
+        # A strided axis cuts what the axes after it have left over: FSDP below tensor parallelism.
         for axis, placement in sorted(placed, key=lambda item: isinstance(item[1], _StridedShard)):
             size, mine = mesh.size(axis), coordinate[axis]
             if placement.is_replicate():
@@ -49,33 +49,35 @@ def place_of(tensor: Tensor) -> Place:
             first = min(mine * each, extent[dim])
             begin[dim] += first
             extent[dim] = min(each, extent[dim] - first)
-    return Place(Cut(tuple(begin), tuple(extent)), copy, copies)
+    return ShardPlace(Region(tuple(begin), tuple(extent)), copy, copies)
 
 
-def pieces_of(
-    name: str, parameter: Tensor, moments: Mapping[str, Tensor], boxes: Boxes
-) -> list[Piece]:
-    """A rank's pieces of a weight and of its moments. Who holds the first element has the count of
+def shards_of(
+    name: str, parameter: Tensor, moments: Mapping[str, Tensor], regions: ShardRegions
+) -> list[TensorShard]:
+    """A rank's shards of a weight and of its moments. Who holds the first element has the count of
     steps, too."""
     found = []
-    first = any(cut.size and not any(cut.begin) for cut in boxes.cuts)
+    first = any(region.size and not any(region.begin) for region in regions.regions)
     for kind, value in {"weight": parameter.detach(), **moments}.items():
         key = f"{kind}.{name}"
         if value.ndim == 0:
-            found += [Piece(key, (), Cut.whole(()), value)] if first else []
+            found += [TensorShard(key, (), Region.whole(()), value)] if first else []
             continue
-        lengths = [cut.extent[boxes.dim] for cut in boxes.cuts]
-        parts = torch.split(local(value), lengths, boxes.dim)
+        lengths = [region.extent[regions.dim] for region in regions.regions]
+        parts = torch.split(local(value), lengths, regions.dim)
         found += [
-            Piece(key, tuple(parameter.shape), cut, part)
-            for cut, part in zip(boxes.cuts, parts, strict=True)
-            if cut.size
+            TensorShard(key, tuple(parameter.shape), region, part)
+            for region, part in zip(regions.regions, parts, strict=True)
+            if region.size
         ]
     return found
 
 
-def share_from(tensors: Mapping[str, Tensor], key: str, example: Tensor, boxes: Boxes) -> Tensor:
-    """This rank's share of a stored tensor, on the device of `example`; a copy."""
-    parts = [part_of(tensors, key, cut) for cut in boxes.cuts]
-    value = parts[0] if len(parts) == 1 else torch.cat(parts, boxes.dim)
+def load_shard(
+    tensors: Mapping[str, Tensor], key: str, example: Tensor, regions: ShardRegions
+) -> Tensor:
+    """This rank's shard of a stored tensor, on the device of `example`; a copy."""
+    parts = [part_of(tensors, key, region) for region in regions.regions]
+    value = parts[0] if len(parts) == 1 else torch.cat(parts, regions.dim)
     return value.to(local(example).device, copy=True)

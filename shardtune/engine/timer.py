@@ -12,7 +12,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Lap:
+class StepTimes:
     """Seconds of a step."""
 
     busy: float
@@ -20,7 +20,7 @@ class Lap:
     """From the end of the one before, on a GPU."""
 
 
-class Stopwatch:
+class ComputeTimer:
     """Adds up the time inside `running`. A GPU's work is timed on the GPU, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
@@ -42,19 +42,19 @@ class Stopwatch:
             yield
             self._seconds += time.perf_counter() - since
 
-    def lap(self) -> Callable[[], Lap]:
+    def end_step(self) -> Callable[[], StepTimes]:
         """Ends a step and begins anew. What it returns tells the times; of a GPU, when that has
         come to this point."""
         seconds, events, last = self._seconds, self._events, self._ended
         self.restart()
         if not self._cuda:
-            return lambda: Lap(seconds)
+            return lambda: StepTimes(seconds)
         ended = self._ended = _event()
         ended.record()
 
-        def times() -> Lap:
+        def times() -> StepTimes:
             busy = sum(begin.elapsed_time(end) for begin, end in events) / 1e3
-            return Lap(busy, last.elapsed_time(ended) / 1e3 if last is not None else None)
+            return StepTimes(busy, last.elapsed_time(ended) / 1e3 if last is not None else None)
 
         return times
 

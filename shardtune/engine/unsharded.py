@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from shardtune.engine.loss import loss_sum
-from shardtune.engine.shards import Boxes, place_of
+from shardtune.engine.shards import ShardRegions, shard_place
 
 
 class Unsharded:
-    """A model whose layers are whole: what the slices of one would have to add to a step."""
+    """A model whose layers are whole: what tensor-parallel shards would have to add to a step."""
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy summed over label tokens."""
         return loss_sum(logits, targets)
 
-    def meet(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds up, in place, what the ranks of a slice have computed in parts."""
+    def reduce_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Sums, in place, the gradients that the ranks of one layer have computed in parts."""
 
-    def in_order(self, name: str, whole: Tensor) -> Tensor:
-        """A weight as the model has it, from the ranks' slices side by side."""
+    def unshuffled(self, name: str, whole: Tensor) -> Tensor:
+        """A weight as the model has it, from the ranks' shards side by side."""
         return whole
 
-    def boxes(self, name: str, weight: Tensor) -> Boxes:
-        """Where this rank's share of a weight lies in the weight as the model has it."""
-        return Boxes(0, [place_of(weight).cut])
+    def regions(self, name: str, weight: Tensor) -> ShardRegions:
+        """Where this rank's shard of a weight lies in the weight as the model has it."""
+        return ShardRegions(0, [shard_place(weight).region])

@@ -55,12 +55,12 @@ def square(gradients: Iterable[Tensor], ranks: int) -> Tensor:
 
     A gradient that several of them have alike counts once: each adds its share.
     """
-    parts = [local(g).double().square().sum() / (ranks / pieces(g)) for g in gradients]
+    parts = [local(g).double().square().sum() / (ranks / shard_count(g)) for g in gradients]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
 
-def pieces(tensor: Tensor) -> int:
-    """Into how many pieces a tensor is cut."""
+def shard_count(tensor: Tensor) -> int:
+    """Over how many shards a tensor is divided."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

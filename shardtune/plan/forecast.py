@@ -214,22 +214,22 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         -train.global_batch // (shares * microbatches)
     )  # rows are cut evenly: data/micro_batches.py
     can = job.strategy.capabilities
-    halves = job.halves_weights(mesh.size)  # which are computed with as they are
-    autocast = can.trained_weights == "autocast" and not halves and train.precision != "fp32"
+    split = job.splits_weights(mesh.size)  # which are computed with as they are
+    autocast = can.trained_weights == "autocast" and not split and train.precision != "fp32"
     order = job.strategy.layout().pipelining
     packed = {"nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}.get(job.model.quantization)
     return Workload(
         micro_batch=micro,
         sequence=job.data.sequence_length,
         microbatches=microbatches,
-        widths=widths(job, microbatches, halves=halves),
+        widths=widths(job, microbatches, split_fp32=split),
         adapter=adapter(job, shape),
         packed_bits=packed,
         fp8=job.model.quantization == "fp8",
         checkpointing="none" if level == "auto" else level,
         kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,
-        paged=job.pages_states(mesh.size),
+        host_mapped=job.maps_states_to_host(mesh.size),
         attention="eager" if job.model.attention == "eager" else "sdpa",
         loss="pieces" if train.loss == "fused" and can.fused_loss else "plain",
         kernels="compiled" if train.kernels == "compiled" else "eager",
@@ -242,7 +242,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     )
 
 
-def widths(job: Job, microbatches: int, *, halves: bool) -> Widths:
+def widths(job: Job, microbatches: int, *, split_fp32: bool) -> Widths:
     """Bytes a number under each engine: docs/adr/0004-precision.md says what is held in what."""
     compute = 4 if job.train.precision == "fp32" else 2
     moments = _moments(job)
@@ -253,7 +253,7 @@ def widths(job: Job, microbatches: int, *, halves: bool) -> Widths:
             frozen=compute, trained=compute, gradients=compute, optimizer=masters + moments,
             gathered=compute, reduced=compute, compute=compute,
         )  # fmt: skip
-    if halves:
+    if split_fp32:
         # One micro-batch leaves its gradients in 16 bits; several are added up in fp32.
         gradients = 2 if microbatches == 1 else 4
         return Widths(trained=2, gradients=gradients, optimizer=2 + moments, loaded=4)

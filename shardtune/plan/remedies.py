@@ -78,7 +78,7 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]
         lean = {**fused, **again}
         yield train(lean)
     names, leaner = _without_fp8(*train(lean))  # what follows divides weights, or packs them
-    if job.halves_weights(cluster.gpus) and cluster.gpu.name != "CPU":
+    if job.splits_weights(cluster.gpus) and cluster.gpu.name != "CPU":
         for update in ({}, own, *levels, lean):  # the least beside it that is enough
             yield _paged(*train(update))
     names, leaner = _unpaged(names, leaner)

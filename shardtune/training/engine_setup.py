@@ -8,7 +8,7 @@ from shardtune.config.job import Job
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.mesh import Mesh
-from shardtune.core.setup import EngineSetup, OptimizerSetup
+from shardtune.core.setup import EngineSetup
 from shardtune.errors import JobError, Problem
 from shardtune.parallel import Strategy
 
@@ -35,7 +35,7 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     setup = EngineSetup(
         precision=train.precision,
-        optimizer=OptimizerSetup(**train.optimizer.model_dump()),
+        optimizer=train.optimizer.setup(),
         schedule=Schedule(train.schedule, train.learning_rate, train.warmup_steps, steps),
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
@@ -43,6 +43,6 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
         accumulation=max(1, -(-train.global_batch // (mesh.data_ranks * micro_batch))),
         loss="fused" if train.loss == "fused" else "plain",
         offload_activations=train.offload_activations,
-        halves=job.halves_weights(mesh.size),
+        split_fp32=job.splits_weights(mesh.size),
     )
     return Plan(job.strategy, mesh, job.layout(mesh.size), setup)

@@ -77,8 +77,8 @@ class Run:
         self.files.refuse_other_data(self.data)
         path, manifest = found.checkpoint
         state = Reader(path, manifest)
-        pieces, _ = self.engine.pieces()
-        state.refuse_other_weights({p.key: p for p in pieces if p.key.startswith("weight.")})
+        shards, _ = self.engine.shards()
+        state.refuse_other_weights({p.key: p for p in shards if p.key.startswith("weight.")})
         self.engine.load_state(state, manifest.numbers)
         self.files.forget_after(manifest.step)
         by = f"written by {manifest.strategy} on {manifest.ranks} ranks"
@@ -103,8 +103,8 @@ class Run:
 
     def _require_disk_space(self) -> None:
         """Refuses a disk on which the run's checkpoints and result will not fit."""
-        pieces, _ = self.engine.pieces()
-        mine = sum(piece.cut.size for piece in pieces if piece.key.startswith("weight."))
+        shards, _ = self.engine.shards()
+        mine = sum(shard.region.size for shard in shards if shard.key.startswith("weight."))
         trained = sum(map(int, self.world.all_gather(str(mine))))
         rule, save = self.job.train.optimizer, self.job.save
         whole = isinstance(self.job.adapter, NoAdapter)
@@ -163,7 +163,7 @@ class Run:
         """Gets memory for the first checkpoint while training goes on, if one comes before the end.
         Call it after a step, when there is all that it will have."""
         if self.job.save.every and self.job.save.background:
-            self.saver.prepare(self.engine.pieces()[0])
+            self.saver.prepare(self.engine.shards()[0])
 
     def save(self, progress: Progress) -> None:
         """Begins a checkpoint that `resume` goes on from, when an earlier one is through."""
@@ -173,8 +173,8 @@ class Run:
         run = self.files.require_run_id()
         identity = CheckpointIdentity(run, progress.step, self.job.strategy.type, job)
         with self._failing_softly():
-            pieces, numbers = self.engine.pieces()
-            self.saver.save(identity, pieces, numbers, progress.facts(), self.files.sync_logs)
+            shards, numbers = self.engine.shards()
+            self.saver.save(identity, shards, numbers, progress.facts(), self.files.sync_logs)
 
     def keep_saving(self) -> None:
         """Completes a checkpoint that all ranks have written meanwhile. Call it after each step."""

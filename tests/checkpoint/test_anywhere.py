@@ -62,7 +62,7 @@ def hop(world: World, model: str, strategy: str, folder: str, steps: int) -> dic
         steps += begin
         results = [engine.step(given) for given in data.steps(begin, steps)]
         saver = AsyncSaver(Path(folder), ranks, keep=2, background=True)
-        saver.save(CheckpointIdentity("run", steps, strategy, ""), *engine.pieces(), {})
+        saver.save(CheckpointIdentity("run", steps, strategy, ""), *engine.shards(), {})
         saver.wait()
         return {
             "read": before,

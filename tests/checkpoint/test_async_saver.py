@@ -19,7 +19,7 @@ from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
 from shardtune.checkpoint.digest import digest_tensors
 from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
-from shardtune.core.tensor_shards import Cut, Piece, dealt
+from shardtune.core.tensor_shards import Region, TensorShard, round_robin
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
 from tests.checkpoint.together import WAYS, ThreadRank, save, state, together
@@ -37,9 +37,9 @@ def reader(folder: Path) -> Reader:
     return Reader(*found)
 
 
-def piece(tensor: torch.Tensor) -> Piece:
+def piece(tensor: torch.Tensor) -> TensorShard:
     shape = tuple(tensor.shape)
-    return Piece("weight.a", shape, Cut.whole(shape), tensor)
+    return TensorShard("weight.a", shape, Region.whole(shape), tensor)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -67,7 +67,8 @@ def test_any_part_can_be_read_from_any_pieces(
     found = reader(tmp_path)
     for rank in range(ranks):
         for each in WAYS[wanted](state(7), rank, ranks):
-            assert torch.equal(found.part(each.key, each.cut), each.tensor), (each.key, each.cut)
+            part = found.part(each.key, each.region)
+            assert torch.equal(part, each.tensor), (each.key, each.region)
 
 
 def test_memory_that_was_made_before_is_what_the_first_copy_uses(tmp_path: Path) -> None:
@@ -229,13 +230,13 @@ def test_a_file_that_cannot_grow_fails_the_save_and_the_next_succeeds(tmp_path: 
 
 def test_tensors_that_are_not_whole_are_not_committed(tmp_path: Path) -> None:
     tensor = torch.ones(4, 2)
-    cases: dict[str, list[Piece]] = {
-        "has 4 of 8 elements": [Piece("w", (4, 2), Cut((0, 0), (2, 2)), tensor[:2])],
+    cases: dict[str, list[TensorShard]] = {
+        "has 4 of 8 elements": [TensorShard("w", (4, 2), Region((0, 0), (2, 2)), tensor[:2])],
         "overlap": [
-            Piece("w", (4, 2), Cut((0, 0), (2, 2)), tensor[:2]),
-            Piece("w", (4, 2), Cut((1, 0), (2, 2)), tensor[:2]),
+            TensorShard("w", (4, 2), Region((0, 0), (2, 2)), tensor[:2]),
+            TensorShard("w", (4, 2), Region((1, 0), (2, 2)), tensor[:2]),
         ],
-        "outside": [Piece("w", (4, 2), Cut((3, 0), (4, 2)), tensor)],
+        "outside": [TensorShard("w", (4, 2), Region((3, 0), (4, 2)), tensor)],
     }
     for said, pieces in cases.items():
         saver = AsyncSaver(tmp_path, ALONE, keep=1, background=False)
@@ -247,7 +248,7 @@ def test_tensors_that_are_not_whole_are_not_committed(tmp_path: Path) -> None:
 def test_files_are_of_bounded_size(tmp_path: Path) -> None:
     tensors = {f"weight.{n}": torch.zeros(100) for n in range(10)}
     written = share.write_rank_files(
-        tmp_path, dealt(tensors, 0, 1), run="r", step=1, rank=0, file_size=1000
+        tmp_path, round_robin(tensors, 0, 1), run="r", step=1, rank=0, file_size=1000
     )
     assert len(written.files) == 5  # two of 400 bytes fit
     assert all(each.bytes < 1000 + 500 for each in written.files.values())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
-from shardtune.core.tensor_shards import Cut, Piece
+from shardtune.core.tensor_shards import Region, TensorShard
 
 Answer = TypeVar("Answer")
 
@@ -78,47 +78,47 @@ def state(step: int) -> dict[str, Tensor]:
     }
 
 
-def rows(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
+def rows(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[TensorShard]:
     """Cut along the first dimension, as FSDP does; the first rank has what can't be cut."""
     found = []
     for key, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if not shape:
-            found += [Piece(key, shape, Cut.whole(shape), tensor)] if rank == 0 else []
+            found += [TensorShard(key, shape, Region.whole(shape), tensor)] if rank == 0 else []
             continue
         begin, end = (shape[0] * n // ranks for n in (rank, rank + 1))
-        cut = Cut((begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:]))
-        found.append(Piece(key, shape, cut, tensor[begin:end]))
+        cut = Region((begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:]))
+        found.append(TensorShard(key, shape, cut, tensor[begin:end]))
     return found
 
 
-def stretches(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
+def stretches(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[TensorShard]:
     """Cut anywhere, as ZeRO does."""
     found = []
     for key, tensor in tensors.items():
         size = tensor.numel()
         begin, end = (size * n // ranks for n in (rank, rank + 1))
         if end > begin:
-            cut = Cut((begin,), (end - begin,), flat=True)
-            found.append(Piece(key, tuple(tensor.shape), cut, tensor.flatten()[begin:end]))
+            cut = Region((begin,), (end - begin,), flat=True)
+            found.append(TensorShard(key, tuple(tensor.shape), cut, tensor.flatten()[begin:end]))
     return found
 
 
-def columns(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Piece]:
+def columns(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[TensorShard]:
     """Cut along the last dimension, as tensor parallelism does."""
     found = []
     for key, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if not shape:
-            found += [Piece(key, shape, Cut.whole(shape), tensor)] if rank == 0 else []
+            found += [TensorShard(key, shape, Region.whole(shape), tensor)] if rank == 0 else []
             continue
         begin, end = (shape[-1] * n // ranks for n in (rank, rank + 1))
-        cut = Cut((*[0] * (len(shape) - 1), begin), (*shape[:-1], end - begin))
-        found.append(Piece(key, shape, cut, tensor[..., begin:end]))
+        cut = Region((*[0] * (len(shape) - 1), begin), (*shape[:-1], end - begin))
+        found.append(TensorShard(key, shape, cut, tensor[..., begin:end]))
     return found
 
 
-WAYS: dict[str, Callable[[Mapping[str, Tensor], int, int], Sequence[Piece]]] = {
+WAYS: dict[str, Callable[[Mapping[str, Tensor], int, int], Sequence[TensorShard]]] = {
     "rows": rows,
     "stretches": stretches,
     "columns": columns,

@@ -47,10 +47,10 @@ def test_states_are_not_paged_where_all_memory_is_one() -> None:
     job = make_job(train={"optimizer": {"type": "adamw", "paged": True}})
     one = Machine(cores=96, gpus=1)
     here, there = resolve(job, LAPTOP), resolve(job, one)
-    assert not here.job.pages_states(1)
+    assert not here.job.maps_states_to_host(1)
     assert reason(here, "train.optimizer.paged") == "no GPU was found"
-    assert there.job.pages_states(1)
-    assert not there.job.pages_states(2)
+    assert there.job.maps_states_to_host(1)
+    assert not there.job.maps_states_to_host(2)
 
 
 def test_more_processes_than_cores_have_a_thread_each() -> None:

@@ -32,7 +32,7 @@ def sliced(
     sizes = {name: slice_of(name, shapes[name], degree) for name in place.names}
     trained = place.names & set(trained)
     grads = sum(sizes[name] for name in trained)
-    whole = [name for name in trained if FAMILY.cut(name, shapes[name]) is None]
+    whole = [name for name in trained if FAMILY.dim_shard(name, shapes[name]) is None]
     layers = len({n.split("layers.")[1].split(".")[0] for n in place.names if "layers." in n})
     hidden = MICRO_BATCH * LENGTH * norm[0] * FP32
     return ModelBytes(
@@ -63,7 +63,7 @@ def _alone(sizes: Mapping[str, int], place: Place) -> int:
 
 def slice_of(name: str, shape: tuple[int, ...], degree: int) -> int:
     """Bytes of the first slice, which is the longest where a vocabulary doesn't divide."""
-    cut = FAMILY.cut(name, shape)
+    cut = FAMILY.dim_shard(name, shape)
     count = math.prod(shape)
     return FP32 * (count if cut is None else count // shape[cut.dim] * -(-shape[cut.dim] // degree))
 

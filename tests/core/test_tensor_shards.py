@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardtune.core.tensor_shards import Cut, by_weight, dealt, part_of
+from shardtune.core.tensor_shards import Region, by_weight, part_of, round_robin
 
 
 @pytest.mark.parametrize(
     ("cut", "shape", "expected"),
     [
-        (Cut((0, 0), (4, 3)), (4, 3), (0, 12)),
-        (Cut((1, 0), (2, 3)), (4, 3), (3, 9)),
-        (Cut((0, 1), (4, 1)), (4, 3), None),  # a column
-        (Cut((0, 1), (1, 2)), (1, 3), (1, 3)),  # the one row of a matrix, in part
-        (Cut((1, 1), (1, 2)), (4, 3), None),
-        (Cut((5,), (4,), flat=True), (4, 3), (5, 9)),
-        (Cut((), ()), (), (0, 1)),
-        (Cut((4, 0), (0, 3)), (4, 3), (12, 12)),  # the empty share of a rank too many
+        (Region((0, 0), (4, 3)), (4, 3), (0, 12)),
+        (Region((1, 0), (2, 3)), (4, 3), (3, 9)),
+        (Region((0, 1), (4, 1)), (4, 3), None),  # a column
+        (Region((0, 1), (1, 2)), (1, 3), (1, 3)),  # the one row of a matrix, in part
+        (Region((1, 1), (1, 2)), (4, 3), None),
+        (Region((5,), (4,), flat=True), (4, 3), (5, 9)),
+        (Region((), ()), (), (0, 1)),
+        (Region((4, 0), (0, 3)), (4, 3), (12, 12)),  # the empty share of a rank too many
     ],
 )
-def test_stretches(cut: Cut, shape: tuple[int, ...], expected: tuple[int, int] | None) -> None:
-    assert cut.stretch(shape) == expected
+def test_stretches(cut: Region, shape: tuple[int, ...], expected: tuple[int, int] | None) -> None:
+    assert cut.flat_range(shape) == expected
     if expected is not None and cut.size:
         whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
         part = part_of({"x": whole}, "x", cut)  # torch's own indexing says the same
@@ -30,9 +30,15 @@ def test_stretches(cut: Cut, shape: tuple[int, ...], expected: tuple[int, int] |
 
 
 @pytest.mark.parametrize(
-    "cut", [Cut((3, 0), (2, 3)), Cut((-1, 0), (2, 3)), Cut((0,), (4,)), Cut((9,), (4,), flat=True)]
+    "cut",
+    [
+        Region((3, 0), (2, 3)),
+        Region((-1, 0), (2, 3)),
+        Region((0,), (4,)),
+        Region((9,), (4,), flat=True),
+    ],
 )
-def test_a_cut_outside_of_the_whole_does_not_fit(cut: Cut) -> None:
+def test_a_cut_outside_of_the_whole_does_not_fit(cut: Region) -> None:
     assert not cut.fits((4, 3))
 
 
@@ -41,7 +47,7 @@ def test_each_tensor_is_dealt_to_one_rank_and_the_bytes_evenly(ranks: int) -> No
     draw = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 100, (40,), generator=draw).tolist()
     tensors = {f"weight.{n}": torch.zeros(size) for n, size in enumerate(sizes)}
-    hands = [dealt(tensors, rank, ranks) for rank in range(ranks)]
+    hands = [round_robin(tensors, rank, ranks) for rank in range(ranks)]
     assert sorted(piece.key for hand in hands for piece in hand) == sorted(tensors)
     loads = [sum(piece.bytes for piece in hand) for hand in hands]
     assert max(loads) - min(loads) <= 4 * max(sizes)  # the largest goes first

@@ -72,7 +72,7 @@ class Watched(module._Inline):
 
 @pytest.fixture(autouse=True)
 def small_things_move(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "LEAST", 1 << 10)
+    monkeypatch.setattr(module, "SMALLEST_OFFLOADED", 1 << 10)
     monkeypatch.setattr(module, "UNTOLD", 1 << 12)
     monkeypatch.setattr(module, "SLAB", 1 << 16)
     yield
@@ -286,8 +286,8 @@ def alike(mine: NativeEngine, theirs: NativeEngine) -> bool:
 
 
 def watch(made: NativeEngine) -> Watched:
-    assert made._away is not None
-    made._away._lanes = lanes = Watched()
+    assert made._activation_offload is not None
+    made._activation_offload._lanes = lanes = Watched()
     return lanes
 
 
@@ -339,7 +339,7 @@ def test_compiled_layers_hand_over_what_they_save(backend: str, checkpointing: s
 
 
 def _on_rank(world: World, offload: bool) -> list[float]:
-    module.LEAST = 1 << 10  # in a process of its own
+    module.SMALLEST_OFFLOADED = 1 << 10  # in a process of its own
     with engine(offload=offload, world=world) as made:
         return [made.step([batch(n + world.rank)]).loss for n in range(2)]
 

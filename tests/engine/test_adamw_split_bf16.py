@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardtune.engine.optim.adamw_split_bf16 import OnePassAdamW
+from shardtune.engine.optim.adamw_split_bf16 import SplitAdamW
 from shardtune.engine.optim.build_optimizer import make_optimizer, take_step
 from shardtune.engine.optim.split_fp32 import joined, split
 from tests.engine.test_build_optimizer import LIMIT, RATE, RULES
@@ -39,7 +39,7 @@ def follows_torch(device: str, kind: torch.dtype, limit: float | None, *, near: 
     ours = {name: halves(each) for name, each in numbers(device, 0).items()}
     other = make_optimizer(theirs, RULES["adamw"], RATE)
     weights = {name: upper for name, (upper, _) in ours.items()}
-    optimizer = OnePassAdamW(make_optimizer(weights, RULES["adamw"], RATE), dict(ours.values()))
+    optimizer = SplitAdamW(make_optimizer(weights, RULES["adamw"], RATE), dict(ours.values()))
     for step, length in enumerate([50.0, 0.3, float("nan"), 7.0]):
         for name, gradient in numbers(device, step + 1, 1e-3).items():
             weights[name].grad = gradient.to(kind, copy=True)
@@ -65,7 +65,7 @@ def test_it_follows_torch(kind: torch.dtype, limit: float | None) -> None:
 def test_a_weight_without_a_gradient_stays() -> None:
     ours = {name: halves(each) for name, each in numbers("cpu", 0).items()}
     weights = {name: upper for name, (upper, _) in ours.items()}
-    optimizer = OnePassAdamW(make_optimizer(weights, RULES["adamw"], RATE), dict(ours.values()))
+    optimizer = SplitAdamW(make_optimizer(weights, RULES["adamw"], RATE), dict(ours.values()))
     for name, gradient in numbers("cpu", 1).items():
         weights[name].grad = None if name == "vector" else gradient
     before = weights["vector"].detach().clone()

@@ -51,7 +51,7 @@ def make(
         1.0,
         0,
         loss=loss,
-        halves=(type(adapter), precision, optimizer) == (NoAdapter, "bf16", "adamw"),
+        split_fp32=(type(adapter), precision, optimizer) == (NoAdapter, "bf16", "adamw"),
     )
     return native_engine(model, setup, World(device=device))
 

@@ -37,7 +37,7 @@ from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.reader import Reader
 from shardtune.config.job import LoRA
-from shardtune.core.tensor_shards import dealt
+from shardtune.core.tensor_shards import round_robin
 from shardtune.core.world import World
 from shardtune.launch.process_group import JoinedWorld
 from tests.engine.test_native import batch, make
@@ -87,7 +87,7 @@ def advance(world: World, folder: str, until: int, meeting: str = "") -> str:
             engine.step([batch(10 * step + world.rank)])
             step += 1
             saver.wait()
-            saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.pieces(), {})
+            saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.shards(), {})
         saver.wait()
         return digest_tensors(engine.state()[0])
 
@@ -96,7 +96,7 @@ def save_again(world: World, source: str, folder: str, background: bool, meeting
     """Saves what `source` holds, as the run did that wrote it; removes the checkpoint before."""
     ranks = JoinedWorld(world.rank, world.size, world.rank)
     state = Reader(Path(source), read_manifest(Path(source)))
-    pieces = dealt({key: state[key].clone() for key in state}, world.rank, world.size)
+    pieces = round_robin({key: state[key].clone() for key in state}, world.rank, world.size)
     saver = AsyncSaver(Path(folder), ranks, keep=1, background=background)
     _meet(world, meeting)
     identity = CheckpointIdentity("run", state.manifest.step, "ddp", "")

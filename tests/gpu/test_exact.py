@@ -56,7 +56,7 @@ def run(wide: int, rows: int, length: int, *, packed: bool) -> tuple[list[float]
     use_varlen_attention(model, DEVICE, torch.bfloat16)
     assert takes_boundaries(model)
     apply_fused_layers(model, decoder_layers(model), NoAdapter(), LayerSetup(compiled=True))
-    setup = replace(SETUP, precision="bf16", loss="fused", halves=True)
+    setup = replace(SETUP, precision="bf16", loss="fused", split_fp32=True)
     made = native_engine(model, setup, World(device=DEVICE))
     losses = [made.step([micro_batch(step, rows, length, packed=packed)]).loss for step in range(3)]
     return losses, [weight.cpu() for _, weight in made.trained_weights()]

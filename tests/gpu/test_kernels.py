@@ -23,7 +23,7 @@ from shardtune.models.quantization.fp8 import (
     quantize_fp8_rowwise,
 )
 from shardtune.models.quantization.gptq import HessianAccumulator, gptq_quantize
-from shardtune.parallel.ddp.single_gpu import FEW, add_up_rows
+from shardtune.parallel.ddp.single_gpu import ROUNDED_GRADIENT_TOKENS, add_up_rows
 from tests.engine.test_adamw_split_bf16 import KINDS, LIMIT, follows_torch
 from tests.kernels.test_cross_entropy import SHAPES, assert_right
 from tests.kernels.test_cross_entropy import given as rows_of
@@ -258,9 +258,9 @@ def test_adamw_in_one_pass(kind: torch.dtype, limit: float | None) -> None:
     follows_torch("cuda", kind, limit, near=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [FEW, 4 * FEW])
+@pytest.mark.parametrize("tokens", [ROUNDED_GRADIENT_TOKENS, 4 * ROUNDED_GRADIENT_TOKENS])
 def test_rows_of_an_embedding_are_added_up_in_fp32(tokens: int) -> None:
-    """A token that is every second one: beyond `FEW` tokens torch does so by itself."""
+    """A token that is every second one: with more tokens torch does so by itself."""
     table = nn.Embedding(50, 64, device="cuda", dtype=torch.bfloat16)
     add_up_rows(table)
     ids = torch.arange(tokens, device="cuda") % 50

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
-from shardtune.engine.activation_offload import LEAST, Offload
+from shardtune.engine.activation_offload import SMALLEST_OFFLOADED, Offload
 from shardtune.engine.native import NativeEngine
 from shardtune.kernels import flash_attention as flash
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
@@ -107,7 +107,7 @@ def test_gradients_survive_memory_that_is_used_again_at_once() -> None:
     offload = Offload(model, torch.device(DEVICE))
     for step in range(6):
         x = torch.randn(16384 * (1 + step % 2), 512, device=DEVICE)  # 32 MiB, then 64
-        assert x.nbytes > LEAST
+        assert x.nbytes > SMALLEST_OFFLOADED
         expected = torch.autograd.grad(model(x), tuple(model.parameters()))
         with offload.saving():
             loss = model(x)

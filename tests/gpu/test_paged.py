@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from shardtune.checkpoint.snapshot import Snapshot
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
-from shardtune.engine.optim.host_mapped import in_main_memory
+from shardtune.engine.optim.host_mapped import host_mapped_zeros
 from shardtune.kernels import flash_attention as flash
 from shardtune.models.packed_attention import use_varlen_attention
-from shardtune.parallel.ddp.single_gpu import HalvedEngine
+from shardtune.parallel.ddp.single_gpu import SplitWeightEngine
 from tests.engine.test_activation_offload import SETUP
 from tests.models.exact import distance
 from tests.synthetic import batch
@@ -30,7 +30,7 @@ DEVICE = "cuda:0"
 CYCLES = 2_000_000_000  # about a second of any GPU of today
 
 
-def make(*, paged: bool) -> HalvedEngine:
+def make(*, host_mapped: bool) -> SplitWeightEngine:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -40,9 +40,9 @@ def make(*, paged: bool) -> HalvedEngine:
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config).to(DEVICE)
     use_varlen_attention(model, DEVICE, torch.bfloat16)
-    rule = replace(SETUP.optimizer, paged=paged)
-    setup = replace(SETUP, precision="bf16", loss="fused", halves=True, optimizer=rule)
-    return HalvedEngine(model, setup, World(device=DEVICE))
+    rule = replace(SETUP.optimizer, host_mapped=host_mapped)
+    setup = replace(SETUP, precision="bf16", loss="fused", split_fp32=True, optimizer=rule)
+    return SplitWeightEngine(model, setup, World(device=DEVICE))
 
 
 def run(made: NativeEngine) -> tuple[list[float], dict[str, Tensor], int]:
@@ -60,22 +60,22 @@ def test_steps_are_the_same_to_the_bit_in_ten_bytes_a_weight_less() -> None:
     why = flash.why_unavailable(DEVICE, torch.bfloat16, 8, 8, 128)
     if why is not None:
         pytest.skip(f"no attention that gives the same gradient twice: {why}")
-    losses, tensors, most = run(make(paged=False))
+    losses, tensors, most = run(make(host_mapped=False))
     gc.collect()
     torch.cuda.empty_cache()
-    engine = make(paged=True)
+    engine = make(host_mapped=True)
     found, mine, least = run(engine)
     assert found == losses
     assert all(torch.equal(mine[name], tensors[name]) for name in tensors)
     numbers = sum(weight.numel() for weight in engine.trained.values())
     assert most - least == pytest.approx(10 * numbers, rel=0.02)
     assert engine.held().bytes["optim", "cpu"] == 10 * numbers
-    assert all(each.is_pinned() for each in engine.beside.values())
+    assert all(each.is_pinned() for each in engine.lower_halves.values())
 
 
 def test_a_copy_waits_for_the_update_and_the_next_update_for_the_copy() -> None:
     """A GPU that is held up writes late; what is saved is what it wrote."""
-    engine = make(paged=True)
+    engine = make(host_mapped=True)
     engine.step([batch(0, rows=2, length=512)]).read()  # type: ignore[attr-defined]
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
@@ -84,10 +84,10 @@ def test_a_copy_waits_for_the_update_and_the_next_update_for_the_copy() -> None:
     snapshot._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(snapshot._stream):
         torch.cuda._sleep(CYCLES)
-    copies = snapshot.take(engine.pieces()[0])
+    copies = snapshot.take(engine.shards()[0])
     engine.step([batch(2, rows=2, length=512)])
     snapshot.settle()
-    other = make(paged=True)
+    other = make(host_mapped=True)
     states = []
     for number in range(3):
         other.step([batch(number, rows=2, length=512)])
@@ -102,12 +102,12 @@ def test_a_copy_waits_for_the_update_and_the_next_update_for_the_copy() -> None:
 
 
 def test_a_state_that_is_read_stays_in_main_memory() -> None:
-    engine = make(paged=True)
+    engine = make(host_mapped=True)
     for number in range(2):
         engine.step([batch(number, rows=2, length=512)])
     tensors, numbers = engine.state()
     kept = {name: each.cpu().clone() for name, each in tensors.items()}
-    other = make(paged=True)
+    other = make(host_mapped=True)
     before = torch.cuda.memory_allocated()
     other.load_state(kept, numbers)
     assert torch.cuda.memory_allocated() - before < 1 << 20
@@ -117,7 +117,7 @@ def test_a_state_that_is_read_stays_in_main_memory() -> None:
 
 def test_memory_is_given_back() -> None:
     weight = nn.Parameter(torch.empty(1 << 20, device=DEVICE))
-    made = in_main_memory(weight.detach(), torch.float32)
+    made = host_mapped_zeros(weight.detach(), torch.float32)
     assert made.is_pinned()
     storage = made.untyped_storage()
     del made

@@ -37,11 +37,11 @@ CASES: dict[str, tuple[Adapter, str]] = {
 }
 
 
-def setup(loss: Loss = "plain", *, halves: bool = False) -> EngineSetup:
+def setup(loss: Loss = "plain", *, split_fp32: bool = False) -> EngineSetup:
     # A norm of 2 is what a dry run sees; a real one is clipped at next to nothing, as surely.
     schedule = Schedule("cosine", 1e-4, 0, 9)
     rule = OptimizerSetup("adamw")
-    return EngineSetup("bf16", rule, schedule, 1e-3, 0, loss=loss, halves=halves)
+    return EngineSetup("bf16", rule, schedule, 1e-3, 0, loss=loss, split_fp32=split_fp32)
 
 
 def alone(strategy: Strategy, ranks: int, case: str) -> bool:
@@ -69,7 +69,7 @@ def dry(
     return dry_run(
         builder,
         strategy,
-        setup(loss, halves=alone(strategy, ranks, case)),
+        setup(loss, split_fp32=alone(strategy, ranks, case)),
         ranks=ranks,
         rows=ROWS,
         length=LENGTH,
@@ -92,7 +92,7 @@ def real(
     section = ModelSection.model_validate({"name": "tiny", "quantization": quantization})
     builder = PretrainedModelBuilder(section, adapter, train(checkpointing))
     batches = [micro_batch(ROWS, LENGTH, packed=packed)] * microbatches
-    told = setup(loss, halves=alone(strategy, world.size, case))
+    told = setup(loss, split_fp32=alone(strategy, world.size, case))
     return replay(builder, strategy, told, world, batches, vocabulary=tiny.VOCABULARY)
 
 

@@ -16,15 +16,15 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
-from shardtune.engine.optim.adamw_split_bf16 import OnePassAdamW
+from shardtune.engine.optim.adamw_split_bf16 import SplitAdamW
 from shardtune.engine.optim.build_optimizer import future_moments
-from shardtune.engine.optim.host_mapped import in_main_memory
+from shardtune.engine.optim.host_mapped import host_mapped_zeros
 from shardtune.errors import JobError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.full_finetune import fuse_full
 from shardtune.models.materialize import decoder_layers
 from shardtune.parallel.ddp.engine import native_engine
-from shardtune.parallel.ddp.single_gpu import HalvedEngine
+from shardtune.parallel.ddp.single_gpu import SplitWeightEngine
 from tests.engine.test_native import batch
 from tests.models.exact import distance
 
@@ -34,20 +34,20 @@ RATE = 1e-2
 def make(
     precision: Precision = "bf16",
     *,
-    halves: bool = True,
+    split_fp32: bool = True,
     together: bool = False,
     rate: float = RATE,
     loss: Any = "fused",
-    paged: bool = False,
+    host_mapped: bool = False,
 ) -> NativeEngine:
     train = TrainSection(precision=precision)
     model: Any = PretrainedModelBuilder(ModelSection(name="tiny"), NoAdapter(), train).whole("cpu")
     if together:
         for layer in decoder_layers(model):
             fuse_full(layer, model.config.model_type)
-    rule = OptimizerSetup(betas=(0.9, 0.95), weight_decay=0.1, paged=paged)
+    rule = OptimizerSetup(betas=(0.9, 0.95), weight_decay=0.1, host_mapped=host_mapped)
     schedule = Schedule("constant", rate, 0, 100)
-    setup = EngineSetup(precision, rule, schedule, 1.0, 0, loss=loss, halves=halves)
+    setup = EngineSetup(precision, rule, schedule, 1.0, 0, loss=loss, split_fp32=split_fp32)
     return native_engine(model, setup, World())
 
 
@@ -83,7 +83,11 @@ def test_gradients_are_as_near_to_fp32_as_autocasts(together: bool, loss: str) -
     """Weight by weight. Half of the tokens are one: its row is the sum of hundreds."""
     given = batch(3, 8, 128)
     given.input_ids[:, ::2] = 7
-    engines = (make("fp32", halves=False), make(halves=False), make(together=together, loss=loss))
+    engines = (
+        make("fp32", split_fp32=False),
+        make(split_fp32=False),
+        make(together=together, loss=loss),
+    )
     right, autocast, ours = (gradients(engine, given) for engine in engines)
     for name, exact in right.items():
         near = distance(autocast[name], exact.double())
@@ -91,13 +95,13 @@ def test_gradients_are_as_near_to_fp32_as_autocasts(together: bool, loss: str) -
 
 
 def test_losses_follow_those_of_autocast() -> None:
-    ours, theirs = taken(make(), 6), taken(make(halves=False), 6)
+    ours, theirs = taken(make(), 6), taken(make(split_fp32=False), 6)
     assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in theirs], rel=0.01)
 
 
 def test_the_model_has_upper_halves_and_the_names_stay() -> None:
     engine = make()
-    assert isinstance(engine, HalvedEngine)
+    assert isinstance(engine, SplitWeightEngine)
     inside = dict(engine.module().named_parameters())
     assert inside.keys() == engine.trained.keys()
     assert {each.dtype for each in inside.values()} == {torch.bfloat16}
@@ -143,17 +147,17 @@ def test_a_step_that_is_left_out_leaves_everything() -> None:
     assert engine.step([batch(1)]).applied
 
 
-@pytest.mark.parametrize("halves", [True, False])
-def test_a_state_goes_on_to_the_bit_and_elsewhere(halves: bool) -> None:
+@pytest.mark.parametrize("split_fp32", [True, False])
+def test_a_state_goes_on_to_the_bit_and_elsewhere(split_fp32: bool) -> None:
     engine = make()
     taken(engine, 3)
     tensors, numbers = engine.state()
-    other = make(halves=halves)
+    other = make(split_fp32=split_fp32)
     other.load_state({name: each.clone() for name, each in tensors.items()}, numbers)
     before = dict(engine.trained_weights())
     assert all(torch.equal(weight, before[name]) for name, weight in other.trained_weights())
     mine, theirs = engine.step([batch(7)]), other.step([batch(7)])
-    if halves:
+    if split_fp32:
         assert (mine.loss, mine.grad_norm) == (theirs.loss, theirs.grad_norm)
         after = dict(engine.trained_weights())
         assert all(torch.equal(weight, after[name]) for name, weight in other.trained_weights())
@@ -173,26 +177,26 @@ def test_what_is_held() -> None:
 
 def test_paged_states_are_the_same_and_lie_elsewhere() -> None:
     """Here on a CPU, where it makes no difference; `tests/gpu/test_paged.py` has a bus."""
-    plain, paged = make(), make(paged=True)
-    assert taken(plain, 3) == taken(paged, 3)
-    home: dict[Any, int] = paged.held().bytes
+    plain, mapped = make(), make(host_mapped=True)
+    assert taken(plain, 3) == taken(mapped, 3)
+    home: dict[Any, int] = mapped.held().bytes
     assert home["optim", "cpu"] == plain.held().of("optim")
     assert ("optim", "gpu") not in home
-    tensors, numbers = paged.state()
+    tensors, numbers = mapped.state()
     assert all(torch.equal(each, tensors[name]) for name, each in plain.state()[0].items())
-    other = make(paged=True)
+    other = make(host_mapped=True)
     other.load_state({name: each.clone() for name, each in tensors.items()}, numbers)
-    assert isinstance(other.optimizer, OnePassAdamW)
+    assert isinstance(other.optimizer, SplitAdamW)
     for weight, places in other.optimizer.places.items():
         kept = other.optimizer.state[weight]
         found = [kept[key].data_ptr() for key in ("exp_avg", "exp_avg_sq")]
         assert found == [place.data_ptr() for place in places]
-    mine, theirs = paged.step([batch(7)]), other.step([batch(7)])
+    mine, theirs = mapped.step([batch(7)]), other.step([batch(7)])
     assert (mine.loss, mine.grad_norm) == (theirs.loss, theirs.grad_norm)
 
 
 def test_nothing_on_the_device_is_kept_free_for_what_is_paged() -> None:
-    setup = OptimizerSetup(paged=True)
+    setup = OptimizerSetup(host_mapped=True)
     assert future_moments(make().trained.values(), setup) == []
 
 
@@ -204,7 +208,7 @@ def test_memory_that_can_not_be_had_is_said_with_its_size(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(JobError, match=r"no 60 bytes of main memory more.*can't allocate"):
-        in_main_memory(torch.empty(3, 5), torch.float32)
+        host_mapped_zeros(torch.empty(3, 5), torch.float32)
 
 
 def test_a_micro_batch_without_labels_is_nothing() -> None:
@@ -225,7 +229,7 @@ def test_pieces_are_the_state() -> None:
     """Weights are put together as they are copied; until then a piece has their form alone."""
     engine = make()
     taken(engine, 2)
-    pieces, numbers = engine.pieces()
+    pieces, numbers = engine.shards()
     tensors, same = engine.state()
     assert numbers == same
     assert {piece.key for piece in pieces} == tensors.keys()
@@ -244,7 +248,7 @@ def test_a_model_with_fp32_buffers_answers() -> None:
     config = OpenAIGPTConfig(vocab_size=67, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     model = OpenAIGPTLMHeadModel(config)
     schedule = Schedule("constant", RATE, 0, 100)
-    setup = EngineSetup("bf16", OptimizerSetup(), schedule, 1.0, 0, halves=True)
+    setup = EngineSetup("bf16", OptimizerSetup(), schedule, 1.0, 0, split_fp32=True)
     engine = native_engine(model, setup, World())
     given = batch(1)
     probe = MicroBatch(

@@ -13,7 +13,7 @@ from shardtune.core.model.parallel_plan import (
     DimShard,
     family_of,
     require_divisible,
-    require_slices,
+    require_tensor_parallel,
 )
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.errors import ModelError
@@ -124,11 +124,11 @@ ROW, COLUMN = "layers.3.self_attn.o_proj", "layers.3.mlp.up_proj"
 def test_a_weight_is_sliced_by_its_name(
     name: str, shape: tuple[int, ...], cut: DimShard | None
 ) -> None:
-    assert SHARDABLE_FAMILIES["llama"].cut(name, shape) == cut
+    assert SHARDABLE_FAMILIES["llama"].dim_shard(name, shape) == cut
 
 
 def test_gpt2_has_its_inputs_first_and_three_things_in_one() -> None:
-    cut = SHARDABLE_FAMILIES["gpt2"].cut
+    cut = SHARDABLE_FAMILIES["gpt2"].dim_shard
     assert cut("transformer.h.0.attn.c_attn.weight", (4, 12)) == DimShard(1, 3)
     assert cut("transformer.h.0.attn.c_attn.bias", (12,)) == DimShard(0, 3)
     assert cut("transformer.h.0.attn.c_attn.lora_B.default.weight", (12, 2)) == DimShard(0, 3)
@@ -142,13 +142,13 @@ def test_what_does_not_divide_is_refused_with_the_equation() -> None:
         num_attention_heads=32, num_key_value_heads=8, hidden_size=256, intermediate_size=600
     )
     with pytest.raises(ModelError) as error:
-        require_slices(config, 3)
+        require_tensor_parallel(config, 3)
     assert [problem.fact for problem in error.value.problems] == [
         "32 heads / tensor(3) = 10.67",
         "8 key-value heads / tensor(3) = 2.67",
     ]
     assert "over 1, 2, 4, 8 ranks" in error.value.problems[0].fix
-    require_slices(GPT2Config(), 4)  # 12 heads, an MLP of 4 x 768
+    require_tensor_parallel(GPT2Config(), 4)  # 12 heads, an MLP of 4 x 768
 
 
 def test_an_unknown_family_is_refused_with_its_name() -> None:

@@ -44,8 +44,8 @@ def test_an_update_rule_keeps_to_its_own_fields() -> None:
 def test_who_gets_copies() -> None:
     """One rank that trains all weights in bf16, with AdamW and moments of 32 bits."""
     yes = {"train": {"precision": "bf16"}}
-    assert make_plan(make_job(**yes), 1, 9).setup.halves
-    assert not make_plan(make_job(**yes), 2, 9).setup.halves
+    assert make_plan(make_job(**yes), 1, 9).setup.split_fp32
+    assert not make_plan(make_job(**yes), 2, 9).setup.split_fp32
     for changes in (
         {"train": {"precision": "fp32"}},
         {"train": {"precision": "bf16", "optimizer": {"type": "sgd"}}},
@@ -53,4 +53,4 @@ def test_who_gets_copies() -> None:
         yes | {"adapter": {"type": "lora"}},
         yes | {"strategy": {"type": "fsdp"}},
     ):
-        assert not make_plan(make_job(**changes), 1, 9).setup.halves, changes
+        assert not make_plan(make_job(**changes), 1, 9).setup.split_fp32, changes

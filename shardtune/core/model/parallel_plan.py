@@ -17,14 +17,14 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.errors import ModelError, Problem
 
-Slicing = Literal["column", "row", "column_of_three"]
-"""`column`: the outputs are sliced. `row`: the inputs are, and the ranks' results are added.
-`column_of_three`: the outputs are queries, keys and values in a row, and each is sliced."""
+ParallelStyle = Literal["column", "row", "column_of_three"]
+"""`column`: the outputs are sharded. `row`: the inputs are, and the ranks' results are summed.
+`column_of_three`: the outputs are queries, keys and values in a row, and each is sharded."""
 
 
 @dataclass(frozen=True)
 class DimShard:
-    """Along which dim a weight is sliced, and into how many equal parts it falls before.
+    """Along which dim a weight is sharded, and into how many equal parts it falls before.
 
     Rank r of n has the r-th n-th of each part.
     """
@@ -46,8 +46,8 @@ class Family:
     attention: str
     """The attention inside a layer."""
     mlp: str
-    slices: Mapping[str, Slicing]
-    """The matrices of a layer that are sliced, by their module's name inside the layer. Whatever
+    styles: Mapping[str, ParallelStyle]
+    """The matrices of a layer that are sharded, by their module's name inside the layer. Whatever
     else a layer has (norms) is kept whole by every rank, which sees a part of the tokens or of the
     heads with it."""
     positions: str = ""
@@ -59,44 +59,46 @@ class Family:
     counts: tuple[tuple[str, str], ...] = ()
     """Modules inside a layer and an attribute of each that counts outputs; a rank has its share."""
 
-    def cut(self, name: str, shape: Sequence[int]) -> DimShard | None:
-        """How a weight of the whole model is sliced, by its name; None if ranks keep it whole."""
+    def dim_shard(self, name: str, shape: Sequence[int]) -> DimShard | None:
+        """How a weight of the whole model is sharded, by its name; None if ranks keep it whole."""
         inside = re.search(rf"(?:^|\.){self.layers}\.\d+\.(.+)$", name)
         if inside:
-            return self.cut_in_layer(inside[1], shape)
+            return self.dim_shard_in_layer(inside[1], shape)
         for end in (self.embedding, self.head):
             found = re.search(rf"(?:^|\.){end}\.(.+)$", name)
             if found:
                 return vocabulary_shard(found[1], shape)
         return None
 
-    def cut_in_layer(self, name: str, shape: Sequence[int]) -> DimShard | None:
-        """How a weight of a layer is sliced, by its name inside the layer."""
-        for module, slicing in self.slices.items():
+    def dim_shard_in_layer(self, name: str, shape: Sequence[int]) -> DimShard | None:
+        """How a weight of a layer is sharded, by its name inside the layer."""
+        for module, style in self.styles.items():
             if name.startswith(f"{module}."):
                 leaf = name.removeprefix(f"{module}.")
-                return _cut(slicing, leaf, shape, transposed=self.transposed)
+                return _dim_shard(style, leaf, shape, transposed=self.transposed)
         return None
 
 
 def vocabulary_shard(name: str, shape: Sequence[int]) -> DimShard | None:
-    """How a weight of the embedding or the head is sliced, by its name inside of it."""
-    return _cut("column", name, shape, transposed=False)
+    """How a weight of the embedding or the head is sharded, by its name inside of it."""
+    return _dim_shard("column", name, shape, transposed=False)
 
 
-def _cut(slicing: Slicing, leaf: str, shape: Sequence[int], *, transposed: bool) -> DimShard | None:
-    """The cut of one weight of a sliced module; adapters follow the side that they are on."""
+def _dim_shard(
+    style: ParallelStyle, leaf: str, shape: Sequence[int], *, transposed: bool
+) -> DimShard | None:
+    """How one weight of a sharded module is sharded; adapters follow the side that they are on."""
     words = leaf.split(".")
-    outputs = DimShard(0, 3 if slicing == "column_of_three" else 1) if slicing != "row" else None
-    inputs = DimShard(1) if slicing == "row" else None
+    outputs = DimShard(0, 3 if style == "column_of_three" else 1) if style != "row" else None
+    inputs = DimShard(1) if style == "row" else None
     if "lora_A" in words:
         return inputs
     if "lora_B" in words or words[-1] == "bias":
         return outputs
     if "ia3_l" in words:  # a column scales outputs, a row inputs
         return outputs if shape[-1] == 1 else inputs
-    cut = outputs or inputs
-    return DimShard(1 - cut.dim, cut.parts) if cut and transposed else cut
+    spec = outputs or inputs
+    return DimShard(1 - spec.dim, spec.parts) if spec and transposed else spec
 
 
 _LLAMA = Family(
@@ -107,7 +109,7 @@ _LLAMA = Family(
     head="lm_head",
     attention="self_attn",
     mlp="mlp",
-    slices={
+    styles={
         "self_attn.q_proj": "column",
         "self_attn.k_proj": "column",
         "self_attn.v_proj": "column",
@@ -127,7 +129,7 @@ _GPT2 = Family(
     head="lm_head",
     attention="attn",
     mlp="mlp",
-    slices={
+    styles={
         "attn.c_attn": "column_of_three",
         "attn.c_proj": "row",
         "mlp.c_fc": "column",
@@ -145,7 +147,7 @@ _NEOX = Family(
     head="lm_head",
     attention="attention",
     mlp="mlp",
-    slices={
+    styles={
         "attention.query_key_value": "column",  # a head's three parts stand together
         "attention.dense": "row",
         "mlp.dense_h_to_4h": "column",
@@ -178,7 +180,7 @@ def family_named(kind: str) -> Family:
     return SHARDABLE_FAMILIES[kind]
 
 
-def require_slices(config: Any, degree: int) -> Family:
+def require_tensor_parallel(config: Any, degree: int) -> Family:
     """Refuses a degree of tensor parallelism that doesn't divide the model.
 
     A vocabulary needn't divide: its runs may differ in length.
@@ -190,7 +192,7 @@ def require_slices(config: Any, degree: int) -> Family:
 
 
 def degrees_of(shape: ModelShape) -> list[int]:
-    """Over how many ranks the layers of a model can be sliced; only 1 if nobody has said how."""
+    """Over how many ranks the layers of a model can be sharded; only 1 if nobody has said how."""
     common = (
         math.gcd(shape.heads, shape.kv_heads, shape.ffn)
         if shape.family in SHARDABLE_FAMILIES
@@ -201,12 +203,12 @@ def degrees_of(shape: ModelShape) -> list[int]:
 
 def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | None) -> None:
     """As `require_divisible`, for a model of which only the shape is known."""
-    stages, slices = mesh.size_of("pipeline"), mesh.size_of("tensor")
-    if stages == slices == 1:
+    stages, degree = mesh.size_of("pipeline"), mesh.size_of("tensor")
+    if stages == degree == 1:
         return
     family_named(shape.family)
-    if slices > 1:
-        _require_counts(shape.heads, shape.kv_heads, shape.ffn, slices)
+    if degree > 1:
+        _require_counts(shape.heads, shape.kv_heads, shape.ffn, degree)
     if pipelining is not None:
         require_stages(shape.layers, pipelining, stages)
 
@@ -240,7 +242,7 @@ def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:
 def require_divisible(config: Any, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
     """Refuses a model that the axes of `mesh` can't cut, before any of its weights is read."""
     if mesh.size_of("tensor") > 1:
-        require_slices(config, mesh.size_of("tensor"))
+        require_tensor_parallel(config, mesh.size_of("tensor"))
     if mesh.size_of("pipeline") > 1 and pipelining is not None:
         family_of(config)
         layers = config.get_text_config().num_hidden_layers

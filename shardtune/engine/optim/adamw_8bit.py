@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.core.setup import BLOCK, OptimizerSetup
+from shardtune.core.setup import SCALE_BLOCK, OptimizerSetup
 from shardtune.errors import JobError, Problem
 
 _NUMBERS = {"exp_avg": 1, "exp_avg_sq": 2}
@@ -70,13 +70,13 @@ def packed(moments: Mapping[str, Tensor], optimizer: Any) -> dict[str, Any]:
 
 def _dequantized(codes: Tensor, scales: Tensor, qmap: Tensor) -> Tensor:
     values = qmap[codes.flatten().int()]
-    values *= scales.repeat_interleave(BLOCK)[: values.numel()]
+    values *= scales.repeat_interleave(SCALE_BLOCK)[: values.numel()]
     return values.view(codes.shape)
 
 
 def _quantized(values: Tensor, qmap: Tensor) -> tuple[Tensor, Tensor]:
     flat = values.flatten()
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
     parts = torch.split(padded, _AT_ONCE)
     codes, scales = zip(*(_quantized_blocks(part, qmap) for part in parts), strict=True)
     return torch.cat(codes).flatten()[: flat.numel()].view(values.shape), torch.cat(scales)

@@ -1,4 +1,4 @@
-"""AdamW on fp32 weights in two halves (`halves`), with gradients in 16 bits, in one pass.
+"""AdamW on fp32 weights in two halves (`split_fp32`), with gradients in 16 bits, in one pass.
 
 torch's own wants gradients in the precision of the weights, and a model that computes in 16 bits
 would have to be given copies afterwards: two passes more over all weights.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.engine.optim.host_mapped import in_main_memory
+from shardtune.engine.optim.host_mapped import host_mapped_zeros
 from shardtune.engine.optim.split_fp32 import NAN, joined, split
 from shardtune.errors import JobError, Problem
 
@@ -22,11 +22,11 @@ try:
 except ImportError:  # on a machine without a GPU
     triton = None
 
-BLOCK = 1024
+UPDATE_BLOCK = 1024
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class OnePassAdamW(torch.optim.AdamW):
+class SplitAdamW(torch.optim.AdamW):
     """Keeps the same state as torch's, under the same names."""
 
     def __init__(
@@ -34,19 +34,21 @@ class OnePassAdamW(torch.optim.AdamW):
         usual: torch.optim.Optimizer,
         lower: Mapping[nn.Parameter, Tensor],
         *,
-        paged: bool = False,
+        host_mapped: bool = False,
     ) -> None:
-        """As `usual` is told, on weights of bf16 whose lower halves are given. `paged` moments lie
-        in main memory, at `places` that are asked for at once: too little of it shows early."""
+        """As `usual` is told, on weights of bf16 whose lower halves are given. Moments that are
+        `host_mapped` lie in CPU memory, at `places` that are asked for at once, so that too little
+        of it shows early."""
         super().__init__(usual.param_groups, fused=True)
         self._lower = dict(lower)
         self.places: dict[nn.Parameter, list[Tensor]] = {}
-        if paged:
+        if host_mapped:
             if triton is None and any(weight.is_cuda for weight in lower):
                 fact = "Triton is missing, and only its kernel reads main memory"
                 raise JobError(Problem("train.optimizer.paged", fact, "pip install triton"))
             self.places = {
-                weight: [in_main_memory(weight, torch.float32) for _ in MOMENTS] for weight in lower
+                weight: [host_mapped_zeros(weight, torch.float32) for _ in MOMENTS]
+                for weight in lower
             }
 
     @torch.no_grad()
@@ -85,7 +87,7 @@ class OnePassAdamW(torch.optim.AdamW):
         return state
 
     def take_over(self, weight: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """A state from elsewhere; paged moments stay where they are."""
+        """A state from elsewhere; host-mapped moments stay where they are."""
         if not self.places:
             self.state[weight] = dict(state)
             return
@@ -131,9 +133,9 @@ def write(
     for row, (weight, *others, _) in enumerate(every):
         assert all(each.is_contiguous() for each in (weight, *others))
         size = weight.numel()
-        _update[(triton.cdiv(size, BLOCK),)](
+        _update[(triton.cdiv(size, UPDATE_BLOCK),)](
             weight.view(torch.int16), *others, bias[row], divisor, veto, size, *numbers,
-            NAN, BLOCK, num_warps=4,
+            NAN, UPDATE_BLOCK, num_warps=4,
         )  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     nan: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(veto) == 0.0:
-        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        place = tl.program_id(0).to(tl.int64) * UPDATE_BLOCK + tl.arange(0, UPDATE_BLOCK)
         inside = place < size
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) / tl.load(divisor)
         m = tl.load(first + place, mask=inside, other=0.0)

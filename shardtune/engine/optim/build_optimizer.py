@@ -82,9 +82,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def future_moments(shares: Iterable[Tensor], setup: OptimizerSetup) -> list[Tensor]:
-    """Room for what an optimizer will hold once it has taken a step; nothing is in it. What is to
-    be paged is there already, and not on the device."""
-    if setup.paged:
+    """Room for what an optimizer will hold once it has taken a step; nothing is in it. What is
+    host-mapped is there already, and not on the device."""
+    if setup.host_mapped:
         return []
     count = 2 if setup.type == "adamw" else int(setup.momentum > 0)
     kind = torch.uint8 if setup.bits == 8 else torch.float32

@@ -1,4 +1,4 @@
-"""Main memory that a GPU reads and writes by itself, over the bus, from inside a kernel.
+"""Host-mapped memory: CPU memory that a GPU reads and writes over the bus, inside a kernel.
 
 Nothing is copied before and after: what a kernel asks for travels when it asks, in both directions
 at once. The driver's own paging (managed memory) moves whole pages when one of them is missed.
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardtune.errors import JobError, Problem
 
 
-def in_main_memory(like: Tensor, dtype: torch.dtype) -> Tensor:
+def host_mapped_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros of the form of `like`. Of exactly that size: torch's own pinned memory is rounded up to
     a power of two."""
     try:

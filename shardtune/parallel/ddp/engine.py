@@ -15,7 +15,7 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
-from shardtune.parallel.ddp.single_gpu import HalvedEngine
+from shardtune.parallel.ddp.single_gpu import SplitWeightEngine
 
 
 class DDPEngine(NativeEngine):
@@ -68,6 +68,6 @@ class DDPEngine(NativeEngine):
 
 def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:
     """The engine for a whole model on each rank, of which there may be only one."""
-    if setup.halves:
-        return HalvedEngine(model, setup, world)
+    if setup.split_fp32:
+        return SplitWeightEngine(model, setup, world)
     return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)

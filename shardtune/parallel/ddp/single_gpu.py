@@ -1,4 +1,4 @@
-"""All weights on one GPU: the model computes with the upper halves of what is trained in fp32.
+"""Full fine-tuning on one GPU: split fp32 weights, whose upper halves the model computes with.
 
 Autocast would make 16-bit copies in each step, and fp32 gradients of 16-bit products: passes over
 memory in which nothing is computed. Here a weight's upper half is one of bf16 that the model has,
@@ -19,66 +19,73 @@ from torch.nn import functional
 from shardtune.core.footprint import Held
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import MicroBatch
-from shardtune.core.tensor_shards import Cut, Piece
+from shardtune.core.tensor_shards import Region, TensorShard
 from shardtune.core.world import World
 from shardtune.engine.dtensor import size_of
 from shardtune.engine.native import COMPUTE, NativeEngine
-from shardtune.engine.optim.adamw_split_bf16 import OnePassAdamW
-from shardtune.engine.optim.host_mapped import in_main_memory
+from shardtune.engine.optim.adamw_split_bf16 import SplitAdamW
+from shardtune.engine.optim.host_mapped import host_mapped_zeros
 from shardtune.engine.optim.split_fp32 import joined, split
 from shardtune.kernels.autocast_forward import autocast_forward
 
-FEW = 3072
+ROUNDED_GRADIENT_TOKENS = 3072
 """Tokens up to which torch adds up an embedding's gradient on a GPU in its own precision."""
 
 
-class HalvedEngine(NativeEngine):
+class SplitWeightEngine(NativeEngine):
     """What is trained is a weight of the model and its lower half beside it."""
 
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
         assert COMPUTE[setup.precision] == torch.bfloat16
-        self.beside = halve(model, paged=setup.optimizer.paged)
+        self.lower_halves = split_weights(model, host_mapped=setup.optimizer.host_mapped)
         add_up_rows(model)
         autocast_forward(model, torch.bfloat16)  # buffers are in fp32
         super().__init__(model, setup, world)
 
-    def _make_optimizer(self) -> OnePassAdamW:
-        lower = {self.trained[name]: half for name, half in self.beside.items()}
-        return OnePassAdamW(super()._make_optimizer(), lower, paged=self.setup.optimizer.paged)
+    def _make_optimizer(self) -> SplitAdamW:
+        lower = {self.trained[name]: half for name, half in self.lower_halves.items()}
+        return SplitAdamW(
+            super()._make_optimizer(), lower, host_mapped=self.setup.optimizer.host_mapped
+        )
 
     def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, upper in self.trained.items():
-            yield name, joined(upper.detach(), self.beside[name])
+            yield name, joined(upper.detach(), self.lower_halves[name])
 
-    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+    def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
         """Weights are put together when they are copied, one at a time."""
         found = []
         for name, upper in self.trained.items():
-            shape, made = tuple(upper.shape), partial(joined, upper.detach(), self.beside[name])
+            shape, made = (
+                tuple(upper.shape),
+                partial(joined, upper.detach(), self.lower_halves[name]),
+            )
             form = upper.new_empty((), dtype=torch.float32).expand(shape)
-            found.append(Piece(f"weight.{name}", shape, Cut.whole(shape), form, made))
+            found.append(TensorShard(f"weight.{name}", shape, Region.whole(shape), form, made))
             for kind, moment in self._moments(name).items():
-                whole = Cut.whole(tuple(moment.shape))
-                found.append(Piece(f"{kind}.{name}", tuple(moment.shape), whole, moment))
-        return sorted(found, key=lambda piece: piece.key), self._numbers()
+                whole = Region.whole(tuple(moment.shape))
+                found.append(TensorShard(f"{kind}.{name}", tuple(moment.shape), whole, moment))
+        return sorted(found, key=lambda shard: shard.key), self._numbers()
 
     def _put(self, name: str, weight: Tensor) -> None:
-        split(weight, self.trained[name], self.beside[name])
+        split(weight, self.trained[name], self.lower_halves[name])
 
     def _remember(self, name: str, moments: dict[str, Tensor]) -> None:
-        assert isinstance(self.optimizer, OnePassAdamW)
+        assert isinstance(self.optimizer, SplitAdamW)
         self.optimizer.take_over(self.trained[name], moments)
 
     def _moments(self, name: str) -> Mapping[str, Tensor]:
-        if self.setup.optimizer.paged and self.device.type == "cuda":
+        if self.setup.optimizer.host_mapped and self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # a GPU may still write to main memory
         return super()._moments(name)
 
     def held(self) -> Held:
         found = dict(super().held().bytes)
         home = self._home()
-        size = found.pop(("optim", home)) + sum(size_of(each) for each in self.beside.values())
-        return Held({**found, ("optim", "cpu" if self.setup.optimizer.paged else home): size})
+        size = found.pop(("optim", home)) + sum(
+            size_of(each) for each in self.lower_halves.values()
+        )
+        return Held({**found, ("optim", "cpu" if self.setup.optimizer.host_mapped else home): size})
 
     def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
         loss = super()._pass(batch, scale, last=last)
@@ -98,9 +105,9 @@ class HalvedEngine(NativeEngine):
         return norm
 
 
-def halve(model: nn.Module, *, paged: bool = False) -> dict[str, Tensor]:
+def split_weights(model: nn.Module, *, host_mapped: bool = False) -> dict[str, Tensor]:
     """Leaves the upper half of each trained weight in the model; returns the lower ones by name, in
-    main memory where they are `paged`."""
+    main memory where they are `host_mapped`."""
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     first: dict[nn.Parameter, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -109,14 +116,14 @@ def halve(model: nn.Module, *, paged: bool = False) -> dict[str, Tensor]:
             place = (model.get_submodule(path), leaf)
             places.setdefault(first.setdefault(weight, name), []).append(place)
     first.clear()
-    beside = {}
+    lower = {}
     for name, found in places.items():
         weight = model.get_parameter(name)
         upper = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16))
-        room = in_main_memory if paged else torch.empty_like
-        beside[name] = room(weight.detach(), dtype=torch.int16)
+        room = host_mapped_zeros if host_mapped else torch.empty_like
+        lower[name] = room(weight.detach(), dtype=torch.int16)
         with torch.no_grad():
-            split(weight, upper, beside[name])
+            split(weight, upper, lower[name])
         free: Any = upper
         free.grad_dtype = None  # 16 bits, or fp32 once something is added
         for module, leaf in found:  # shared ones stay shared
@@ -125,7 +132,7 @@ def halve(model: nn.Module, *, paged: bool = False) -> dict[str, Tensor]:
         pack: Any = getattr(module, "pack_trained_weights", None)
         if pack is not None:
             pack()
-    return beside
+    return lower
 
 
 def add_up_rows(model: nn.Module) -> None:
@@ -137,7 +144,7 @@ def add_up_rows(model: nn.Module) -> None:
 
 def _rows(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     weight, pad = embedding.weight, embedding.padding_idx
-    if ids.is_cuda and ids.numel() > FEW:
+    if ids.is_cuda and ids.numel() > ROUNDED_GRADIENT_TOKENS:
         return functional.embedding(ids, weight, pad)
     rows: Tensor = _Rows.apply(weight, ids, -1 if pad is None else pad)  # type: ignore[no-untyped-call]
     return rows

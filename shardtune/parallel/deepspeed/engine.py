@@ -24,10 +24,10 @@ from shardtune.core.layout import Layout, State
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
-from shardtune.core.tensor_shards import Piece, by_weight
+from shardtune.core.tensor_shards import TensorShard, by_weight
 from shardtune.core.world import World
 from shardtune.engine.native import COMPUTE, NativeEngine
-from shardtune.parallel.deepspeed.rank_shards import stretched_pieces
+from shardtune.parallel.deepspeed.rank_shards import flat_shards
 from shardtune.parallel.deepspeed.startup import (
     freed_memory_goes_back,
     require_async_io,
@@ -141,11 +141,11 @@ class DeepSpeedEngine(NativeEngine):
                     tensors[f"{key}.{name}"] = value
         return tensors, self._numbers()
 
-    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+    def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
         if not self.states.divided:
-            return super().pieces()
+            return super().shards()
         with self.states.unpacked():
-            return stretched_pieces(self.states, self.trained, self.world), self._numbers()
+            return flat_shards(self.states, self.trained, self.world), self._numbers()
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         kept = by_weight(tensors)

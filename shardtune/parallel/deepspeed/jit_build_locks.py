@@ -18,12 +18,12 @@ from pathlib import Path
 from torch.utils.cpp_extension import get_default_build_root
 
 _LOG = logging.getLogger(__name__)
-QUIET = 120.0
+BUILD_QUIET_SECONDS = 120.0
 """Seconds without a new file after which a compilation on another machine counts as dead: the
 slowest file takes half of that on one slow core."""
 
 
-def clear_dead_builds(quiet: float = QUIET) -> list[Path]:
+def clear_dead_builds(quiet: float = BUILD_QUIET_SECONDS) -> list[Path]:
     """Removes the locks of compilations that nobody is at any more; returns their paths."""
     return [lock for lock in _locks() if _cleared(lock, quiet)]
 

@@ -29,7 +29,7 @@ class States:
     """What all stages have in common. `engine` is DeepSpeed's, `optimizer` is torch's inside it."""
 
     divided = True
-    """Whether each rank has a stretch of the masters and moments, not all of them."""
+    """Whether each rank has a flat range of the masters and moments, not all of them."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class States:
         """The moments that there are; none before the first step."""
         return self.keys if self.optimizer.state else ()
 
-    def stretch(self, parameter: nn.Parameter, key: str | None) -> tuple[int, Tensor | None]:
-        """This rank's part of the flat master of a weight, or of a moment, and where it begins."""
+    def flat_range(self, parameter: nn.Parameter, key: str | None) -> tuple[int, Tensor | None]:
+        """This rank's shard of the flat master of a weight, or of a moment, and where it begins."""
         raise NotImplementedError
 
     def load(self, loaded: Loaded) -> None:

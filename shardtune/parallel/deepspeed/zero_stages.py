@@ -1,6 +1,6 @@
 """Where each of DeepSpeed's stages keeps masters and moments, and how they are put back.
 
-Stage 0 has them whole, stages 1 and 2 in stretches of flat groups, stage 3 in a share of each.
+Stage 0 has them whole, stages 1 and 2 in flat ranges of groups, stage 3 in a shard of each.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Whole(States):
 
 
 class Fragments(States):
-    """Stages 1 and 2: each rank has a stretch of the flat fp32 weights, which may begin and end
+    """Stages 1 and 2: each rank has a range of the flat fp32 weights, which may begin and end
     inside a tensor."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -98,10 +98,10 @@ class Fragments(States):
             self._link()
         return super().moments(parameter)
 
-    def stretch(self, parameter: Any, key: str | None) -> tuple[int, Tensor | None]:
+    def flat_range(self, parameter: Any, key: str | None) -> tuple[int, Tensor | None]:
         if not self._linked:
             self._link()
-        mapping = parameter._hp_mapping  # none where it lies outside of this rank's stretch
+        mapping = parameter._hp_mapping  # none where it lies outside of this rank's range
         if mapping is None:
             return 0, None
         found: Tensor = mapping.get_hp_fragment(optim_state_key=key)
@@ -150,7 +150,7 @@ class Fragments(States):
 
 
 class Partitions(States):
-    """Stage 3: each rank has its share of every single weight."""
+    """Stage 3: each rank has its shard of every single weight."""
 
     def masters(self) -> list[Tensor]:
         return list(self.engine.optimizer.fp32_partitioned_groups_flat)
@@ -158,7 +158,7 @@ class Partitions(States):
     def gradients(self) -> list[Tensor]:
         return [self.engine.optimizer.grad_partitions_flat_buffer]
 
-    def stretch(self, parameter: Any, key: str | None) -> tuple[int, Tensor | None]:
+    def flat_range(self, parameter: Any, key: str | None) -> tuple[int, Tensor | None]:
         share = parameter.partition_numel()
         begin = share * dist.get_rank()
         inner = self.engine.optimizer

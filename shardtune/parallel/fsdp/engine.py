@@ -1,8 +1,8 @@
-"""FSDP2: every rank keeps a share of each weight, gradient and optimizer state.
+"""FSDP2: every rank keeps a shard of each weight, gradient and optimizer state.
 
-A layer is gathered when it is needed and let go afterwards. The layout says over which axis shares
+A layer is gathered when it is needed and let go afterwards. The layout says over which axis shards
 are formed (`shard`) and over which they are repeated (`replicate`); both come from the mesh. Where
-it has an axis of slices (`tensor`) too, what is shared out is a slice of each layer.
+it has a `tensor` axis too, what is sharded is a tensor-parallel shard of each layer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
-from shardtune.core.tensor_shards import Piece
+from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.parallel.device_mesh import device_mesh, peers
 from shardtune.parallel.fully_shard import sharing
-from shardtune.parallel.tensor.engine import build_sliced, norm_of_spread
+from shardtune.parallel.tensor.engine import build_tensor_parallel, norm_of_sharded
 
 
 class FSDPEngine(NativeEngine):
@@ -45,20 +45,20 @@ class FSDPEngine(NativeEngine):
             setup, groups, offload=offload, reshard_after_forward=reshard_after_forward
         )
         home = "cpu" if offload else world.device
-        slices = None
-        if mesh.size_of("tensor") > 1:  # a slice of a layer first, then a share of the slice
-            model, slices = build_sliced(builder, home, groups["tensor"], divide)
+        sharded = None
+        if mesh.size_of("tensor") > 1:  # tensor parallelism first, then FSDP of each shard
+            model, sharded = build_tensor_parallel(builder, home, groups["tensor"], divide)
         else:
             model = builder.in_parts(home, divide)
         _prefetch(model)
         self._offload = offload
-        super().__init__(model, setup, world, peers(mesh, groups, world), slices)
+        super().__init__(model, setup, world, peers(mesh, groups, world), sharded)
 
-    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
-        return self._spread_pieces(), self._numbers()
+    def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
+        return self._sharded_state(), self._numbers()
 
     def _norm(self) -> Tensor:
-        return norm_of_spread(self._gradients().values(), self.world)
+        return norm_of_sharded(self._gradients().values(), self.world)
 
     def _home(self) -> Home:
         return "cpu" if self._offload else "gpu"

@@ -1,4 +1,4 @@
-"""Builds a rank's part of a model: its stages, of each layer its slice, of each slice its share."""
+"""Builds a rank's part of a model: its stages, and of their layers its TP and FSDP shards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtune.core.model.parallel_plan import require_slices
+from shardtune.core.model.parallel_plan import require_tensor_parallel
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.parallel.pipeline.stage import Anatomy, Division
-from shardtune.parallel.tensor.shard_layer import Slices
+from shardtune.parallel.tensor.shard_layer import TensorParallelModel
 
 Divide = Callable[[nn.Module], None]
 
@@ -23,7 +23,7 @@ class Parts:
     division: Division
     aliases: dict[str, str]
     """The first name of each weight, by every name that it has."""
-    slices: Slices | None = None
+    sharded: TensorParallelModel | None = None
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class Parts:
         self.anatomy = Anatomy.of(skeleton)
         self.division = Division.of(self.anatomy, self._pipelining, self._ranks)
         if self._tensor is not None:
-            family = require_slices(skeleton.config, self._tensor.size())
+            family = require_tensor_parallel(skeleton.config, self._tensor.size())
             words = skeleton.config.get_text_config().vocab_size
-            self.slices = Slices(family, self._tensor, words)
+            self.sharded = TensorParallelModel(family, self._tensor, words)
         return self._absent()
 
     def divide(self, part: nn.Module) -> None:
-        """Slices and shares out a layer, or at last the ends that this rank has."""
+        """Shards a layer, or at last the ends that this rank has."""
         if part in self.anatomy.layers:
-            self._slice_layer(part)
+            self._shard_layer(part)
             shared = [part]
         else:
             absent, anatomy = self._absent(), self.anatomy
             ends = (*anatomy.embeddings, anatomy.norm, anatomy.head)
             shared = [end for end in ends if end not in absent]
-            self._slice_ends(shared)
+            self._shard_ends(shared)
         if self._share is not None:
             # The ends one by one: the model around them is never called as a whole.
             for module in shared:
@@ -67,24 +67,24 @@ class Parts:
     def _absent(self) -> list[nn.Module]:
         return self.division.absent(self.anatomy, self._rank)
 
-    def _slice_layer(self, layer: nn.Module) -> None:
+    def _shard_layer(self, layer: nn.Module) -> None:
         """What flows from one stage to the next is whole; within a stage ranks have its tokens."""
-        if self.slices is None:
+        if self.sharded is None:
             return
         index = self.anatomy.layers.index(layer)
         stages = self.division.layers
-        self.slices.layer(
+        self.sharded.shard_layer(
             layer,
             first=any(index == stage[0] for stage in stages),
             last=any(index == stage[-1] for stage in stages[:-1]),
         )
 
-    def _slice_ends(self, ends: Collection[nn.Module]) -> None:
-        if self.slices is None:
+    def _shard_ends(self, ends: Collection[nn.Module]) -> None:
+        if self.sharded is None:
             return
         embedding, *rest = self.anatomy.embeddings
         positions = rest[0] if rest else None
-        self.slices.ends(
+        self.sharded.shard_ends(
             embedding=embedding if embedding in ends else None,
             positions=positions if positions in ends else None,
             norm=self.anatomy.norm if self.anatomy.norm in ends else None,

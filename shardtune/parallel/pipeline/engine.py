@@ -21,9 +21,9 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
-from shardtune.core.tensor_shards import Piece
+from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.world import World
-from shardtune.engine.dtensor import let_go
+from shardtune.engine.dtensor import reshard
 from shardtune.engine.native import COMPUTE, NativeEngine, Peers
 from shardtune.parallel.device_mesh import device_mesh, peers
 from shardtune.parallel.fully_shard import sharing
@@ -52,7 +52,7 @@ class PipelineEngine(NativeEngine):
         *,
         reshard_after_forward: bool = True,
     ) -> None:
-        """The mesh says how the layers of a stage are spread further: in slices, in shares."""
+        """The mesh says how the layers of a stage are spread further: in sharded, in shares."""
         assert layout.pipelining is not None
         self.pipelining = layout.pipelining
         groups = device_mesh(mesh, world)
@@ -81,10 +81,10 @@ class PipelineEngine(NativeEngine):
         self.anatomy, self.division, self._aliases = parts.anatomy, parts.division, parts.aliases
         # Shares are gathered in the precision of the computation; else it is as weights are held.
         self._flowing = COMPUTE[setup.precision] if share else self.anatomy.dtype
-        super().__init__(model, setup, world, peers(mesh, groups, world), parts.slices)
+        super().__init__(model, setup, world, peers(mesh, groups, world), parts.sharded)
         self.stages = {
             number: Stage(
-                self.anatomy, self.division, number, self._autocast, self.slices, self._flowing
+                self.anatomy, self.division, number, self._autocast, self.sharded, self._flowing
             )
             for number in self.division.mine(self._place)
         }
@@ -166,7 +166,7 @@ class PipelineEngine(NativeEngine):
         tokens = torch.empty(shape, dtype=torch.long, device="meta")
         loss = torch.empty(1, device="meta", requires_grad=True)
         return TimedStage(
-            self._stopwatch,
+            self._timer,
             self.world.heartbeat,
             shape,
             stage,
@@ -181,9 +181,9 @@ class PipelineEngine(NativeEngine):
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss.sum() * self._scale
 
-    def _meet(self) -> None:
+    def _reduce_gradients(self) -> None:
         """Gradients of the same weights, computed by several ranks, become one."""
-        super()._meet()
+        super()._reduce_gradients()
         gradients = self._gradients()
         tied = [gradients[name] for name in self._tied if name in gradients]
         if tied:
@@ -227,7 +227,7 @@ class PipelineEngine(NativeEngine):
             for batch in microbatches:
                 self.world.heartbeat.enter("evaluate")
                 sums += self._through(Block.of(batch).to(self.device))
-        let_go(self.model)
+        reshard(self.model)
         dist.all_reduce(sums, group=self._line)
         self.peers.sum(sums)
         loss, correct, labels = sums.tolist()
@@ -256,7 +256,7 @@ class PipelineEngine(NativeEngine):
         mine, numbers = super().state()
         return union(mine, self._line), numbers
 
-    def pieces(self) -> tuple[list[Piece], dict[str, float]]:
+    def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
         rows = self.peers if self._replicated else Peers(0, 1)
-        found = self._spread_pieces(rows.rank, rows.size, without=self._had_by_another())
+        found = self._sharded_state(rows.rank, rows.size, without=self._had_by_another())
         return found, self._numbers()

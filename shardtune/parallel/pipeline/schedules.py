@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 
 from shardtune.core.heartbeat import Heartbeat, Phase
 from shardtune.core.pipeline_schedule import Pipelining
-from shardtune.engine.timer import Stopwatch
+from shardtune.engine.timer import ComputeTimer
 
 
 def make_schedule(
@@ -44,14 +44,14 @@ class TimedStage(PipelineStage):
 
     def __init__(
         self,
-        stopwatch: Stopwatch,
+        timer: ComputeTimer,
         heartbeat: Heartbeat,
         shape: tuple[int, int],
         *given: Any,
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self._stopwatch, self._heartbeat, self._shape = stopwatch, heartbeat, shape
+        self._timer, self._heartbeat, self._shape = timer, heartbeat, shape
 
     def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
         with self._working("forward"):
@@ -71,6 +71,6 @@ class TimedStage(PipelineStage):
             self._heartbeat.forward(*self._shape)
         else:
             self._heartbeat.enter(phase)
-        with self._stopwatch.running():
+        with self._timer.running():
             yield
         self._heartbeat.enter("collective")

@@ -119,7 +119,7 @@ class Stage(nn.Module):
         division: Division,
         number: int,
         autocast: Autocast,
-        slices: Unsharded,
+        sharded: Unsharded,
         flowing: torch.dtype,
     ) -> None:
         """`flowing` is what hidden states are in between stages."""
@@ -130,7 +130,7 @@ class Stage(nn.Module):
         self.head = anatomy.head if self.last else None
         self._dtype = flowing
         self._autocast = autocast
-        self._slices = slices
+        self._sharded = sharded
 
     def forward(
         self, given: Tensor, position_ids: Tensor, targets: Tensor, seeds: Tensor
@@ -149,7 +149,7 @@ class Stage(nn.Module):
             logits = self.head(hidden[:, kept]).flatten(0, 1)
         targets = targets[:, kept].flatten()
         if self.training:
-            return torch.stack([self._slices.loss_sum(logits, targets)])
+            return torch.stack([self._sharded.loss_sum(logits, targets)])
         loss = loss_sum(logits, targets)
         counted = targets != IGNORED
         correct = ((logits.argmax(-1) == targets) & counted).sum()

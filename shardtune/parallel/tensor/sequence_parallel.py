@@ -1,4 +1,4 @@
-"""How hidden states flow between ranks that hold slices of one layer.
+"""Sequence parallelism: how hidden states flow between ranks that hold shards of one layer.
 
 Between the blocks of a layer each rank has a run of the tokens, [rows, tokens / ranks, width]; a
 block needs all of them, and its ranks' results have to be added up. Every function here is a
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 @dataclass
 class Flow:
-    """The ranks that hold slices of the same layers, and how many tokens a row has just now."""
+    """The ranks that hold shards of the same layers, and how many tokens a row has just now."""
 
     group: dist.ProcessGroup
     rank: int
@@ -27,20 +27,20 @@ class Flow:
     tokens: int = 0
 
     def gather(self, mine: Tensor) -> Tensor:
-        """All tokens, for work that each rank does its slice of: gradients are parts of a sum."""
+        """All tokens, for work that each rank does its part of: gradients are parts of a sum."""
         return _apply(_Gather, mine, self, self.tokens)
 
-    def scatter_sum(self, part: Tensor) -> Tensor:
+    def reduce_scatter(self, part: Tensor) -> Tensor:
         """My tokens of the sum of all ranks' results."""
-        return _apply(_ScatterSum, part, self)
+        return _apply(_ReduceScatter, part, self)
 
     def scatter(self, whole: Tensor) -> Tensor:
         """My tokens of what every rank has."""
         return _apply(_Scatter, whole, self)
 
-    def join(self, mine: Tensor) -> Tensor:
+    def all_gather(self, mine: Tensor) -> Tensor:
         """All tokens, for work that every rank does alike: gradients are whole."""
-        return _apply(_Join, mine, self, self.tokens)
+        return _apply(_AllGather, mine, self, self.tokens)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' results, for work that every rank does alike."""
@@ -48,7 +48,7 @@ class Flow:
 
     # The collectives themselves, without gradients ---------------------------------------------
 
-    def all_tokens(self, mine: Tensor, tokens: int) -> Tensor:
+    def all_gathered(self, mine: Tensor, tokens: int) -> Tensor:
         mine = mine.contiguous()
         runs = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(runs, mine, group=self.group)
@@ -58,7 +58,7 @@ class Flow:
         # No view, not even of one row: FSDP2 warns of layers that return one.
         return whole[:, :tokens].clone(memory_format=torch.contiguous_format)
 
-    def my_sum(self, part: Tensor) -> Tensor:
+    def reduce_scattered(self, part: Tensor) -> Tensor:
         runs = self._runs(part)
         mine = torch.empty_like(runs[0])
         dist.reduce_scatter(mine, runs, group=self.group)
@@ -83,22 +83,22 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, flow: Flow, tokens: int) -> Tensor:
         ctx.flow = flow
-        return flow.all_tokens(mine, tokens)
+        return flow.all_gathered(mine, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.flow.my_sum(gradients[0]), None, None
+        return ctx.flow.reduce_scattered(gradients[0]), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, flow: Flow) -> Tensor:
         ctx.flow, ctx.tokens = flow, part.shape[1]
-        return flow.my_sum(part)
+        return flow.reduce_scattered(part)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.flow.all_tokens(gradients[0], ctx.tokens), None
+        return ctx.flow.all_gathered(gradients[0], ctx.tokens), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -109,14 +109,14 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.flow.all_tokens(gradients[0], ctx.tokens), None
+        return ctx.flow.all_gathered(gradients[0], ctx.tokens), None
 
 
-class _Join(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, flow: Flow, tokens: int) -> Tensor:
         ctx.flow = flow
-        return flow.all_tokens(mine, tokens)
+        return flow.all_gathered(mine, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,12 +1,12 @@
-"""Cuts layers into slices: each rank keeps its part of every matrix and computes with it.
+"""Tensor parallelism: shards layers, so that each rank keeps its part of every matrix.
 
-A weight becomes a DTensor on the mesh of the slices, so that whoever saves, counts or shards it
+A weight becomes a DTensor on the tensor-parallel mesh, so that whoever saves, counts or shards it
 further knows the whole of it. The computation itself is local: while a module runs, it sees what
 its rank holds. What ranks tell each other is said in plain sight, by `Flow`, at four places of a
 layer: before attention and MLP all tokens are gathered, behind them the results are added up.
 
 What a layer keeps whole (norms, one side of each adapter) gets a gradient of this rank's tokens or
-heads only. Those parts are added up once a step, by `Slices.meet`.
+heads only. Those parts are summed once a step, by `reduce_gradients`.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtune.core.model.parallel_plan import DimShard, Family, vocabulary_shard
-from shardtune.core.tensor_shards import Cut as Box
-from shardtune.engine.shards import Boxes, place_of
+from shardtune.core.tensor_shards import Region
+from shardtune.engine.shards import ShardRegions, shard_place
 from shardtune.engine.unsharded import Unsharded
 from shardtune.parallel.gradients import add_up
 from shardtune.parallel.tensor.sequence_parallel import Flow
 from shardtune.parallel.tensor.vocab_parallel import (
-    Run,
-    join_when_asked,
-    slice_lookup,
-    sliced_loss_sum,
+    VocabShard,
+    gather_logits_in_eval,
+    shard_embedding,
+    vocab_parallel_loss_sum,
 )
 
-CutOf = Callable[[str, Sequence[int]], DimShard | None]
+SpecOf = Callable[[str, Sequence[int]], DimShard | None]
 APART = 2_654_435_761
 """Between the seeds of two ranks. Those of two stages are one apart, and a CPU's generator reads
 32 bits of a seed: no rank may draw what another one draws in another stage."""
 
 
-class Slices(Unsharded):
-    """One rank's slices of a model of `family`; `mesh` has the ranks that hold the others."""
+class TensorParallelModel(Unsharded):
+    """One rank's tensor-parallel shards of a model; `mesh` has the ranks that hold the others."""
 
     def __init__(self, family: Family, mesh: DeviceMesh, words: int) -> None:
         self.family = family
         self.mesh = mesh
         self.flow = Flow(mesh.get_group(), mesh.get_local_rank(), mesh.size())
-        self.run = Run(self.flow, words)
+        self.vocab = VocabShard(self.flow, words)
 
-    def layer(self, layer: nn.Module, *, first: bool, last: bool = False) -> None:
-        """Slices a layer in place.
+    def shard_layer(self, layer: nn.Module, *, first: bool, last: bool = False) -> None:
+        """Shards a layer in place.
 
         The `first` of a rank's layers is given whole hidden states; behind the `last` layer of a
         stage that isn't the last they are whole again. Between, each rank has its tokens.
         """
         family, flow = self.family, self.flow
-        self._divide(layer, family.cut_in_layer, {})
+        self._shard_module(layer, family.dim_shard_in_layer, {})
         for path, name in family.counts:
             for module in layer.get_submodule(path).modules():  # an adapter may be around it
                 if hasattr(module, name):
                     setattr(module, name, getattr(module, name) // flow.size)
-        rows = [name for name, slicing in family.slices.items() if slicing == "row"]
+        rows = [name for name, style in family.styles.items() if style == "row"]
         _compute_locally(layer, once=_biases_of(layer, rows), ranks=flow.size)
         _before(layer, lambda hidden: flow.scatter(hidden) if first else hidden)
         layer.register_forward_pre_hook(self._note_tokens, with_kwargs=True, prepend=True)
@@ -69,11 +69,11 @@ class Slices(Unsharded):
         for block in (family.attention, family.mlp):
             _before(layer.get_submodule(block), flow.gather)
         for name in rows:
-            _behind(layer.get_submodule(name), flow.scatter_sum)
+            _behind(layer.get_submodule(name), flow.reduce_scatter)
         if last:
-            _behind(layer, flow.join)
+            _behind(layer, flow.all_gather)
 
-    def ends(
+    def shard_ends(
         self,
         *,
         embedding: nn.Module | None = None,
@@ -81,67 +81,69 @@ class Slices(Unsharded):
         norm: nn.Module | None = None,
         head: nn.Module | None = None,
     ) -> None:
-        """Slices what a rank has of the rest; embedding and head may share a weight."""
+        """Shards what a rank has of the rest; embedding and head may share a weight."""
         made: dict[nn.Parameter, nn.Parameter] = {}
-        for end, cut_of in (
+        for end, spec_of in (
             (embedding, vocabulary_shard),
             (head, vocabulary_shard),
             (positions, _whole),
             (norm, _whole),
         ):
             if end is not None:
-                self._divide(end, cut_of, made)
+                self._shard_module(end, spec_of, made)
                 _compute_locally(end)
         if embedding is not None:
             for lookup in embedding.modules():  # there are two where a copy is trained
                 if isinstance(lookup, nn.Embedding):
-                    slice_lookup(lookup, self.run)
+                    shard_embedding(lookup, self.vocab)
         if norm is not None:
             _behind(norm, self.flow.gather)
         if head is not None:
-            join_when_asked(head, self.run)
+            gather_logits_in_eval(head, self.vocab)
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return sliced_loss_sum(logits, targets, self.run)
+        return vocab_parallel_loss_sum(logits, targets, self.vocab)
 
-    def meet(self, gradients: Mapping[str, Tensor]) -> None:
+    def reduce_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """An embedding of positions needs none: it works before the tokens are scattered."""
         positions = f".{self.family.positions}."
         partial = [
             gradient
             for name, gradient in gradients.items()
-            if self.family.cut(name, gradient.shape) is None and positions not in f".{name}"
+            if self.family.dim_shard(name, gradient.shape) is None and positions not in f".{name}"
         ]
         add_up(partial, self.flow.group)
 
-    def in_order(self, name: str, whole: Tensor) -> Tensor:
-        cut = self.family.cut(name, whole.shape)
-        return whole if cut is None else _exchanged(whole, cut.dim, self.flow.size, cut.parts)
+    def unshuffled(self, name: str, whole: Tensor) -> Tensor:
+        spec = self.family.dim_shard(name, whole.shape)
+        return whole if spec is None else _exchanged(whole, spec.dim, self.flow.size, spec.parts)
 
-    def boxes(self, name: str, weight: Tensor) -> Boxes:
-        cut, place = self.family.cut(name, weight.shape), place_of(weight).cut
-        if cut is None or cut.parts == 1 or not place.size:
-            return Boxes(0, [place])
-        return Boxes(cut.dim, _in_order(place, cut, self.flow.size, weight.shape[cut.dim]))
+    def regions(self, name: str, weight: Tensor) -> ShardRegions:
+        spec, place = self.family.dim_shard(name, weight.shape), shard_place(weight).region
+        if spec is None or spec.parts == 1 or not place.size:
+            return ShardRegions(0, [place])
+        return ShardRegions(
+            spec.dim, _in_order(place, spec, self.flow.size, weight.shape[spec.dim])
+        )
 
-    def _divide(
-        self, module: nn.Module, cut_of: CutOf, made: dict[nn.Parameter, nn.Parameter]
+    def _shard_module(
+        self, module: nn.Module, spec_of: SpecOf, made: dict[nn.Parameter, nn.Parameter]
     ) -> None:
         for prefix, owner in module.named_modules():
             for leaf, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter not in made:
                     name = f"{prefix}.{leaf}" if prefix else leaf
-                    made[parameter] = self._slice(parameter, cut_of(name, parameter.shape))
+                    made[parameter] = self._shard(parameter, spec_of(name, parameter.shape))
                 setattr(owner, leaf, made[parameter])
 
-    def _slice(self, parameter: nn.Parameter, cut: DimShard | None) -> nn.Parameter:
+    def _shard(self, parameter: nn.Parameter, spec: DimShard | None) -> nn.Parameter:
         mine, placement = parameter.detach(), cast(Placement, Replicate())
-        if cut is not None:
-            placement = Shard(cut.dim)
-            parts = mine.chunk(cut.parts, cut.dim)
-            slices = [part.chunk(self.flow.size, cut.dim)[self.flow.rank] for part in parts]
-            mine = torch.cat(slices, cut.dim).contiguous()
-            mine = mine.clone() if len(slices) == 1 else mine  # lets the whole go
+        if spec is not None:
+            placement = Shard(spec.dim)
+            parts = mine.chunk(spec.parts, spec.dim)
+            shards = [part.chunk(self.flow.size, spec.dim)[self.flow.rank] for part in parts]
+            mine = torch.cat(shards, spec.dim).contiguous()
+            mine = mine.clone() if len(shards) == 1 else mine  # lets the whole go
         spread = DTensor.from_local(
             mine,
             self.mesh,
@@ -169,24 +171,24 @@ def _whole(name: str, shape: Sequence[int]) -> None:
 
 
 def _exchanged(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Pieces that lie by `outer` and within each by `inner`, laid the other way round."""
+    """Blocks that lie by `outer` and within each by `inner`, laid the other way round."""
     if outer == 1 or inner == 1:
         return tensor
-    pieces = [part.chunk(inner, dim) for part in tensor.chunk(outer, dim)]
-    return torch.cat([pieces[o][i] for i in range(inner) for o in range(outer)], dim)
+    blocks = [part.chunk(inner, dim) for part in tensor.chunk(outer, dim)]
+    return torch.cat([blocks[o][i] for i in range(inner) for o in range(outer)], dim)
 
 
-def _in_order(place: Box, cut: DimShard, ranks: int, length: int) -> list[Box]:
-    """A box of the ranks' slices side by side, as boxes of a weight that has parts."""
-    unit = length // (cut.parts * ranks)  # one rank's slice of one part
-    found, at, end = [], place.begin[cut.dim], place.begin[cut.dim] + place.extent[cut.dim]
+def _in_order(place: Region, spec: DimShard, ranks: int, length: int) -> list[Region]:
+    """A region of the ranks' shards side by side, as regions of a weight that has parts."""
+    unit = length // (spec.parts * ranks)  # one rank's shard of one part
+    found, at, end = [], place.begin[spec.dim], place.begin[spec.dim] + place.extent[spec.dim]
     while at < end:
-        (rank, part), inside = divmod(at // unit, cut.parts), at % unit
+        (rank, part), inside = divmod(at // unit, spec.parts), at % unit
         begin, extent = list(place.begin), list(place.extent)
-        begin[cut.dim] = (part * ranks + rank) * unit + inside
-        extent[cut.dim] = min(unit - inside, end - at)
-        found.append(Box(tuple(begin), tuple(extent)))
-        at += extent[cut.dim]
+        begin[spec.dim] = (part * ranks + rank) * unit + inside
+        extent[spec.dim] = min(unit - inside, end - at)
+        found.append(Region(tuple(begin), tuple(extent)))
+        at += extent[spec.dim]
     return found
 
 

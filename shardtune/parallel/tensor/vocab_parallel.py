@@ -1,4 +1,4 @@
-"""Embedding, logits and loss where each rank has a run of the vocabulary.
+"""Vocabulary parallelism: embedding, logits and loss where each rank has a run of the words.
 
 Runs are as torch chunks them: the last may be shorter, because vocabularies rarely divide.
 """
@@ -17,7 +17,7 @@ from shardtune.parallel.tensor.sequence_parallel import Flow
 
 
 @dataclass(frozen=True)
-class Run:
+class VocabShard:
     """The words of one rank, and the ranks that have the others."""
 
     flow: Flow
@@ -43,62 +43,62 @@ class Run:
         return moved.where(inside, 0), inside
 
 
-def slice_lookup(embedding: nn.Embedding, run: Run) -> None:
-    """Each rank looks up its own words; the sum is everybody's. The weight is sliced already."""
+def shard_embedding(embedding: nn.Embedding, vocab: VocabShard) -> None:
+    """Each rank looks up its own words; the sum is everybody's. The weight is sharded already."""
     asked: list[Tensor] = []
     padding = embedding.padding_idx
     if padding is not None:  # its row gets no gradient
-        here = run.first <= padding < run.first + run.size
-        embedding.padding_idx = padding - run.first if here else None
+        here = vocab.first <= padding < vocab.first + vocab.size
+        embedding.padding_idx = padding - vocab.first if here else None
 
     def before(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-        ids, inside = run.mine(args[0])
+        ids, inside = vocab.mine(args[0])
         asked.append(inside)
         return ids
 
     def after(module: nn.Module, args: tuple[Tensor, ...], found: Tensor) -> Tensor:
-        return run.flow.sum(found * asked.pop().unsqueeze(-1))
+        return vocab.flow.sum(found * asked.pop().unsqueeze(-1))
 
     embedding.register_forward_pre_hook(before)
     embedding.register_forward_hook(after)
 
 
-def join_when_asked(head: nn.Module, run: Run) -> None:
+def gather_logits_in_eval(head: nn.Module, vocab: VocabShard) -> None:
     """Whoever evaluates or generates sees whole logits; training has a use for the runs."""
 
     def after(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
-        return logits if module.training else _joined(logits, run)
+        return logits if module.training else _gathered(logits, vocab)
 
     head.register_forward_hook(after)
 
 
-def _joined(logits: Tensor, run: Run) -> Tensor:
-    filled = nn.functional.pad(logits, (0, run.longest - run.size)).contiguous()
-    parts = [torch.empty_like(filled) for _ in range(run.flow.size)]
-    dist.all_gather(parts, filled, group=run.flow.group)
-    return torch.cat(parts, -1)[..., : run.words]
+def _gathered(logits: Tensor, vocab: VocabShard) -> Tensor:
+    filled = nn.functional.pad(logits, (0, vocab.longest - vocab.size)).contiguous()
+    parts = [torch.empty_like(filled) for _ in range(vocab.flow.size)]
+    dist.all_gather(parts, filled, group=vocab.flow.group)
+    return torch.cat(parts, -1)[..., : vocab.words]
 
 
-def sliced_loss_sum(logits: Tensor, targets: Tensor, run: Run) -> Tensor:
-    """Cross-entropy summed over label tokens, in fp32; each rank has the logits of its run."""
-    loss: Tensor = _SlicedLoss.apply(logits, targets, run)  # type: ignore[no-untyped-call]
+def vocab_parallel_loss_sum(logits: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
+    """Cross-entropy summed over label tokens, in fp32; each rank has the logits of its vocab."""
+    loss: Tensor = _VocabParallelLoss.apply(logits, targets, vocab)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _SlicedLoss(torch.autograd.Function):
+class _VocabParallelLoss(torch.autograd.Function):
     """Ranks agree on each token's largest logit, then add up what its loss is made of.
 
     Every rank has the same loss then, and computes the gradient of its own logits alone.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, run: Run) -> Tensor:
-        group = run.flow.group
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
+        group = vocab.flow.group
         scores = logits.float()
         most = scores.amax(-1)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         scores = scores - most.unsqueeze(-1)
-        index, inside = run.mine(targets)
+        index, inside = vocab.mine(targets)
         picked = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1) * inside
         powers = scores.exp_()
         sums = torch.stack([powers.sum(-1), picked])

@@ -103,7 +103,7 @@ class _Step:
     def building(self, loaded: float) -> ClassBytes:
         """Weights as they are read, and the halves of the largest beside them."""
         widths, largest = self.work.widths, self.shape.vocab * self.shape.hidden
-        lower = 0.0 if self.work.paged else 2.0
+        lower = 0.0 if self.work.host_mapped else 2.0
         return self.sizes(
             params=on_gpu(self.held, "params") * loaded / widths.trained + largest * widths.trained,
             optimizer=largest * lower,

@@ -246,8 +246,8 @@ class _Step:
         sums = self.work.microbatches * kept * (2 + 2 * widths.gradients)
         if home == "gpu":
             return (passed + sums) / self.on.bytes, self._from_host()
-        if self.work.paged:  # both ways at once, and nothing else takes as long
-            way = own * widths.optimizer / (self._host * self.on.time.paged)
+        if self.work.host_mapped:  # both ways at once, and nothing else takes as long
+            way = own * widths.optimizer / (self._host * self.on.time.host_mapped)
             return sums / self.on.bytes, way
         neighbours = min(self.mesh.size, self.cluster.gpus_per_node)
         way = own * (widths.gradients + widths.trained) / self._host

@@ -112,7 +112,7 @@ class Workload:
     """What flows between the layers waits in main memory for the backward pass."""
     offloaded: bool = False
     """What our own engine's layers save waits in main memory, copied beside the computation."""
-    paged: bool = False
+    host_mapped: bool = False
     """The GPU updates what the optimizer keeps in main memory."""
     attention: Attention = "sdpa"
     loss: LossKind = "plain"

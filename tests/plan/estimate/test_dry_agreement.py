@@ -12,7 +12,7 @@ from shardtune.kernels import linear_cross_entropy as fused_loss
 from shardtune.measure.dry_run import dry_run
 from shardtune.models.builder import MetaModelBuilder
 from shardtune.models.load import config_from
-from shardtune.parallel.ddp import single_gpu as halved
+from shardtune.parallel.ddp import single_gpu
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate import activations
 from shardtune.plan.estimate import memory_timeline as moments
@@ -142,7 +142,7 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
 
 def test_the_closed_form_has_the_pieces_of_the_loss() -> None:
     assert activations.LOSS_PIECE_BYTES == fused_loss.PIECE
-    assert moments.FEW_TOKENS == halved.FEW
+    assert moments.FEW_TOKENS == single_gpu.ROUNDED_GRADIENT_TOKENS
     shape = shape_of(job(SMALL, 1, 8).model)
     first = next(fused_loss._pieces(1 << 20, shape.vocab))
     assert activations.piece_rows(shape) == first.stop
