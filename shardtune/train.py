@@ -13,6 +13,7 @@ from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
 from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
+from shardtune.core.run_report import RunReport
 from shardtune.core.stop_request import StopRequest
 from shardtune.core.world import World
 from shardtune.data.dataset import CALIBRATION_SAMPLES, PreparedData
@@ -36,7 +37,7 @@ from shardtune.training.rehearsal import rehearse
 from shardtune.training.run import Run
 
 
-def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunReport | None:
     """Trains `job` on the ranks of which this process is one; returns the report, which is empty
     if the run was preempted. With `overwrite` an earlier run makes room for it."""
     inputs = open_inputs(job, quiet=True)
@@ -88,7 +89,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> dict[st
             world.heartbeat.enter("finish")
             if progress.preempted:
                 view.say(f"preempted after step {progress.step}, with a checkpoint")
-                return {}
+                return None
             return run.finish(progress, probe=next(data.steps(0, 1))[0])
 
 

@@ -23,6 +23,7 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
+from shardtune.core.run_report import RunReport
 from shardtune.core.step import LateResult, MicroBatch, StepResult
 from shardtune.data.dataset import PreparedData
 from shardtune.data.loader import Loader
@@ -36,6 +37,7 @@ from shardtune.train import due, fit, train
 from shardtune.training.evaluation import Evaluator
 from shardtune.training.health import MOST_SKIPPED_IN_A_ROW
 from shardtune.training.run import Run
+from tests.reports import make_report
 from tests.synthetic import make_job, numbered, prepared
 
 STEPS = 6
@@ -211,7 +213,7 @@ def test_steps_after_the_checkpoint_are_taken_again_and_written_once(tmp_path: P
     run, data = make_run(tmp_path, Failing(last=3), save={"every": 2}, evaluate={"every": 1})
     with pytest.raises(OSError, match="no power"):
         fit(run, data, run.begin(), STEPS)  # the third step is after the last checkpoint
-    run.files.write_report({"stale": True})
+    run.files.write_report(make_report())
     run, data = make_run(tmp_path, FakeEngine(), save={"every": 2}, evaluate={"every": 1})
     fit(run, data, run.resume(), STEPS)
     assert [line["step"] for line in metrics(tmp_path, "step")] == [1, 2, 3, 4, 5, 6]
@@ -246,11 +248,12 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def train_here(job: Job) -> dict[str, Any]:
+def train_here(job: Job) -> RunReport:
     threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
     report = train(job)
     torch.set_num_threads(threads)
     assert signal.getsignal(signal.SIGINT) is handler
+    assert report is not None
     return report
 
 
@@ -268,18 +271,20 @@ def test_train_in_this_process(tmp_path: Path, held_out: bool) -> None:
     )
     report = train_here(job)
     assert report == RunDir(tmp_path / "run").read_report()
-    assert report["finished"]
-    assert report["training"]["step"] == 3
-    assert report["result"]["largest_difference"] == 0.0
-    held = report["forecast"]["held_bytes"]  # on a processor nothing else can be measured
-    assert [held[state]["error"] for state in ("params", "grads", "optim")] == [0, 0, 0]
-    assert list(report["evaluation"]) == (["e"] if held_out else [])
-    assert len(report["samples"]) == (2 if held_out else 0)
+    assert report.finished
+    assert report.training.step == 3
+    assert report.result.largest_difference == 0.0
+    assert report.forecast is not None
+    held = report.forecast.held_bytes  # on a processor nothing else can be measured
+    assert [pair.error for pair in (held.params, held.grads, held.optim)] == [0, 0, 0]
+    assert list(report.evaluation) == (["e"] if held_out else [])
+    assert len(report.samples) == (2 if held_out else 0)
     if held_out:
-        assert report["samples"][0]["prompt"] == "Say 50."
-        assert report["samples"][0]["reference"] == "It is 50."
-        before, after = report["evaluation"]["e"]["before"], report["evaluation"]["e"]["after"]
-        assert after["loss"] < before["loss"]
+        assert report.samples[0].prompt == "Say 50."
+        assert report.samples[0].reference == "It is 50."
+        before, after = report.evaluation["e"].before, report.evaluation["e"].after
+        assert before is not None
+        assert (after.loss or 0.0) < (before.loss or 0.0)
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -297,13 +302,15 @@ def test_8_bit_frozen_weights_from_the_start_to_the_end(
     )
     report = train_here(job)
     assert "multiplied as wider numbers" in capsys.readouterr().out.replace("\n", " ")
-    assert report["finished"]
-    assert report["result"]["kind"] == "lora"
+    assert report.finished
+    assert report.result.kind == "lora"
     result = tmp_path / "run" / "result" / "adapter_model.safetensors"
     losses, weights = computed(tmp_path / "run"), result.read_bytes()
     # As if it had been killed in its third step.
     shutil.rmtree(tmp_path / "run" / "checkpoints" / checkpoints(tmp_path / "run")[-1])
-    assert train(job, resume=True)["finished"]
+    again = train(job, resume=True)
+    assert again is not None
+    assert again.finished
     assert computed(tmp_path / "run") == losses
     assert result.read_bytes() == weights
 
@@ -325,8 +332,8 @@ def test_all_weights_of_a_16_bit_model(tmp_path: Path, precision: str) -> None:
         train={"steps": 2, "global_batch": 2, "precision": precision, "learning_rate": 1e-3},
     )
     report = train_here(job)
-    assert report["result"]["kind"] == "none"
-    assert 0 < report["result"]["largest_difference"] < 0.1
+    assert report.result.kind == "none"
+    assert 0 < report.result.largest_difference < 0.1
     found = load_file(tmp_path / "run" / "result" / "model.safetensors")
     assert found.keys() == weights.keys()
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,7 +36,7 @@ def digest_rng_state(device: str) -> str:
 
 def trace_line(
     step: int, result: StepResult, *, samples: str, random: str, state: str
-) -> dict[str, Any]:
+) -> dict[str, str | int]:
     """A step to the bit: floats in hexadecimal, everything else as a digest."""
     return {
         "step": step,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,8 @@ from typing import Any
 from shardtune.checkpoint.directory import remove_partial
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves, load_job
+from shardtune.core.metrics import MetricsLine
+from shardtune.core.run_report import EvalFigures, RunReport
 from shardtune.core.yaml_document import dotted, dump_document
 from shardtune.errors import Problem, RunError
 
@@ -153,8 +154,8 @@ class RunDir:
     def refuse_if_finished(self) -> None:
         """A run that came to its end has nothing left to do."""
         report = self.read_report()
-        if report is not None and report["finished"]:
-            fact = f"the run is finished: {report['training']['step']} steps, result in result/"
+        if report is not None and report.finished:
+            fact = f"the run is finished: {report.training.step} steps, result in result/"
             fix = "replace it (--overwrite), or set save.directory for another run"
             raise RunError(Problem(str(self.path), fact, fix))
 
@@ -234,15 +235,15 @@ class RunDir:
             _write(self.job, dump_document(job.model_dump(mode="json")))
             _write_json(self.path / "environment.json", environment)
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, line: MetricsLine) -> None:
         """Adds a line to the metrics; a crash loses at most the line being written."""
         if self.writes:
-            self._append(self.metrics, _finite(record))
+            self._append(self.metrics, line.to_json(ascii_only=True))
 
-    def log_trace(self, record: Mapping[str, Any]) -> None:
+    def log_trace(self, line: Mapping[str, str | int]) -> None:
         """Adds a line to the trace."""
         if self.writes:
-            self._append(self.trace, record)
+            self._append(self.trace, json.dumps(line))
 
     def sync_logs(self) -> None:
         """Puts the lines on the disk: a checkpoint must not be there without those before it.
@@ -254,11 +255,10 @@ class RunDir:
                     with log.open("rb") as file:
                         os.fsync(file.fileno())
 
-    def _append(self, log: Path, record: Mapping[str, Any]) -> None:
+    def _append(self, log: Path, line: str) -> None:
         """A disk that is full, maybe only until a checkpoint is through, is no reason to lose a
         step: its line waits for the next."""
-        line = json.dumps(record) + "\n"
-        self.waiting[log] = self.waiting.get(log, b"") + line.encode()
+        self.waiting[log] = self.waiting.get(log, b"") + f"{line}\n".encode()
         try:
             self._flush(log)
         except OSError as error:
@@ -279,10 +279,10 @@ class RunDir:
                     kept = [record for record in _records(log) if record["step"] <= step]
                     _write(log, "".join(json.dumps(record) + "\n" for record in kept))
 
-    def evaluations(self, step: int) -> dict[str, Any]:
+    def evaluations(self, step: int) -> dict[str, EvalFigures]:
         """The figures of each held-out set after `step` steps."""
         return {
-            record["set"]: {key: record[key] for key in ("loss", "perplexity", "accuracy")}
+            record["set"]: EvalFigures(**{key: record[key] for key in EvalFigures.model_fields})
             for record in _records(self.metrics)
             if record["kind"] == "evaluation" and record["step"] == step
         }
@@ -295,12 +295,20 @@ class RunDir:
         path = self.path / "answers.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
-    def write_report(self, report: Mapping[str, Any]) -> None:
-        _write_json(self.path / "report.json", report)
+    def write_report(self, report: RunReport) -> None:
+        _write(self.path / "report.json", report.to_json(indent=2) + "\n")
 
-    def read_report(self) -> dict[str, Any] | None:
+    def read_report(self) -> RunReport | None:
+        """The report of a run that came to its end; RunError if it isn't one of ours."""
         path = self.path / "report.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return RunReport.model_validate_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            fact = f"is damaged, or of another version of shardtune ({type(error).__name__})"
+            fix = "replace the run (--overwrite), or set save.directory for another"
+            raise RunError(Problem(str(path), fact, fix)) from None
 
 
 def _records(log: Path) -> list[dict[str, Any]]:
@@ -319,14 +327,6 @@ def _add_whole(log: Path, data: bytes) -> None:
         except OSError:
             file.truncate(end)
             raise
-
-
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no Infinity; a strict reader would stumble over them."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
 
 
 def _write_json(path: Path, value: Any) -> None:

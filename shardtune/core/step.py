@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from shardtune.core.run_report import EvalFigures
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -128,11 +130,11 @@ class EvalResult:
         """Share of the trained tokens that the model would have chosen itself."""
         return self.correct / self.labels
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> EvalFigures:
         """The figures that reports show."""
-        return {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "accuracy": self.accuracy,
-            "labels": self.labels,
-        }
+        return EvalFigures(
+            loss=self.loss,
+            perplexity=self.perplexity,
+            accuracy=self.accuracy,
+            labels=self.labels,
+        )

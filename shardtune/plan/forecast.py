@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from shardtune.config.job import IA3, AdamW, Job, LoRA, NoAdapter
 from shardtune.core.footprint import Held, predict_held
@@ -12,6 +11,7 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.run_report import Compared, ForecastCheck, HeldBytes
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import Sent, group_of
@@ -145,18 +145,18 @@ class Forecast:
 
     def compare(
         self, held: Held, *, peak: float | None, tokens_per_second: float | None
-    ) -> dict[str, Any]:
+    ) -> ForecastCheck:
         """Predicted beside measured, for a run's report. `peak` is in bytes; None where the device
         doesn't count what is allocated on it."""
         states: tuple[State, ...] = ("params", "grads", "optim")
-        found = {
-            "held_bytes": {s: _pair(self.held.of(s), held.of(s)) for s in states},
-            "peak_gib": None if peak is None else _pair(self.memory.allocated / GIB, peak / GIB),
-            "tokens_per_second": None,
-        }
-        if tokens_per_second:
-            found["tokens_per_second"] = _pair(self.speed.tokens_per_second, tokens_per_second)
-        return found
+        speed = self.speed.tokens_per_second
+        return ForecastCheck(
+            held_bytes=HeldBytes(
+                **{s: Compared.of(self.held.of(s), held.of(s)) for s in states},
+            ),
+            peak_gib=None if peak is None else Compared.of(self.memory.allocated / GIB, peak / GIB),
+            tokens_per_second=Compared.of(speed, tokens_per_second) if tokens_per_second else None,
+        )
 
     def traffic(self) -> Traffic:
         """GiB that one GPU sends in a step, by link and by move."""
@@ -181,11 +181,6 @@ class Forecast:
         ranks = group_of(each.axis, self.mesh, self.cluster).ranks
         rounds = 2 if each.move.op == "all_reduce" else 1
         return rounds * each.total * (ranks - 1) / ranks
-
-
-def _pair(predicted: float, measured: float) -> dict[str, float | None]:
-    error = predicted / measured - 1 if measured else None
-    return {"predicted": predicted, "measured": measured, "error": error}
 
 
 def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -13,31 +12,40 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shardtune.core.run_report import (
+    BeforeAfter,
+    Compared,
+    EvalFigures,
+    ForecastCheck,
+    RunReport,
+    SampleAnswers,
+    TrainingReport,
+)
 from shardtune.report.live import duration
 
 # A resumed run whose metrics were lost doesn't know where it began.
-_UNKNOWN = dict.fromkeys(("loss", "perplexity", "accuracy"), math.nan)
+_UNKNOWN = EvalFigures(loss=None, perplexity=None, accuracy=None, labels=0)
 
 
-def print_summary(report: Mapping[str, Any], console: Console | None = None) -> None:
+def print_summary(report: RunReport, console: Console | None = None) -> None:
     """Prints what `report.json` holds."""
     console = console or Console()
-    for part in _answers(report["samples"]):
+    for part in _answers(report.samples):
         console.print(part)
-    console.print(_losses(report["evaluation"], report["training"]))
+    console.print(_losses(report.evaluation, report.training))
     console.print(_facts(report))
 
 
-def _answers(samples: Sequence[Mapping[str, str]]) -> list[RenderableType]:
+def _answers(samples: Sequence[SampleAnswers]) -> list[RenderableType]:
     """Each held-out prompt with the answers before and after."""
     panels: list[RenderableType] = []
     for number, sample in enumerate(samples, start=1):
         table = Table(box=None, show_header=True, expand=True, padding=(0, 1))
         table.add_column("before", ratio=1, style="dim")
         table.add_column("after", ratio=1)
-        said = (_visible(sample[when]) or "(nothing)" for when in ("before", "after"))
+        said = (_visible(text) or "(nothing)" for text in (sample.before, sample.after))
         table.add_row(*(Text(text) for text in said))
-        prompt = Text(_visible(sample["prompt"]), style="bold")
+        prompt = Text(_visible(sample.prompt), style="bold")
         title = f"held-out prompt {number} of {len(samples)}"
         panels.append(Panel(Group(prompt, Text(), table), title=title, title_align="left"))
     return panels
@@ -50,48 +58,56 @@ def _visible(text: str) -> str:
     )
 
 
-def _losses(evaluation: Mapping[str, Any], training: Mapping[str, Any]) -> Table:
+def _losses(evaluation: Mapping[str, BeforeAfter], training: TrainingReport) -> Table:
     table = Table(box=box.SIMPLE, title="Loss per data set", title_justify="left")
     for heading in ("data set", "before", "after", "change", "perplexity", "token accuracy"):
         table.add_column(heading, justify="left" if heading == "data set" else "right")
     for name, result in evaluation.items():
-        before, after = result["before"] or _UNKNOWN, result["after"]
+        before, after = result.before or _UNKNOWN, result.after
         table.add_row(
             name,
-            *_fall(before["loss"], after["loss"]),
-            f"{before['perplexity']:.3g} -> {after['perplexity']:.3g}",
-            f"{before['accuracy']:.1%} -> {after['accuracy']:.1%}",
+            *_fall(before.loss, after.loss),
+            f"{_number(before.perplexity):.3g} -> {_number(after.perplexity):.3g}",
+            f"{_number(before.accuracy):.1%} -> {_number(after.accuracy):.1%}",
         )
-    if training["last_loss"] is not None:  # a resumed run may have had no step left to do
-        fall = _fall(training["first_loss"], training["last_loss"])
+    if training.last_loss is not None:  # a resumed run may have had no step left to do
+        fall = _fall(training.first_loss, training.last_loss)
         table.add_row("(training)", *fall, "", "", style="dim")
     return table
 
 
-def _fall(before: float, after: float) -> tuple[str, str, str]:
+def _number(value: float | None) -> float:
+    """JSON knows no NaN: null stands for it."""
+    return math.nan if value is None else value
+
+
+def _fall(first: float | None, last: float | None) -> tuple[str, str, str]:
+    before, after = _number(first), _number(last)
     return f"{before:.4f}", f"{after:.4f}", f"{after / before - 1:+.1%}" if before else ""
 
 
-def _facts(report: Mapping[str, Any]) -> Table:
-    training, result = report["training"], report["result"]
+def _facts(report: RunReport) -> Table:
+    training, result = report.training, report.result
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     grid.add_row("run", _state(report))
-    if training["skipped"]:
-        grid.add_row("left out", f"{training['skipped']} updates whose gradient was not finite")
-    if training["tokens_per_second"]:
-        grid.add_row("speed", f"{training['tokens_per_second']:,.0f} tokens/s over all ranks")
-    if training.get("utilisation") is not None:
-        grid.add_row("", f"ranks computed {training['utilisation']:.0%} of the time")
-    memory = f"{training['peak_memory_gib']:.2f} GiB on the fullest of {report['ranks']} ranks"
+    if training.skipped:
+        grid.add_row("skipped", f"{training.skipped} updates whose gradient was not finite")
+    if training.tokens_per_second:
+        grid.add_row("speed", f"{training.tokens_per_second:,.0f} tokens/s over all ranks")
+    if training.utilisation is not None:
+        busy = f"{100 * training.utilisation:.0f} %"
+        grid.add_row("", f"busy {busy} (not waiting for other ranks)")
+    memory = f"{training.peak_memory_gib:.2f} GiB on the fullest of {report.ranks} ranks"
     grid.add_row("peak memory", memory)
-    for number, line in enumerate(_foretold(report.get("forecast"))):
+    for number, line in enumerate(_compared(report.forecast)):
         grid.add_row("" if number else "forecast", line)
-    grid.add_row("result", Text(f"{result['path']} ({result['kind']})"))
-    logits = f"logits within {result['largest_difference']:.2g}"
+    kind = "full fine-tune" if result.kind == "none" else result.kind
+    grid.add_row("result", Text(f"{result.path} ({kind})"))
+    logits = f"logits within {_number(result.largest_difference):.2g}"
     grid.add_row("", f"read back: weights as they were written, {logits}")
-    grid.add_row("all files", Text(report["directory"]))
+    grid.add_row("all files", Text(report.directory))
     for number, command in enumerate(_next(report)):
         grid.add_row("" if number else "next", Text(command))
     return grid
@@ -100,28 +116,27 @@ def _facts(report: Mapping[str, Any]) -> Table:
 _STATES = {"params": "weights", "grads": "gradients", "optim": "optimizer states"}
 
 
-def _foretold(found: Mapping[str, Any] | None) -> list[str]:
+def _compared(found: ForecastCheck | None) -> list[str]:
     """Predicted beside measured, with the error."""
-    if not found:
+    if found is None:
         return []
-    held = found["held_bytes"]
+    held: dict[str, Compared] = dict(found.held_bytes)
     off = [
-        f"{_STATES[state]} {_size(pair['predicted'])} predicted, {_size(pair['measured'])} held"
+        f"{_STATES[state]} {_size(pair.predicted)} predicted, {_size(pair.measured)} held"
         for state, pair in held.items()
-        if pair["predicted"] != pair["measured"]
+        if pair.predicted != pair.measured
     ]
-    total = _size(sum(pair["measured"] for pair in held.values()))
+    total = _size(sum(pair.measured for pair in held.values()))
     exact = "" if off else ", exactly as predicted"
     lines = [f"a rank holds {total} between steps{exact}", *off]
-    for key, form, what in (
-        ("peak_gib", "{:.2f}", "GiB at the peak"),
-        ("tokens_per_second", "{:,.0f}", "tokens/s"),
+    for pair, form, what in (
+        (found.peak_gib, "{:.2f}", "GiB at the peak"),
+        (found.tokens_per_second, "{:,.0f}", "tokens/s"),
     ):
-        if pair := found[key]:
-            predicted, measured = form.format(pair["predicted"]), form.format(pair["measured"])
-            lines.append(
-                f"{predicted} {what} predicted, {measured} measured ({pair['error']:+.1%})"
-            )
+        if pair is not None:
+            predicted, measured = form.format(pair.predicted), form.format(pair.measured)
+            error = f"{_number(pair.error):+.1%}"
+            lines.append(f"{predicted} {what} predicted, {measured} measured ({error})")
     return lines
 
 
@@ -129,20 +144,20 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
 
 
-def _state(report: Mapping[str, Any]) -> str:
-    training = report["training"]
-    state = "done" if report["finished"] else "stopped early, on request"
-    done = f"{state}: {training['step']} steps, {training['tokens']:,} tokens"
-    return f"{done} in {duration(training['seconds'])} of training"
+def _state(report: RunReport) -> str:
+    training = report.training
+    state = "done" if report.finished else "stopped early, on request"
+    done = f"{state}: {training.step} steps, {training.tokens:,} tokens"
+    return f"{done} in {duration(training.seconds)} of training"
 
 
-def _next(report: Mapping[str, Any]) -> list[str]:
+def _next(report: RunReport) -> list[str]:
     """Commands that make sense now, to be copied."""
-    directory = report["directory"]
+    directory = report.directory
     quoted = shlex.quote(directory)
     commands = [f'shardtune generate {quoted} --prompt "..."']
-    if report["result"]["kind"] != "none":
+    if report.result.kind != "none":
         commands.append(f"shardtune merge {quoted} {shlex.quote(directory + '/merged')}")
-    if not report["finished"]:
+    if not report.finished:
         commands.insert(0, f"shardtune train {shlex.quote(directory + '/job.yaml')} --resume")
     return commands

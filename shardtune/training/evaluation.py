@@ -26,6 +26,14 @@ class HeldOut(Protocol):
 
 
 @dataclass(frozen=True)
+class Question:
+    """A held-out prompt and the answer that the data gives."""
+
+    prompt: str
+    reference: str
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Judges the model that an engine holds. Every rank has to ask: the model may be spread."""
 
@@ -51,13 +59,13 @@ class Evaluator:
         chosen = [rows[index * len(rows) // count] for index in range(count)]
         return [held_out_prompt(row["input_ids"], row["trained"]) for row in chosen]
 
-    def questions(self) -> list[dict[str, str]]:
+    def questions(self) -> list[Question]:
         """Each prompt and the answer that the data gives, as text."""
         return [
-            {
-                "prompt": question_text(self.tokenizer, prompt.ids),
-                "reference": self.tokenizer.decode(prompt.reference, skip_special_tokens=True),
-            }
+            Question(
+                prompt=question_text(self.tokenizer, prompt.ids),
+                reference=self.tokenizer.decode(prompt.reference, skip_special_tokens=True),
+            )
             for prompt in self.prompts
         ]
 

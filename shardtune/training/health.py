@@ -13,6 +13,7 @@ import torch
 
 from shardtune.config.job import TrainSection
 from shardtune.core.loss_spikes import LossSpikes
+from shardtune.core.metrics import LossSpike, NonfiniteGradient
 from shardtune.core.progress import Progress
 from shardtune.core.step import MicroBatch, StepResult
 from shardtune.core.world import World
@@ -47,7 +48,15 @@ class Health:
         elif math.isfinite(result.loss) and (usual := self.spikes.see(result.loss)) is not None:
             times = result.loss / usual
             fact = f"the loss is {result.loss:.4g}, {times:.3g} times the usual {usual:.4g}"
-            self.run.note("spike", progress.step, fact, usual=usual, samples=list(samples))
+            self.run.note(
+                LossSpike(
+                    kind="spike",
+                    step=progress.step,
+                    fact=fact,
+                    usual=usual,
+                    samples=tuple(samples),
+                )
+            )
 
     def _not_finite(
         self, progress: Progress, result: StepResult, microbatches: Sequence[MicroBatch]
@@ -62,7 +71,11 @@ class Health:
         for rank, ids in blamed.items():
             more = f" and {len(ids) - SAMPLES_SHOWN} more" if len(ids) > SAMPLES_SHOWN else ""
             fact += f"; rank {rank}, samples {', '.join(ids[:SAMPLES_SHOWN])}{more}"
-        self.run.note("not_finite", progress.step, fact, ranks=blamed, weights=broken)
+        self.run.note(
+            NonfiniteGradient(
+                kind="not_finite", step=progress.step, fact=fact, ranks=blamed, weights=broken
+            )
+        )
         if broken:
             raise _broken_weights(progress.step, broken)
         if self.run.job.train.on_nan == "stop":

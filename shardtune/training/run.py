@@ -9,8 +9,8 @@ import hashlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
 from shardtune.checkpoint.digest import digest_rng_state, digest_tensors, trace_line
@@ -22,7 +22,21 @@ from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import AdamW, Job, NoAdapter
 from shardtune.core.engine import Engine
+from shardtune.core.metrics import (
+    EvaluationMetrics,
+    LossSpike,
+    NonfiniteGradient,
+    StepMetrics,
+)
 from shardtune.core.progress import Progress
+from shardtune.core.run_report import (
+    BeforeAfter,
+    ForecastCheck,
+    ResultReport,
+    RunReport,
+    SampleAnswers,
+    TrainingReport,
+)
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
 from shardtune.core.units import GIB
 from shardtune.errors import RunError
@@ -129,16 +143,15 @@ class Run:
         """Shows the step and adds it to the metrics, with a digest of the samples it saw."""
         self.view.step(progress.step, result, reading)
         digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
-        facts = asdict(result) | asdict(reading) | {"epoch": epoch, "samples_sha256": digest}
-        del facts["losses"], facts["since_last"]  # of this rank only
-        self.files.log({"kind": "step", "step": progress.step, **facts})
+        step = progress.step
+        self.files.log(StepMetrics.of(step, result, reading, epoch=epoch, samples_sha256=digest))
         if self.job.save.trace:
-            self._trace(progress.step, result, digest)
+            self._trace(step, result, digest)
 
-    def note(self, kind: str, step: int, fact: str, **facts: Any) -> None:
+    def note(self, note: LossSpike | NonfiniteGradient) -> None:
         """Something that a person should know about a step, on the screen and in the metrics."""
-        self.view.say(f"step {step}: {fact}", "yellow")
-        self.files.log({"kind": kind, "step": step, "fact": fact, **facts})
+        self.view.say(f"step {note.step}: {note.fact}", "yellow")
+        self.files.log(note)
 
     def _trace(self, step: int, result: StepResult, samples: str) -> None:
         """The step to the bit, on all ranks together."""
@@ -155,8 +168,13 @@ class Run:
         results = self.evaluator.losses()
         self.view.evaluation(progress.step, results)
         for result in results:
-            facts = {"set": result.name, **result.summary()}
-            self.files.log({"kind": "evaluation", "step": progress.step, **facts})
+            line = EvaluationMetrics(
+                kind="evaluation",
+                step=progress.step,
+                set=result.name,
+                **dict(result.summary()),
+            )
+            self.files.log(line)
         return results
 
     def prepare_saving(self) -> None:
@@ -198,37 +216,38 @@ class Run:
                 raise
             self.view.say(f"{error}\n    training goes on; the next is tried when due", "red")
 
-    def finish(self, progress: Progress, probe: MicroBatch) -> dict[str, Any]:
-        """Evaluates, saves, reads back and compares; only then is a run done."""
+    def finish(self, progress: Progress, probe: MicroBatch) -> RunReport | None:
+        """Evaluates, saves, reads back and compares; only then is a run done. Rank 0 has the
+        report."""
         results = self.evaluate(progress)
         peak = self.world.max(peak_memory(self.world.device)) / GIB
         # What needs every rank comes first: a model that is spread answers only together.
         answers = self.evaluator.answers()
         trained = self._trained_weights()
         logits = probe_logits(self.engine.module(), probe, self.world.device)
-        report: dict[str, Any] = {}
+        report: RunReport | None = None
         if self.world.is_main:
             self.view.say("saving the result, and reading it back")
             difference = self._save_result(trained, logits, probe)
-            report = {
-                "finished": not progress.stopped,
-                "directory": str(self.files.path),
-                "ranks": self.world.size,
-                "training": {**asdict(progress), "peak_memory_gib": peak},
-                "evaluation": self._before_and_after(results),
-                "samples": self._samples(answers),
-                "result": {
-                    "path": str(self.files.result),
-                    "kind": self.job.adapter.type,
-                    "largest_difference": difference,
-                },
-                "forecast": self._beside_forecast(progress, peak),
-            }
+            report = RunReport(
+                finished=not progress.stopped,
+                directory=str(self.files.path),
+                ranks=self.world.size,
+                training=TrainingReport.of(progress, peak),
+                evaluation=self._before_and_after(results),
+                samples=self._samples(answers),
+                result=ResultReport(
+                    path=str(self.files.result),
+                    kind=self.job.adapter.type,
+                    largest_difference=difference,
+                ),
+                forecast=self._beside_forecast(progress, peak),
+            )
             self.files.write_report(report)
         self.world.barrier()
         return report
 
-    def _beside_forecast(self, progress: Progress, peak_gib: float) -> dict[str, Any] | None:
+    def _beside_forecast(self, progress: Progress, peak_gib: float) -> ForecastCheck | None:
         """Predicted beside measured; of a processor we can measure only what the engine holds."""
         if self.predicted is None:
             return None
@@ -239,20 +258,20 @@ class Run:
             tokens_per_second=progress.tokens_per_second if on_gpu else None,
         )
 
-    def _before_and_after(self, results: list[EvalResult]) -> dict[str, Any]:
+    def _before_and_after(self, results: list[EvalResult]) -> dict[str, BeforeAfter]:
         before = self.files.evaluations(step=0)
         return {
-            result.name: {"before": before.get(result.name), "after": result.summary()}
+            result.name: BeforeAfter(before=before.get(result.name), after=result.summary())
             for result in results
         }
 
-    def _samples(self, after: Sequence[str]) -> list[dict[str, str]]:
+    def _samples(self, after: Sequence[str]) -> tuple[SampleAnswers, ...]:
         # A resumed run may show more or fewer samples than the one that began.
         before = (self.files.read_answers() + [""] * len(after))[: len(after)]
-        return [
-            {**question, "before": old, "after": new}
-            for question, old, new in zip(self.evaluator.questions(), before, after, strict=True)
-        ]
+        return tuple(
+            SampleAnswers(prompt=asked.prompt, reference=asked.reference, before=old, after=new)
+            for asked, old, new in zip(self.evaluator.questions(), before, after, strict=True)
+        )
 
     def _trained_weights(self) -> dict[str, Tensor]:
         """All of them in the main rank's memory, beside its device; others only take part."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job_file import load_job
+from shardtune.core.run_report import EvalFigures
 from shardtune.errors import RunError
+from tests.reports import evaluation_line, make_report, step_line
 from tests.synthetic import make_job
 
 PLACE = "job.yaml:9: save.directory"
@@ -30,15 +33,6 @@ def lines(run: RunDir) -> list[Any]:
     return [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
 
 
-def step(number: int) -> dict[str, Any]:
-    return {"kind": "step", "step": number, "loss": 1.0}
-
-
-def evaluation(number: int, name: str, loss: float) -> dict[str, Any]:
-    figures = {"loss": loss, "perplexity": 2.0, "accuracy": 0.5, "labels": 7}
-    return {"kind": "evaluation", "step": number, "set": name, **figures}
-
-
 def test_the_job_that_is_written_can_be_read_and_is_the_same(tmp_path: Path) -> None:
     optimizer = {"type": "adamw", "eps": 1e-8, "betas": [0.9, 0.95]}
     adapter = {"type": "lora", "targets": ["q_proj", "v_proj"]}
@@ -52,7 +46,7 @@ def test_the_job_that_is_written_can_be_read_and_is_the_same(tmp_path: Path) -> 
 def test_a_rank_that_does_not_write_writes_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run", writes=False)
     run.begin(make_job("run"), {})
-    run.log(step(1))
+    run.log(step_line(1))
     run.forget_after(0)
     assert list(tmp_path.iterdir()) == []
 
@@ -128,9 +122,9 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
 
 def test_clearing_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    run.log(step(1))
+    run.log(step_line(1))
     run.write_answers(["a"])
-    run.write_report({})
+    run.write_report(make_report())
     for folder in (run.checkpoints / "step-000001", run.result, run.logs / "ranks"):
         folder.mkdir(parents=True)
     (tmp_path / "notes.txt").touch()
@@ -159,39 +153,48 @@ def test_what_a_killed_run_was_writing_is_swept_away(tmp_path: Path) -> None:
 
 def test_metrics_after_a_step_are_forgotten(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    for record in (evaluation(0, "held", 3.0), step(1), step(2), evaluation(2, "held", 2.0)):
+    for record in (
+        evaluation_line(0, "held", 3.0),
+        step_line(1),
+        step_line(2),
+        evaluation_line(2, "held", 2.0),
+    ):
         run.log(record)
     run.forget_after(1)
     assert [(line["kind"], line["step"]) for line in lines(run)] == [("evaluation", 0), ("step", 1)]
-    run.log(step(2))
+    run.log(step_line(2))
     assert [line["step"] for line in lines(run)] == [0, 1, 2]
 
 
 def test_a_line_that_a_crash_cut_off_is_forgotten(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    run.log(evaluation(0, "held", 3.0))
-    run.log(step(1))
+    run.log(evaluation_line(0, "held", 3.0))
+    run.log(step_line(1))
     text = run.metrics.read_text(encoding="utf-8")
     run.metrics.write_text(text + '{"kind": "step", "st', encoding="utf-8")
-    assert run.evaluations(step=0)["held"]["loss"] == 3.0
+    assert run.evaluations(step=0)["held"].loss == 3.0
     run.forget_after(1)
     assert run.metrics.read_text(encoding="utf-8") == text
 
 
 def test_a_run_that_begins_again_begins_its_metrics_again(tmp_path: Path) -> None:
-    begun(tmp_path).log(step(1))
+    begun(tmp_path).log(step_line(1))
     run = begun(tmp_path)
-    run.log(step(1))
+    run.log(step_line(1))
     assert len(lines(run)) == 1
 
 
 def test_evaluations_are_found_by_their_step(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    for record in (evaluation(0, "a", 3.0), evaluation(0, "b", 4.0), evaluation(5, "a", 1.0)):
+    for record in (
+        evaluation_line(0, "a", 3.0),
+        evaluation_line(0, "b", 4.0),
+        evaluation_line(5, "a", 1.0),
+    ):
         run.log(record)
-    figures = {"perplexity": 2.0, "accuracy": 0.5}
-    assert run.evaluations(0) == {"a": {"loss": 3.0, **figures}, "b": {"loss": 4.0, **figures}}
-    assert run.evaluations(5) == {"a": {"loss": 1.0, **figures}}
+    assert {name: found.loss for name, found in run.evaluations(0).items()} == {"a": 3.0, "b": 4.0}
+    figures = EvalFigures(loss=1.0, perplexity=2.0, accuracy=0.5, labels=7)
+    assert run.evaluations(5) == {"a": figures}
     assert run.evaluations(1) == {}
 
 
@@ -200,9 +203,30 @@ def test_answers_and_reports_come_back_as_they_were(tmp_path: Path) -> None:
     assert run.read_answers() == []
     assert run.read_report() is None
     run.write_answers(["ja\n", "größer", ""])
-    run.write_report({"finished": True, "loss": 0.25})
+    run.write_report(make_report(directory="größer"))
     assert run.read_answers() == ["ja\n", "größer", ""]
-    assert run.read_report() == {"finished": True, "loss": 0.25}
+    assert run.read_report() == make_report(directory="größer")
+
+
+def test_a_report_of_another_kind_is_refused(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    (tmp_path / "report.json").write_text('{"finished": true, "loss": 0.25}')
+    with pytest.raises(RunError, match="of another version of shardtune") as caught:
+        run.read_report()
+    assert "--overwrite" in caught.value.problems[0].fix
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    """A strict reader would stumble over NaN and Infinity."""
+    run = begun(tmp_path)
+    run.log(step_line(1, loss=math.nan, grad_norm=math.inf))
+    run.write_report(
+        make_report(result={"path": "a", "kind": "lora", "largest_difference": math.nan})
+    )
+    assert lines(run)[0]["loss"] is lines(run)[0]["grad_norm"] is None
+    found = run.read_report()
+    assert found is not None
+    assert found.result.largest_difference is None
 
 
 @pytest.mark.parametrize("room", [0, 7])
@@ -211,15 +235,16 @@ def test_a_line_that_finds_no_room_waits_for_the_next(
 ) -> None:
     """Also one of which a few bytes were written before the disk was full."""
     run = RunDir(tmp_path)
-    run.log({"step": 1})
+    texts = [step_line(number).to_json() + "\n" for number in (1, 2, 3)]
+    run.log(step_line(1))
     with limited_files(run.metrics.stat().st_size + room, monkeypatch):
-        run.log({"step": 2})
-        assert run.metrics.read_text("utf-8") == '{"step": 1}\n'
+        run.log(step_line(2))
+        assert run.metrics.read_text("utf-8") == texts[0]
         with pytest.raises(OSError, match=r"No space left|too large"):
             run.sync_logs()  # a checkpoint must not be there without them
-    run.log({"step": 3})
+    run.log(step_line(3))
     run.sync_logs()
-    assert run.metrics.read_text("utf-8") == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert run.metrics.read_text("utf-8") == "".join(texts)
 
 
 @contextmanager

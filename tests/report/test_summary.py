@@ -9,38 +9,12 @@ import pytest
 
 from shardtune.report.summary import print_summary
 from tests.report.screen import plain_console, shown, squeezed
-
-
-def report(**changes: Any) -> dict[str, Any]:
-    """As `Run.finish` writes it."""
-    figures = {"loss": 1.5121, "perplexity": 4.536, "accuracy": 0.6574}
-    after = {"loss": 0.7511, "perplexity": 2.119, "accuracy": 0.8179, "labels": 2653}
-    return {
-        "finished": True,
-        "directory": "runs/quickstart",
-        "ranks": 2,
-        "training": {
-            "step": 40,
-            "tokens": 78948,
-            "seconds": 326.5,
-            "first_loss": 1.5243,
-            "last_loss": 0.7725,
-            "tokens_per_second": 221.3,
-            "skipped": 0,
-            "stopped": False,
-            "peak_memory_gib": 3.1805,
-        },
-        "evaluation": {"code": {"before": figures, "after": after}},
-        "samples": [
-            {"prompt": "Add [two] numbers.", "reference": "a + b", "before": "", "after": "[b] + a"}
-        ],
-        "result": {"path": "runs/quickstart/result", "kind": "lora", "largest_difference": 0.0},
-    } | changes
+from tests.reports import make_report, report_values
 
 
 def summary(**changes: Any) -> str:
     console = plain_console()
-    print_summary(report(**changes), console)
+    print_summary(make_report(**changes), console)
     return squeezed(shown(console))
 
 
@@ -86,6 +60,11 @@ def test_everything_that_a_person_wants_to_know() -> None:
     assert "--resume" not in found
 
 
+def test_how_busy_the_ranks_were() -> None:
+    training = report_values()["training"] | {"utilisation": 0.973}
+    assert "busy 97 % (not waiting for other ranks)" in summary(training=training)
+
+
 def test_a_stopped_run_can_go_on() -> None:
     found = summary(finished=False)
     assert "run stopped early, on request: 40 steps" in found
@@ -96,6 +75,7 @@ def test_a_run_of_all_weights_has_nothing_to_merge() -> None:
     result = {"path": "runs/quickstart/result", "kind": "none", "largest_difference": 1e-5}
     found = summary(result=result)
     assert "logits within 1e-05" in found
+    assert "runs/quickstart/result (full fine-tune)" in found
     assert "merge" not in found
 
 
@@ -106,7 +86,7 @@ def test_a_run_without_held_out_sets() -> None:
 
 
 def test_a_resumed_run_with_no_step_left() -> None:
-    training = report()["training"] | {"last_loss": None, "tokens_per_second": 0.0}
+    training = report_values()["training"] | {"last_loss": None, "tokens_per_second": 0.0}
     found = summary(training=training)
     assert "code 1.5121 0.7511" in found
     assert "(training)" not in found
@@ -114,13 +94,13 @@ def test_a_resumed_run_with_no_step_left() -> None:
 
 
 def test_a_resumed_run_whose_metrics_are_lost() -> None:
-    after = report()["evaluation"]["code"]["after"]
+    after = report_values()["evaluation"]["code"]["after"]
     assert "code nan 0.7511" in summary(evaluation={"code": {"before": None, "after": after}})
 
 
 @pytest.mark.parametrize(("first", "last"), [(0.0, 0.0), (1.0, math.nan), (math.inf, 1.0)])
 def test_losses_that_are_no_use(first: float, last: float) -> None:
-    training = report()["training"] | {"first_loss": first, "last_loss": last}
+    training = report_values()["training"] | {"first_loss": first, "last_loss": last}
     assert f"(training) {first:.4f} {last:.4f}" in summary(training=training)
 
 

@@ -41,12 +41,12 @@ def test_each_set_has_losses_of_its_own() -> None:
 
 def test_prompts_are_spread_over_the_first_set() -> None:
     questions = evaluator(10, samples=3).questions()
-    assert [question["prompt"] for question in questions] == [
+    assert [question.prompt for question in questions] == [
         "question 0",
         "question 3",
         "question 6",
     ]
-    assert [question["reference"] for question in questions] == ["answer 0", "answer 3", "answer 6"]
+    assert [question.reference for question in questions] == ["answer 0", "answer 3", "answer 6"]
 
 
 def test_a_small_set_is_asked_as_far_as_it_goes() -> None:
