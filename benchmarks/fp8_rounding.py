@@ -24,7 +24,8 @@ from torch.nn import functional as f
 
 from benchmarks.table import DOCS, write_table
 from shardtune.config.job import ModelSection
-from shardtune.models.load import load_base, load_tokenizer
+from shardtune.models.load import load_base
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.fp8 import FP8Linear, quantize_fp8_rowwise
 from shardtune.models.quantization.gptq import as_bytes
 from shardtune.models.quantization.swap import swap
@@ -120,7 +121,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")
     options = parser.parse_args(given)
     section = ModelSection(name=options.model)
-    model, tokenizer = load_base(section, "fp32").eval(), load_tokenizer(section)
+    model, tokenizer = load_base(ModelFiles(section), "fp32").eval(), ModelFiles(section).tokenizer
     texts = read(options.texts, options.rows, tokenizer)
     layers = {
         name: module

@@ -26,6 +26,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 
 GIB = 1 << 30
@@ -72,7 +73,7 @@ def measure(folder: str, zero: dict[str, Any]) -> dict[str, Any]:
         "bf16", OptimizerSetup(), Schedule("constant", 1e-5, 0, STEPS), 1.0, 0, ROWS, 1
     )
     plan = PretrainedModelBuilder(
-        ModelSection(name=folder), NoAdapter(), TrainSection(precision="bf16")
+        ModelFiles(ModelSection(name=folder)), NoAdapter(), TrainSection(precision="bf16")
     )
     with chosen.build(plan, setup, world) as engine:
         numbers = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module().parameters())

@@ -20,8 +20,9 @@ from shardtune.data.dataset import CALIBRATION_SAMPLES, PreparedData
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.launch.process_group import join_process_group
-from shardtune.models import load
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.load import check_fits_data, check_weights
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import describe_attention, same_on_all_ranks
 from shardtune.models.packing_check import require_document_isolation
 from shardtune.models.quantization.fp8 import describe_fp8_matmul
@@ -50,7 +51,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunRepo
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
         builder = PretrainedModelBuilder(
-            job.model, job.adapter, job.train, inputs.data.calibration_samples
+            inputs.model, job.adapter, job.train, inputs.data.calibration_samples
         )
         view = RunView(steps, shown=world.is_main)
         view.say(how_loaded(job))
@@ -71,8 +72,8 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunRepo
                 engine,
                 inputs.data.eval,
                 data.evaluation,
-                inputs.tokenizer,
-                inputs.stops,
+                inputs.model.tokenizer,
+                inputs.model.stop_ids,
                 job.evaluate,
                 world.device,
             )
@@ -82,7 +83,9 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunRepo
                 inputs.data.digests(),
                 forecast_here(job, Machine.here(), world.nodes),
             )
-            run = Run(job, world, engine, evaluator, files, view, digests, saver, predicted)
+            run = Run(
+                job, world, inputs.model, engine, evaluator, files, view, digests, saver, predicted
+            )
             rehearse(run, data)
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
@@ -163,8 +166,7 @@ def due(step: int, every: int) -> bool:
 class Inputs:
     """What a run reads: everything that can be wrong before the first process is started."""
 
-    tokenizer: Any
-    stops: frozenset[int]
+    model: ModelFiles
     data: PreparedData
 
 
@@ -174,14 +176,12 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     This happens before the ranks join: whoever comes first does the work, the others wait at a
     file lock, and no collective can time out meanwhile.
     """
-    config = load.load_config(job.model)
-    tokenizer = load.load_tokenizer(job.model)
-    load.check_fits_data(config, tokenizer, job.data.sequence_length)
-    load.check_weights(job.model, job.adapter, config)
-    require_cuttable(job, config)
-    stops = load.stop_ids(job.model, tokenizer)
-    data = prepare(job.data, tokenizer, stops, cache=cache_dir(), quiet=quiet)
-    return Inputs(tokenizer, stops, data)
+    model = ModelFiles(job.model)
+    check_fits_data(model, job.data.sequence_length)
+    check_weights(model, job.adapter)
+    require_cuttable(job, model.config)
+    data = prepare(job.data, model.tokenizer, model.stop_ids, cache=cache_dir(), quiet=quiet)
+    return Inputs(model, data)
 
 
 def require_cuttable(job: Job, config: Any) -> None:
@@ -203,6 +203,6 @@ def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:
         micro_batch=int(job.train.micro_batch),
         rank=mesh.data_rank(world.rank),
         ranks=mesh.data_ranks,
-        pad_id=inputs.tokenizer.pad_token_id or 0,
+        pad_id=inputs.model.tokenizer.pad_token_id or 0,
         epochs=job.train.epochs,
     )

@@ -14,6 +14,7 @@ from shardtune.config.job import Adapter, Job, ModelSection, TrainSection
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.data.dataset import PreparedSet, SourceReport
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 
 Tokens = tuple[list[int], list[bool]]
 """The ids of a document, and which of them are trained."""
@@ -59,7 +60,7 @@ def load_model(
     section: ModelSection, adapter: Adapter, train: TrainSection, *, device: str = "cpu"
 ) -> torch.nn.Module:
     """The whole model with its adapter, as an engine would ask for it."""
-    return PretrainedModelBuilder(section, adapter, train).whole(device)
+    return PretrainedModelBuilder(ModelFiles(section), adapter, train).whole(device)
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:

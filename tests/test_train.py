@@ -32,6 +32,7 @@ from shardtune.errors import OutOfMemory, RunError
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.models import tiny
 from shardtune.models.hf_folder import write_folder
+from shardtune.models.model_files import ModelFiles
 from shardtune.report.live import RunView
 from shardtune.train import due, fit, train
 from shardtune.training.evaluation import Evaluator
@@ -80,7 +81,17 @@ def make_run(folder: Path, engine: Engine, **sections: dict[str, Any]) -> tuple[
     view = RunView(STEPS, console=Console(file=io.StringIO()))
     files, world = RunDir(folder), JoinedWorld()
     saver = AsyncSaver(files.checkpoints, world, keep=job.save.keep, background=job.save.background)
-    return Run(job, world, engine, evaluator, files, view, {"train/d": "digest"}, saver), data
+    return Run(
+        job,
+        world,
+        ModelFiles(job.model),
+        engine,
+        evaluator,
+        files,
+        view,
+        {"train/d": "digest"},
+        saver,
+    ), data
 
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:

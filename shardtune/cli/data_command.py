@@ -33,5 +33,5 @@ def data(arguments: argparse.Namespace) -> int:
 
     _, resolved = read_job(arguments)
     inputs = open_inputs(resolved.job, quiet=False)
-    Console().print(view(inputs.data, inputs.tokenizer, arguments.examples))
+    Console().print(view(inputs.data, inputs.model.tokenizer, arguments.examples))
     return 0

@@ -74,10 +74,11 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     from shardtune.kernels.cpu_bf16 import widen_products
     from shardtune.models.generate import generate_answers, prompt_ids
     from shardtune.models.load_result import load_result, load_result_tokenizer
+    from shardtune.models.model_files import ModelFiles
 
     widen_products()
     run, job = _open(directory)
-    model = load_result(str(run.result), job.model, job.train.precision)
+    model = load_result(str(run.result), ModelFiles(job.model), job.train.precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
@@ -105,8 +106,8 @@ def merge(directory: Path, target: Path) -> float:
     from shardtune.checkpoint.merge import merge_adapter
     from shardtune.config.job import NoAdapter
     from shardtune.kernels.cpu_bf16 import widen_products
-    from shardtune.models.load import own_dtype
     from shardtune.models.load_result import load_result, load_result_tokenizer, unquantized
+    from shardtune.models.model_files import ModelFiles
 
     widen_products()
     run, job = _open(directory)
@@ -116,9 +117,10 @@ def merge(directory: Path, target: Path) -> float:
     if target.exists():
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
-    model = load_result(str(run.result), unquantized(job.model), "fp32")
+    base = ModelFiles(unquantized(job.model))
+    model = load_result(str(run.result), base, "fp32")
     tokenizer = load_result_tokenizer(str(run.result), job.model)
-    return merge_adapter(model, tokenizer, target, own_dtype(job.model))
+    return merge_adapter(model, tokenizer, target, base.dtype)
 
 
 def _plain(job: Job, tokenizer: Any) -> bool:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardtune.launch.node import Node
     from shardtune.launch.peers import Launchers
     from shardtune.launch.restart_policy import RestartPolicy
+    from shardtune.models.model_files import ModelFiles
     from shardtune.plan.forecast import Forecast
     from shardtune.train import Inputs
 
@@ -178,7 +179,7 @@ def _open(job: Job, resolved: ResolvedJob, predicted: Forecast | None, *, quiet:
     make_plan(job, world.size, steps)
     if not quiet:
         sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-        print_opening(job, {**resolved.reasons, **_model_reasons(job)}, sources)
+        print_opening(job, {**resolved.reasons, **_model_reasons(inputs.model)}, sources)
     if predicted is not None:
         print_outlook(predicted, steps)
     return inputs
@@ -210,13 +211,11 @@ def _smaller(job: Job, halvings: int) -> list[str]:
     return [f"train.micro_batch={int(job.train.micro_batch) >> halvings}"] if halvings else []
 
 
-def _model_reasons(job: Job) -> dict[KeyPath, str]:
+def _model_reasons(model: ModelFiles) -> dict[KeyPath, str]:
     """What only the model's files tell about a value of the job."""
-    from shardtune.models.load import growth
-
-    if not job.model.add_tokens:
+    if not model.section.add_tokens:
         return {}
-    return {("model", "add_tokens"): str(growth(job.model))}
+    return {("model", "add_tokens"): str(model.growth)}
 
 
 def _predicted(arguments: argparse.Namespace, job: Job, nodes: int) -> Forecast | None:

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from shardtune.config.job import ModelSection
 from shardtune.errors import ModelError, Problem
 
-PLACE = "model.add_tokens"
-
 
 def add_tokens(tokenizer: Any, section: ModelSection) -> None:
     """Adds the job's tokens, which a text may contain and which no text is cut inside of."""
     known = tokenizer.get_vocab()
     problems = []
     for index, token in enumerate(section.add_tokens):
-        place = f"{PLACE}.{index}"
+        place = f"model.add_tokens.{index}"
         if token in known:
             fact = f"{token!r} is a token of this model already (id {known[token]})"
             problems.append(Problem(place, fact, "leave it out"))

@@ -9,17 +9,19 @@ from typing import Any
 from torch import nn
 
 from shardtune.config.job import Adapter, ModelSection, TrainSection
-from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
-from shardtune.models.load import DTYPES, held_precision, load_base
+from shardtune.models.fused.apply import LayerSetup, pack_weights
+from shardtune.models.load import COMPUTE_DTYPES
 from shardtune.models.materialize import (
+    DividePart,
     Frame,
-    Names,
-    build_in_parts,
+    LeftOut,
+    TensorNames,
+    build_model,
     decoder_layers,
     without_memory,
 )
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import use_varlen_attention
-from shardtune.models.peft_adapters import add_adapter, autocast_answers
 from shardtune.models.quantization.calibration import CalibrationSamples
 
 
@@ -31,25 +33,15 @@ class PretrainedModelBuilder:
     in fp32, because an update is often too small to change a 16-bit number.
     """
 
-    section: ModelSection
+    files: ModelFiles
     adapter: Adapter
     train: TrainSection
     calibration_samples: Callable[[], CalibrationSamples] = list
     """Some of those that are trained: 8-bit weights are rounded by them."""
 
     def whole(self, device: str) -> nn.Module:
-        """The whole model on `device`. Weights to be quantized are never whole in 16 bits."""
-        if self.section.quantization != "none":
-            return self.in_parts(device, _leave)
-        model = load_base(self.section, held_precision(self.adapter, self.train))
-        use_varlen_attention(model, device, DTYPES[self.train.precision])
-        speed = LayerSetup.of(self.train)
-        layers = decoder_layers(model) if speed.changes_layers else []
-        adapted = add_adapter(model.to(device), self.adapter, seed=self.train.seed)
-        autocast_answers(adapted, self.adapter, DTYPES[self.train.precision])
-        apply_fused_layers(model, layers, self.adapter, speed)
-        pack_weights(layers)
-        return adapted
+        """The whole model on `device`."""
+        return self._build(device)
 
     def in_parts(
         self,
@@ -58,8 +50,13 @@ class PretrainedModelBuilder:
         left_out: Callable[[nn.Module], Collection[nn.Module]] | None = None,
     ) -> nn.Module:
         """The model part by part: each decoder layer, then the root, is filled and divided."""
-        return build_in_parts(
-            self.section,
+        return self._build(device, divide, left_out)
+
+    def _build(
+        self, device: str, divide: DividePart | None = None, left_out: LeftOut | None = None
+    ) -> nn.Module:
+        return build_model(
+            self.files,
             self.adapter,
             precision=self.train.precision,
             seed=self.train.seed,
@@ -92,16 +89,17 @@ class MetaModelBuilder:
         """The model that transformers builds from `config`, for `device`; no file is opened."""
         import peft  # noqa: F401 - it makes tensors when imported, which must not become fake
 
-        compute = DTYPES[train.precision]
+        compute = COMPUTE_DTYPES[train.precision]
         model = without_memory(config, section, compute)
         use_varlen_attention(model, device, compute)
-        names = Names.nothing(model)
+        names, layers = TensorNames.unwritten(model), decoder_layers(model)
         speed = LayerSetup.of(train)
-        return cls(Frame.of(model, names, section, adapter, precision=train.precision, speed=speed))
+        frame = Frame.of(model, layers, names, section, adapter, compute=compute, speed=speed)
+        return cls(frame)
 
     def whole(self, device: str) -> nn.Module:
         """The whole model on `device`."""
-        model = self.in_parts(device, _leave)
+        model = self.frame.fill(device, None, seed=0)
         pack_weights(self.frame.layers)
         return model
 
@@ -113,7 +111,3 @@ class MetaModelBuilder:
     ) -> nn.Module:
         """The model part by part, each handed to `divide` as soon as it has its size."""
         return self.frame.fill(device, divide, seed=0, left_out=left_out)
-
-
-def _leave(part: nn.Module) -> None:
-    """Divides nothing."""

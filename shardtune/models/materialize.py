@@ -1,4 +1,5 @@
-"""Builds a model part by part, so that a rank never holds more than one part and what it keeps.
+"""Builds a model, part by part where it is to be divided: a rank never holds more than one part and
+what it keeps.
 
 The skeleton costs nothing: its parameters are on the meta device. A part (a decoder layer, and at
 last the rest) is read from the safetensors files, cast, quantized where asked, given its adapters'
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter
+from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
-from shardtune.models.catalogue import PLACE
-from shardtune.models.fused.apply import LayerSetup, apply_fused_layers
-from shardtune.models.load import DTYPES, load_config, load_generation_config
+from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
+from shardtune.models.load import COMPUTE_DTYPES, load_base
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import use_varlen_attention
 from shardtune.models.peft_adapters import (
     autocast_answers,
@@ -41,7 +43,7 @@ from shardtune.models.quantization.linear import QuantizedLinear
 from shardtune.models.quantization.swap import quantizable, swap
 from shardtune.models.weight_files import NoFiles, WeightFiles
 
-Divide = Callable[[nn.Module], None]
+DividePart = Callable[[nn.Module], None]
 LeftOut = Callable[[nn.Module], Collection[nn.Module]]
 
 _ADAPTED = "base_model.model."
@@ -49,31 +51,42 @@ _WRAPPINGS = frozenset({"base_layer", "original_module"})
 """What peft adds to a weight's name when it wraps its module; `_ADAPTED` goes before all names."""
 
 
-def build_in_parts(
-    section: ModelSection,
+def build_model(
+    files: ModelFiles,
     adapter: Adapter | None,
     *,
     precision: Precision,
     seed: int,
     speed: LayerSetup,
     device: str,
-    divide: Divide,
+    divide: DividePart | None = None,
     left_out: LeftOut | None = None,
     calibration_samples: Callable[[], CalibrationSamples] = list,
 ) -> nn.Module:
     """The adapted model. Frozen weights are held in `precision`, trained ones in fp32.
 
-    Without an adapter (not even the one that trains all weights) the model is frozen. What
-    `left_out` names, of the adapted skeleton, stays without memory. 8-bit weights are rounded by
-    `calibration_samples`, if there are any.
+    Where nothing divides it, it comes whole. Without an adapter (not even the one that trains all
+    weights) the model is frozen. What `left_out` names, of the adapted skeleton, stays without
+    memory. 8-bit weights are rounded by `calibration_samples`, if there are any.
     """
-    model = skeleton(section, DTYPES[precision])
-    use_varlen_attention(model, device, DTYPES[precision])
-    names = Names.of(model, WeightFiles.find(section), section)
-    frame = Frame.of(model, names, section, adapter, precision=precision, speed=speed)
+    compute, quantized = COMPUTE_DTYPES[precision], files.section.quantization != "none"
+    if divide is None and not quantized:
+        # transformers loads models, too, whose weights are computed from several tensors.
+        held = "fp32" if isinstance(adapter, NoAdapter) else precision
+        model, names = load_base(files, held).to(device), TensorNames.none()
+    else:
+        # Weights to be divided or quantized are never whole in 16 bits.
+        model = skeleton(files, compute)
+        names = TensorNames.of(model, files.weights, files.section)
+    use_varlen_attention(model, device, compute)
+    in_layers = divide is not None or quantized or speed.changes_layers
+    layers = decoder_layers(model) if in_layers else []
+    frame = Frame.of(model, layers, names, files.section, adapter, compute=compute, speed=speed)
     built = frame.fill(device, divide, seed=seed, left_out=left_out)
-    if section.quantization == "fp8" and (found := calibration_samples()):
+    if files.section.quantization == "fp8" and (found := calibration_samples()):
         frame.calibrate(device, found)
+    if divide is None and not quantized:
+        pack_weights(frame.layers)
     return built
 
 
@@ -83,7 +96,8 @@ class Frame:
 
     model: nn.Module
     layers: tuple[nn.Module, ...]
-    names: Names
+    """Those that are handled one by one; none where the whole model is one part."""
+    names: TensorNames
     adapter: Adapter
     compute: torch.dtype
 
@@ -91,19 +105,19 @@ class Frame:
     def of(
         cls,
         model: Any,
-        names: Names,
+        layers: Sequence[nn.Module],
+        names: TensorNames,
         section: ModelSection,
         adapter: Adapter | None,
         *,
-        precision: Precision,
+        compute: torch.dtype,
         speed: LayerSetup,
     ) -> Frame:
         """Puts adapters and quantized layers into a skeleton."""
         if adapter is None:
             model.requires_grad_(False)
             adapter = NoAdapter()
-        compute, kind = DTYPES[precision], section.quantization
-        layers = decoder_layers(model)
+        kind = section.quantization
         saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
         linears = quantizable(layers, saved) if kind != "none" else set()
         adapted = insert_adapters(model, adapter)
@@ -115,7 +129,7 @@ class Frame:
         return cls(adapted, tuple(layers), names, adapter, compute)
 
     def fill(
-        self, device: str, divide: Divide, *, seed: int, left_out: LeftOut | None = None
+        self, device: str, divide: DividePart | None, *, seed: int, left_out: LeftOut | None = None
     ) -> nn.Module:
         """Gives each part its weights on `device`, and hands it to `divide`; what is `left_out`
         stays without memory."""
@@ -128,7 +142,8 @@ class Frame:
             prefix = prefixes[part]
             _fill(part, prefix, self.names, self.compute, device, absent)
             initialize_adapters(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
-            divide(part)
+            if divide is not None:
+                divide(part)
             _give_back_memory()
         return self.model
 
@@ -169,10 +184,10 @@ def _give_back_memory() -> None:
         trim(0)
 
 
-def skeleton(section: ModelSection, dtype: torch.dtype) -> Any:
+def skeleton(files: ModelFiles, dtype: torch.dtype) -> Any:
     """The model in eval mode, its parameters without memory, its buffers real."""
-    model = without_memory(load_config(section), section, dtype)
-    generation = load_generation_config(section)
+    model = without_memory(files.config, files.section, dtype)
+    generation = files.generation_config
     if generation is not None:
         model.generation_config = generation
     return model
@@ -208,12 +223,12 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     if not layers:
         fact = f"{type(model).__name__} doesn't say which of its layers repeat"
         fix = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
-        raise ModelError(Problem(PLACE, fact, fix))
+        raise ModelError(Problem(MODEL_NAME, fact, fix))
     return layers
 
 
 @dataclass(frozen=True)
-class Names:
+class TensorNames:
     """Which tensor of the files fills which weight of the model, by the weight's own name."""
 
     files: WeightFiles | NoFiles
@@ -222,7 +237,12 @@ class Names:
     """The tensors of embedding and output head where they may have fewer rows than the model."""
 
     @classmethod
-    def nothing(cls, model: nn.Module) -> Names:
+    def none(cls) -> TensorNames:
+        """Of a model that has its weights already."""
+        return cls(NoFiles({}), {}, frozenset())
+
+    @classmethod
+    def unwritten(cls, model: nn.Module) -> TensorNames:
         """Weights of the right shapes that no file holds."""
         groups = _shared(model)
         shapes = {group[0]: tuple(model.get_parameter(group[0]).shape) for group in groups}
@@ -230,7 +250,7 @@ class Names:
         return cls(NoFiles(shapes), tensor_of, frozenset())
 
     @classmethod
-    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> Names:
+    def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> TensorNames:
         """Raises ModelError naming every weight without a tensor and every tensor without one."""
         written, converted = _own_names(model, files.file_of)
         tensor_of: dict[str, str] = {}
@@ -256,7 +276,9 @@ class Names:
             ("have no place in the model", unexpected, other),
         )
         problems = [
-            Problem(PLACE, f"{len(names)} weights of {section.name!r} {what}: {_some(names)}", fix)
+            Problem(
+                MODEL_NAME, f"{len(names)} weights of {section.name!r} {what}: {_some(names)}", fix
+            )
             for what, names, fix in facts
             if names
         ]
@@ -311,7 +333,7 @@ def _some(names: list[str], shown: int = 8) -> str:
 def _fill(
     part: nn.Module,
     prefix: str,
-    names: Names,
+    names: TensorNames,
     compute: torch.dtype,
     device: str,
     absent: Collection[nn.Module],
@@ -374,4 +396,4 @@ def _check_shape(
         if tuple(value.shape) != expected and not fits:
             fact = f"{name} has the shape {tuple(value.shape)} on disk, {expected} in the model"
             fix = "use the weights that belong to its config.json"
-            raise ModelError(Problem(PLACE, fact, fix))
+            raise ModelError(Problem(MODEL_NAME, fact, fix))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardtune.core.document_boundaries import attention_inputs
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
-from shardtune.models.load import DTYPES
+from shardtune.models.load import COMPUTE_DTYPES
 
 LENGTH = 12  # tokens of each of the two documents
 LEAK = 0.1  # share of what seeing the other document would change
@@ -37,7 +37,7 @@ def require_document_isolation(
     once = torch.arange(LENGTH)
     restarting = torch.cat([once, once]).expand(rows, -1)
     running_on = torch.arange(2 * LENGTH).expand(rows, -1)
-    compute = DTYPES[precision]
+    compute = COMPUTE_DTYPES[precision]
     with torch.autocast(torch.device(device).type, compute, enabled=compute != torch.float32):
         alone = _logits(model, ids[:, LENGTH:], once.expand(rows, -1), device)
         packed = _logits(model, ids, restarting, device)[:, LENGTH:]

@@ -23,19 +23,6 @@ ADAPTER_NAME = "default"
 """What peft calls an adapter that has no name of its own."""
 
 
-def add_adapter(model: nn.Module, adapter: Adapter, *, seed: int) -> nn.Module:
-    """The model with `adapter` in it: the adapter's weights are trained, in fp32, and no others."""
-    adapted = insert_adapters(model, adapter)
-    if isinstance(adapter, NoAdapter):
-        return adapted
-    device = next(model.parameters()).device
-    initialize_adapters(adapted, "", adapter, seed=seed, device=str(device))
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:  # peft leaves copies of whole modules in the model's precision
-            parameter.data = parameter.data.float()
-    return adapted
-
-
 def insert_adapters(model: nn.Module, adapter: Adapter) -> nn.Module:
     """The model with the adapters' modules in it; their weights are on the meta device."""
     if isinstance(adapter, NoAdapter):
@@ -136,7 +123,9 @@ def _copy(
     """Fills `trained` from `original`, in fp32; parameters that were one stay one."""
     for name, module in trained.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
+            if not parameter.is_meta:  # peft has copied it already, in the model's precision
+                parameter.data = parameter.data.float()
+            else:
                 source = original.get_submodule(name).get_parameter(leaf).detach()
                 if parameter not in copies:
                     copies[parameter] = nn.Parameter(source.to(torch.float32, copy=True))

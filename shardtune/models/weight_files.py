@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.config.job import ModelSection
+from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem
-from shardtune.models.catalogue import PLACE, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,24 +26,26 @@ class WeightFiles:
     file_of: dict[str, Path]
 
     @classmethod
-    def find(cls, section: ModelSection) -> WeightFiles:
-        """The files of `section`, from its folder or the hub; there only what is needed."""
-        index = _fetch(section, INDEX)
+    def find(cls, source: str, section: ModelSection) -> WeightFiles:
+        """The files of `section`, from its folder or hub id `source`; no more than is needed."""
+        index = _fetch(source, section, INDEX)
         if index is not None:
             shards = read_index(index)
-            paths = {shard: _fetch(section, shard) for shard in sorted(set(shards.values()))}
+            paths = {
+                shard: _fetch(source, section, shard) for shard in sorted(set(shards.values()))
+            }
             missing = sorted(shard for shard, path in paths.items() if path is None)
             if missing:
                 fact = f"{INDEX} of {section.name!r} names files that are not there: "
                 fix = "fetch the model again"
-                raise ModelError(Problem(PLACE, fact + ", ".join(missing), fix))
+                raise ModelError(Problem(MODEL_NAME, fact + ", ".join(missing), fix))
             found = {shard: path for shard, path in paths.items() if path is not None}
             return cls({name: found[shard] for name, shard in shards.items()})
-        single = _fetch(section, SINGLE)
+        single = _fetch(source, section, SINGLE)
         if single is None:
             fact = f"{section.name!r} has neither {SINGLE} nor {INDEX}"
             fix = "convert its weights to safetensors; other formats can run code when read"
-            raise ModelError(Problem(PLACE, fact, fix))
+            raise ModelError(Problem(MODEL_NAME, fact, fix))
         return cls(dict.fromkeys(_names(single), single))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -72,10 +74,10 @@ def read_index(path: Path) -> dict[str, str]:
         outside = [name for name in names if name in ("", "..") or Path(name).name != name]
     except (ValueError, KeyError, TypeError) as error:
         fact = f"{path} can't be read: {error}"
-        raise ModelError(Problem(PLACE, fact, "fetch the model again")) from None
+        raise ModelError(Problem(MODEL_NAME, fact, "fetch the model again")) from None
     if outside:
         fact = f"{path} names files outside of its folder: {', '.join(outside)}"
-        raise ModelError(Problem(PLACE, fact, "don't use this model: its index is forged"))
+        raise ModelError(Problem(MODEL_NAME, fact, "don't use this model: its index is forged"))
     return shards
 
 
@@ -100,12 +102,12 @@ def _names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _fetch(section: ModelSection, file: str) -> Path | None:
+def _fetch(source: str, section: ModelSection, file: str) -> Path | None:
     """The local path of one of the model's files, or None where the model has no such file."""
     from transformers.utils import cached_file
 
     found = cached_file(
-        resolve(section.name),
+        source,
         file,
         revision=section.revision,
         _raise_exceptions_for_missing_entries=False,

@@ -20,7 +20,7 @@ from shardtune.core.strategy import Devices
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.plan.machine_profile import GpuFacts, LinkKind, Measured, Profile, read_profile
 
-PLACE = "--cluster"
+OPTION = "--cluster"
 EXAMPLES = "4xA40, 2x8xA100-80GB@400Gbps, 8xRTX3090:pcie, or a profile's file"
 
 USUAL_GBPS = 100.0
@@ -122,7 +122,7 @@ def known_gpus() -> dict[str, Gpu]:
     return {entry["name"]: _from_entry(entry) for entry in _entries()}
 
 
-def find_gpu(name: str, place: str = PLACE) -> Gpu:
+def find_gpu(name: str, place: str = OPTION) -> Gpu:
     """A GPU by any of its names, in upper or lower case, with or without separators."""
     names = {_plain(spelling): spelling for spelling in _spellings()}
     spelling = names.get(_plain(name))
@@ -182,12 +182,12 @@ def parse_cluster(spec: str) -> Cluster:
     match = _SPEC.fullmatch(text)
     if match is None:
         fact = f"{spec!r} is neither a cluster nor a file"
-        raise JobError(Problem(PLACE, fact, f"write {EXAMPLES}"))
+        raise JobError(Problem(OPTION, fact, f"write {EXAMPLES}"))
     problems = [*_bad_counts(match), *_bad_speed(match)]
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
     try:
         gpu = find_gpu(match["gpu"])
-        link = _link(gpu, gpus, match["link"], PLACE)
+        link = _link(gpu, gpus, match["link"], OPTION)
     except JobError as error:
         raise JobError([*problems, *error.problems]) from None
     if problems:
@@ -207,7 +207,7 @@ def _is_file(text: str) -> bool:
 def _bad_counts(match: re.Match[str]) -> list[Problem]:
     counts = (("nodes", "nodes"), ("gpus", "GPUs in a node"))
     return [
-        Problem(PLACE, f"0 {what}", "give at least 1")
+        Problem(OPTION, f"0 {what}", "give at least 1")
         for name, what in counts
         if match[name] is not None and int(match[name]) == 0
     ]
@@ -224,7 +224,7 @@ def _bad_speed(match: re.Match[str]) -> list[Problem]:
     else:
         fact = f"{unit!r} is no unit of a network" if unit else f"{speed:g} of what?"
         fix = "write @400Gbps (gigabits a second, per node)"
-    return [Problem(PLACE, fact, fix)]
+    return [Problem(OPTION, fact, fix)]
 
 
 def _link(gpu: Gpu, gpus: int, asked: str | None, place: str) -> LinkKind:

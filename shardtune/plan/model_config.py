@@ -8,18 +8,17 @@ from typing import Any
 
 from shardtune.config.job import ModelSection
 from shardtune.core.model.architectures import read_shape
-from shardtune.core.model.known_models import find_model, is_known
+from shardtune.core.model.known_models import MODEL_NAME, find_model, is_known
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem
 
-PLACE = "model.name"
 TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 260, "num_hidden_layers": 2, "hidden_size": 64,
     "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 """Of the built-in model of this name (`models/tiny.py`), which isn't in the catalogue."""
-BUILT_IN = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
+SHAPED_LIKE = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
 """Names of our own, and the published model of the same shape."""
 
 
@@ -36,7 +35,7 @@ def config_of(section: ModelSection) -> dict[str, Any]:
         return _read(file)
     if section.name == "tiny":
         return TINY
-    name = BUILT_IN.get(section.name, section.name)
+    name = SHAPED_LIKE.get(section.name, section.name)
     if "/" not in name or (section.revision is None and is_known(name)):
         return find_model(name).config
     return _read(_from_hub(section))
@@ -47,9 +46,11 @@ def _read(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         fix = "give a folder that holds a model's config.json"
-        raise ModelError(Problem(PLACE, f"{file} can't be read: {error}", fix)) from None
+        raise ModelError(Problem(MODEL_NAME, f"{file} can't be read: {error}", fix)) from None
     if not isinstance(config, dict):
-        raise ModelError(Problem(PLACE, f"{file} holds no JSON object", "give a model's config"))
+        raise ModelError(
+            Problem(MODEL_NAME, f"{file} holds no JSON object", "give a model's config")
+        )
     return config
 
 
@@ -63,4 +64,4 @@ def _from_hub(section: ModelSection) -> Path:
         reason = str(error).strip().splitlines()[0]
         fact = f"{section.name!r} is neither in the catalogue nor to be had from the hub: {reason}"
         fix = "download its config.json, and name that file or its folder"
-        raise ModelError(Problem(PLACE, fact, fix)) from None
+        raise ModelError(Problem(MODEL_NAME, fact, fix)) from None

@@ -41,8 +41,9 @@ from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
 from shardtune.core.units import GIB
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
-from shardtune.models.load import DTYPES, held_precision, own_dtype
+from shardtune.models.load import COMPUTE_DTYPES, held_precision
 from shardtune.models.load_result import load_result
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.gptq import E4M3
 from shardtune.plan.forecast import Forecast
 from shardtune.report.live import RunView
@@ -60,6 +61,7 @@ class Run:
 
     job: Job
     world: JoinedWorld
+    model: ModelFiles
     engine: Engine
     evaluator: Evaluator
     files: RunDir
@@ -127,7 +129,7 @@ class Run:
             2 if isinstance(rule, AdamW) else int(rule.momentum > 0),
             keep=save.keep,
             saves=-(-self.view.steps // save.every) if save.every else 1,
-            result=trained * (own_dtype(self.job.model).itemsize if whole else 4),
+            result=trained * (self.model.dtype.itemsize if whole else 4),
         )
         require_disk_space(self.files.path, need)
 
@@ -291,9 +293,9 @@ class Run:
             evaluator.tokenizer,
             evaluator.stops,
             target,
-            dtype=own_dtype(job.model),
+            dtype=self.model.dtype,
         )
-        reloaded = load_result(str(target), job.model, held_precision(job.adapter, job.train))
+        reloaded = load_result(str(target), self.model, held_precision(job.adapter, job.train))
         in_8_bits = job.model.quantization == "fp8"
-        computed = E4M3 if in_8_bits else DTYPES[job.train.precision]
+        computed = E4M3 if in_8_bits else COMPUTE_DTYPES[job.train.precision]
         return check_result(reloaded, trained, logits, probe, written=written, computed=computed)

@@ -19,6 +19,7 @@ from shardtune.errors import ModelError, RunError
 from shardtune.models import tiny
 from shardtune.models.catalogue import resolve
 from shardtune.models.load_result import load_result
+from shardtune.models.model_files import ModelFiles
 from tests.synthetic import batch, load_model, trained
 
 STOPS = frozenset({tiny.END, 257})
@@ -44,7 +45,7 @@ class Saved:
         return next(self.folder.glob("*.safetensors"))
 
     def reload(self, precision: Any = "fp32") -> Any:
-        return load_result(str(self.folder), SECTION, precision)
+        return load_result(str(self.folder), ModelFiles(SECTION), precision)
 
     def check(self, reloaded: Any) -> float:
         logits = probe_logits(self.model, batch(5))

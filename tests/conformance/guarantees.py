@@ -28,6 +28,7 @@ from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
 from shardtune.measure.collective_counter import CollectiveCounter
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from shardtune.parallel.ddp.strategy import DDP
 from tests.conformance.slices import sliced
@@ -85,7 +86,7 @@ def builder(model: str, adapter: str) -> PretrainedModelBuilder:
     settings, quantization = ADAPTERS[adapter]
     chosen = TypeAdapter(Adapter).validate_json(json.dumps(settings))
     section = ModelSection(name=model, quantization=quantization)
-    return PretrainedModelBuilder(section, chosen, TrainSection(precision="fp32"))
+    return PretrainedModelBuilder(ModelFiles(section), chosen, TrainSection(precision="fp32"))
 
 
 @cache

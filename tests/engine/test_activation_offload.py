@@ -22,6 +22,7 @@ from shardtune.engine.activation_offload import Offload
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.materialize import decoder_layers
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel.ddp.engine import native_engine
 from tests.ranks import on_ranks
 from tests.synthetic import batch
@@ -267,7 +268,9 @@ def engine(
 ) -> NativeEngine:
     section = TrainSection(precision="fp32", **train)
     adapter = LoRA(rank=4) if not backend else NoAdapter()
-    model = PretrainedModelBuilder(ModelSection(name="tiny"), adapter, section).whole("cpu")
+    model = PretrainedModelBuilder(ModelFiles(ModelSection(name="tiny")), adapter, section).whole(
+        "cpu"
+    )
     if backend:
         for layer in decoder_layers(model):
             layer.compile(backend=backend)

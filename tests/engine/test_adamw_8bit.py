@@ -18,6 +18,7 @@ from shardtune.core.setup import Bits, EngineSetup, OptimizerSetup, Precision
 from shardtune.core.world import World
 from shardtune.engine.optim.adamw_8bit import adamw_8bit, packed, unpacked
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from tests.parallel.test_deepspeed_engine import batches
 from tests.ranks import on_ranks
@@ -61,7 +62,7 @@ def case(name: str) -> tuple[Any, int]:
 
 def build(strategy: Any, world: World, bits: Bits = 8, precision: Precision = "fp32") -> Any:
     train = TrainSection(precision=precision)
-    drawing = PretrainedModelBuilder(ModelSection(name="tiny"), NoAdapter(), train)
+    drawing = PretrainedModelBuilder(ModelFiles(ModelSection(name="tiny")), NoAdapter(), train)
     rule = OptimizerSetup("adamw", weight_decay=0.1, bits=bits)
     schedule = Schedule("cosine", 5e-3, 2, STEPS)
     setup = EngineSetup(precision, rule, schedule, 1.0, 0, 2, 4 // world.size)
@@ -85,7 +86,7 @@ def single(bits: Bits) -> list[float]:
 def test_it_tracks_32_bits_and_holds_a_quarter(name: str) -> None:
     strategy, ranks = case(name)
     drawing = PretrainedModelBuilder(
-        ModelSection(name="tiny"), NoAdapter(), TrainSection(precision="fp32")
+        ModelFiles(ModelSection(name="tiny")), NoAdapter(), TrainSection(precision="fp32")
     )
     sizes = [parameter.numel() for parameter in drawing.whole("cpu").parameters()]
     trained = 4 * sum(sizes)

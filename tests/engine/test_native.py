@@ -16,6 +16,7 @@ from shardtune.core.step import IGNORED, MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel.ddp.engine import DDPEngine, native_engine
 from tests.ranks import on_ranks
 
@@ -41,9 +42,9 @@ def make(
     checkpointing: str = "none",
 ) -> NativeEngine:
     train = TrainSection(precision=precision, gradient_checkpointing=checkpointing)
-    model = PretrainedModelBuilder(ModelSection(name="tiny"), adapter or NoAdapter(), train).whole(
-        "cpu"
-    )
+    model = PretrainedModelBuilder(
+        ModelFiles(ModelSection(name="tiny")), adapter or NoAdapter(), train
+    ).whole("cpu")
     setup = EngineSetup(
         precision, OptimizerSetup(optimizer), Schedule("constant", rate, 0, 100), clip, 0
     )

@@ -14,6 +14,7 @@ from shardtune.core.lr_schedule import Schedule
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel.ddp.strategy import DDP
 from shardtune.parallel.fsdp.strategy import FSDP
 from tests.models.families import write
@@ -29,7 +30,7 @@ def steps(world: World, folder: str, adapter: Adapter, train: dict[str, Any]) ->
     # In a process of its own. What is generated for a CPU isn't the question here.
     setattr(nn.Module, "compile", lambda layer: compile_layer(layer, backend=BACKEND))  # noqa: B010
     section = TrainSection(precision="fp32", **train)
-    builder = PretrainedModelBuilder(ModelSection(name=folder), adapter, section)
+    builder = PretrainedModelBuilder(ModelFiles(ModelSection(name=folder)), adapter, section)
     strategy = FSDP() if world.size > 1 else DDP()
     with strategy.build(builder, SETUP, world) as engine:
         results = [engine.step(step(number)) for number in range(2)]

@@ -16,6 +16,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel.ddp.engine import native_engine
 from tests.engine.test_native import batch
 
@@ -41,7 +42,9 @@ def make(
     """The native engine on a model that makes no mask: transformers asks whether rows are packed
     before it makes one, once in each forward pass. Rows of one document need none."""
     train = TrainSection.model_validate({"precision": precision, "kernels": kernels})
-    model = PretrainedModelBuilder(ModelSection(name="tiny"), adapter, train).whole(device)
+    model = PretrainedModelBuilder(ModelFiles(ModelSection(name="tiny")), adapter, train).whole(
+        device
+    )
     AttentionInterface.register(UNASKED, sdpa_attention_forward)
     getattr(model, "get_base_model", lambda: model)().set_attn_implementation(attention)
     setup = EngineSetup(

@@ -17,6 +17,7 @@ from shardtune.errors import JobError
 from shardtune.measure.dry_run import DryRun, dry_run, micro_batch, replay
 from shardtune.models import tiny
 from shardtune.models.builder import MetaModelBuilder, PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from shardtune.parallel.ddp.strategy import DDP
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
@@ -90,7 +91,7 @@ def real(
     needs(case)
     adapter, quantization = CASES[case]
     section = ModelSection.model_validate({"name": "tiny", "quantization": quantization})
-    builder = PretrainedModelBuilder(section, adapter, train(checkpointing))
+    builder = PretrainedModelBuilder(ModelFiles(section), adapter, train(checkpointing))
     batches = [micro_batch(ROWS, LENGTH, packed=packed)] * microbatches
     told = setup(loss, split_fp32=alone(strategy, world.size, case))
     return replay(builder, strategy, told, world, batches, vocabulary=tiny.VOCABULARY)

@@ -19,8 +19,9 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.activation_checkpointing import checkpoint_activations
 from shardtune.models.fused.lora import fuse_lora
 from shardtune.models.materialize import decoder_layers
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import register
-from shardtune.models.peft_adapters import add_adapter
+from tests.adapting import add_adapter
 from tests.kernels.test_flash_attention import ByHand
 from tests.models.families import write
 
@@ -42,7 +43,9 @@ def test_gradients_are_the_same_to_the_bit(tmp_path: Path, adapter: Adapter) -> 
     levels: tuple[Recompute, ...] = ("none", "mlp", "most", "full")
     for level in levels:
         train = TrainSection(precision="fp32", gradient_checkpointing=level)
-        model: Any = PretrainedModelBuilder(section, adapter, train).whole("cpu").train()
+        model: Any = (
+            PretrainedModelBuilder(ModelFiles(section), adapter, train).whole("cpu").train()
+        )
         found[level] = gradients(model)
     for level in levels[1:]:
         assert all(torch.equal(found[level][n], right) for n, right in found["none"].items())
@@ -51,9 +54,9 @@ def test_gradients_are_the_same_to_the_bit(tmp_path: Path, adapter: Adapter) -> 
 def test_in_evaluation_nothing_is_wrapped(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     train = TrainSection(precision="fp32", gradient_checkpointing="most")
-    model: Any = PretrainedModelBuilder(ModelSection(name=str(tmp_path)), NoAdapter(), train).whole(
-        "cpu"
-    )
+    model: Any = PretrainedModelBuilder(
+        ModelFiles(ModelSection(name=str(tmp_path))), NoAdapter(), train
+    ).whole("cpu")
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
         model.train()(input_ids=IDS, use_cache=False)

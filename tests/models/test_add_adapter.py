@@ -12,7 +12,8 @@ from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSe
 from shardtune.core.world import World
 from shardtune.errors import ModelError
 from shardtune.models.load import load_base
-from shardtune.models.peft_adapters import add_adapter
+from shardtune.models.model_files import ModelFiles
+from tests.adapting import add_adapter
 from tests.ranks import on_ranks
 from tests.synthetic import load_model
 
@@ -20,7 +21,7 @@ TINY = ModelSection(name="tiny")
 
 
 def adapted(adapter: Adapter, *, seed: int = 0) -> Any:
-    return add_adapter(load_base(TINY, "fp32"), adapter, seed=seed)
+    return add_adapter(load_base(ModelFiles(TINY), "fp32"), adapter, seed=seed)
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
@@ -33,7 +34,7 @@ def layers(model: Any) -> set[str]:
 
 
 def test_without_an_adapter_the_model_is_itself() -> None:
-    model = load_base(TINY, "fp32")
+    model = load_base(ModelFiles(TINY), "fp32")
     assert add_adapter(model, NoAdapter(), seed=0) is model
     assert all(weight.requires_grad for weight in model.parameters())
 
@@ -57,7 +58,7 @@ def test_all_linear_is_every_linear_layer_but_the_head() -> None:
 def test_an_adapter_changes_nothing_at_first() -> None:
     ids = torch.arange(40).unsqueeze(0)
     with torch.no_grad():
-        before = load_base(TINY, "fp32")(input_ids=ids).logits
+        before = load_base(ModelFiles(TINY), "fp32")(input_ids=ids).logits
         after = adapted(LoRA(rank=4)).eval()(input_ids=ids).logits
     assert torch.equal(before, after)
 

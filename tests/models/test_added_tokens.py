@@ -17,12 +17,9 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load import (
     check_fits_data,
     check_weights,
-    growth,
     load_base,
-    load_config,
-    load_tokenizer,
-    stop_ids,
 )
+from shardtune.models.model_files import ModelFiles
 from tests.models.families import write
 
 NEW = ("<|tool|>", "<|answer|>", "<|end|>")
@@ -39,7 +36,7 @@ def folder(path: Path, family: str, rows: int = tiny.VOCABULARY, **changes: Any)
 def plan(name: str, adapter: Adapter, **changes: Any) -> PretrainedModelBuilder:
     train = TrainSection(precision=changes.pop("precision", "fp32"))
     return PretrainedModelBuilder(
-        ModelSection(name=name, add_tokens=NEW, **changes), adapter, train
+        ModelFiles(ModelSection(name=name, add_tokens=NEW, **changes)), adapter, train
     )
 
 
@@ -47,22 +44,22 @@ def plan(name: str, adapter: Adapter, **changes: Any) -> PretrainedModelBuilder:
 
 
 def test_the_tokenizer_has_them_as_special_tokens() -> None:
-    tokenizer = load_tokenizer(ModelSection(name="tiny", add_tokens=NEW))
+    tokenizer = ModelFiles(ModelSection(name="tiny", add_tokens=NEW)).tokenizer
     assert tokenizer("a<|end|>b")["input_ids"] == [97, 262, 98]
     assert tokenizer.decode([97, 262, 98], skip_special_tokens=True) == "ab"
-    plain = load_tokenizer(ModelSection(name="tiny"))
+    plain = ModelFiles(ModelSection(name="tiny")).tokenizer
     assert fingerprint(tokenizer) != fingerprint(plain), "or prepared data would be taken for new"
 
 
 def test_an_answer_may_end_with_one() -> None:
     section = ModelSection(name="tiny", add_tokens=NEW, stop_tokens=("<|end|>",))
-    assert stop_ids(section, load_tokenizer(section)) == {262}
+    assert ModelFiles(section).stop_ids == {262}
 
 
 def test_tokens_that_are_there_or_named_twice_are_refused() -> None:
     section = ModelSection(name="tiny", add_tokens=("<|im_end|>", "<|new|>", "<|new|>"))
     with pytest.raises(ModelError) as caught:
-        load_tokenizer(section)
+        _ = ModelFiles(section).tokenizer
     first, second = caught.value.problems
     assert first.place == "model.add_tokens.0"
     assert first.fact == "'<|im_end|>' is a token of this model already (id 259)"
@@ -77,10 +74,10 @@ def test_tokens_that_are_there_or_named_twice_are_refused() -> None:
 def test_rows_grow_and_start_as_the_mean(tmp_path: Path, family: str) -> None:
     section = ModelSection(name=folder(tmp_path, family), add_tokens=NEW)
     state = torch.get_rng_state()
-    model = load_base(section, "fp32")
+    model = load_base(ModelFiles(section), "fp32")
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
     own = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.config.vocab_size == load_config(section).vocab_size == 263
+    assert model.config.vocab_size == ModelFiles(section).config.vocab_size == 263
     pairs = [
         (model.get_input_embeddings().weight, own.get_input_embeddings().weight),
         (model.get_output_embeddings().weight, own.get_output_embeddings().weight),
@@ -96,7 +93,7 @@ def test_rows_grow_and_start_as_the_mean(tmp_path: Path, family: str) -> None:
 def test_a_new_token_takes_no_probability_from_the_others(tmp_path: Path) -> None:
     section = ModelSection(name=folder(tmp_path, "llama"), add_tokens=NEW)
     ids = torch.arange(40).unsqueeze(0)
-    new = load_base(section, "fp32")(ids).logits.softmax(-1)[..., 260:]
+    new = load_base(ModelFiles(section), "fp32")(ids).logits.softmax(-1)[..., 260:]
     # The mean of the logits never gives more than the mean of the probabilities, 1/260.
     assert 0 < new.max() <= 1 / 260
 
@@ -133,20 +130,20 @@ def test_whole_and_in_parts_are_the_same_bit_for_bit(tmp_path: Path, case: str) 
 
 def test_spare_rows_are_used_first(tmp_path: Path) -> None:
     section = ModelSection(name=folder(tmp_path, "llama", rows=263), add_tokens=NEW)
-    assert load_config(section).vocab_size == 263
+    assert ModelFiles(section).config.vocab_size == 263
     own = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(load_base(section, "fp32").lm_head.weight, own.lm_head.weight)
-    said = str(growth(section))
+    assert torch.equal(load_base(ModelFiles(section), "fp32").lm_head.weight, own.lm_head.weight)
+    said = str(ModelFiles(section).growth)
     assert said == "3 new of 263 tokens; the embedding has 263 rows, so it stays as it is"
     more = section.model_copy(update={"add_tokens": (*NEW, "<|more|>")})
-    assert load_base(more, "fp32").lm_head.weight.shape[0] == 264
-    assert "grows from 263 to 264 rows" in str(growth(more))
+    assert load_base(ModelFiles(more), "fp32").lm_head.weight.shape[0] == 264
+    assert "grows from 263 to 264 rows" in str(ModelFiles(more).growth)
 
 
 def test_growth_does_not_hide_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     section = ModelSection(name=folder(tmp_path, "llama", rows=200), add_tokens=NEW)
     with pytest.raises(ModelError, match="the tokenizer has 263 tokens, the model embeds 200"):
-        check_fits_data(load_config(section), load_tokenizer(section), 32)
+        check_fits_data(ModelFiles(section), 32)
 
 
 # What trains them --------------------------------------------------------------------------------
@@ -166,7 +163,7 @@ def test_rows_that_nothing_trains_are_refused(tmp_path: Path, case: str) -> None
     family, adapter, fix = REFUSED[case]
     section = ModelSection(name=folder(tmp_path, family), add_tokens=NEW)
     with pytest.raises(ModelError) as caught:
-        check_weights(section, adapter, load_config(section))
+        check_weights(ModelFiles(section), adapter)
     (problem,) = caught.value.problems
     assert problem.place == "adapter.modules_to_save"
     assert "rows of new tokens (3) in " in problem.fact
@@ -184,4 +181,4 @@ def test_rows_that_nothing_trains_are_refused(tmp_path: Path, case: str) -> None
 )
 def test_rows_that_are_trained_are_not(tmp_path: Path, family: str, adapter: Adapter) -> None:
     section = ModelSection(name=folder(tmp_path, family), add_tokens=NEW)
-    check_weights(section, adapter, load_config(section))
+    check_weights(ModelFiles(section), adapter)

@@ -14,6 +14,7 @@ from torch import nn
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from tests.models.families import FAMILIES, write
 
 ADAPTERS: dict[str, Adapter] = {
@@ -30,7 +31,9 @@ def builder(
     name: str | Path, adapter: Adapter | None = None, precision: str = "fp32", **train: Any
 ) -> PretrainedModelBuilder:
     section = TrainSection(precision=precision, **train)
-    return PretrainedModelBuilder(ModelSection(name=str(name)), adapter or NoAdapter(), section)
+    return PretrainedModelBuilder(
+        ModelFiles(ModelSection(name=str(name))), adapter or NoAdapter(), section
+    )
 
 
 def leave(part: nn.Module) -> None:

@@ -23,6 +23,7 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.lora import FusedLoRALinear, LoRAMLP, LoRASharedInput
 from shardtune.models.fused.lora_autograd import LoRALinear
 from shardtune.models.load_result import load_result
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization import calibration, fp8
 from shardtune.models.quantization.fp8 import (
     FP8Linear,
@@ -60,7 +61,7 @@ def build(
 ) -> Any:
     model = ModelSection(name=str(folder), quantization=quantization)
     adapter = adapter or LoRA(rank=4)
-    return PretrainedModelBuilder(model, adapter, TrainSection(**train)).whole("cpu")
+    return PretrainedModelBuilder(ModelFiles(model), adapter, TrainSection(**train)).whole("cpu")
 
 
 def loss_of(model: Any) -> Tensor:
@@ -258,7 +259,7 @@ def test_a_saved_adapter_is_loaded_on_the_original_weights(
     model.save_pretrained(tmp_path / "result")
     model.generation_config.save_pretrained(tmp_path / "result")
     section = ModelSection(name=str(folder), quantization="fp8")
-    loaded = load_result(str(tmp_path / "result"), section, "bf16").eval()
+    loaded = load_result(str(tmp_path / "result"), ModelFiles(section), "bf16").eval()
     assert not any(isinstance(m, FusedLoRALinear | FP8Linear) for m in loaded.modules())
     assert {p.dtype for n, p in loaded.named_parameters() if "lora" not in n} == {torch.bfloat16}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -397,7 +398,9 @@ def test_channels_that_say_nothing_leave_weights_as_they_are() -> None:
 
 def rounded_by(folder: Path, adapter: Adapter, texts: list[list[int]], **train: Any) -> Any:
     model = ModelSection(name=str(folder), quantization="fp8")
-    return PretrainedModelBuilder(model, adapter, TrainSection(**train), lambda: texts).whole("cpu")
+    return PretrainedModelBuilder(
+        ModelFiles(model), adapter, TrainSection(**train), lambda: texts
+    ).whole("cpu")
 
 
 TEXTS = [IDS[0].tolist(), IDS[1, :5].tolist()]
@@ -650,9 +653,9 @@ def test_other_precisions_ask_for_no_texts(folder: Path) -> None:
         raise AssertionError
 
     section = TrainSection(precision="bf16")
-    PretrainedModelBuilder(ModelSection(name=str(folder)), LoRA(rank=4), section, nobody).whole(
-        "cpu"
-    )
+    PretrainedModelBuilder(
+        ModelFiles(ModelSection(name=str(folder))), LoRA(rank=4), section, nobody
+    ).whole("cpu")
 
 
 # What is said ------------------------------------------------------------------------------------

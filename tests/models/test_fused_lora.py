@@ -25,7 +25,8 @@ from shardtune.models.fused.lora import (
     fuse_lora,
 )
 from shardtune.models.materialize import decoder_layers
-from shardtune.models.peft_adapters import add_adapter
+from shardtune.models.model_files import ModelFiles
+from tests.adapting import add_adapter
 from tests.models.families import write
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -314,7 +315,7 @@ def test_only_a_job_with_compiled_layers_has_them(tmp_path: Path) -> None:
     for kernels, count in (("compiled", 21), ("eager", 0)):
         train = TrainSection(precision="fp32", kernels=kernels)
         for build in ("whole", "in_parts"):
-            builder = PretrainedModelBuilder(section, LoRA(rank=4), train)
+            builder = PretrainedModelBuilder(ModelFiles(section), LoRA(rank=4), train)
             further = () if build == "whole" else (lambda part: None,)
             model = getattr(builder, build)("cpu", *further)
             assert len(kinds(model, FusedLoRALinear)) == count

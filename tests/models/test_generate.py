@@ -23,6 +23,7 @@ from shardtune.models.generate import (
 )
 from shardtune.models.load import load_base
 from shardtune.models.materialize import decoder_layers
+from shardtune.models.model_files import ModelFiles
 from tests.synthetic import load_model
 
 SMOLLM2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "smollm2"
@@ -40,7 +41,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_base(ModelSection(name="tiny"), "fp32")
+    return load_base(ModelFiles(ModelSection(name="tiny")), "fp32")
 
 
 # The prompts of a held-out set -------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_nothing_is_compiled_for_an_answer_or_a_probe(model: Any) -> None:
     ids = prompt_ids(tokenizer, PROMPTS[0], chat=True)
     told: Any = {"stops": frozenset({tiny.END}), "max_new_tokens": 4}
     right = generate_answers(model, tokenizer, [ids], **told)
-    quick = load_base(ModelSection(name="tiny"), "fp32")
+    quick = load_base(ModelFiles(ModelSection(name="tiny")), "fp32")
     for layer in decoder_layers(quick):
         layer.compile(backend="eager")
     assert generate_answers(quick, tokenizer, [ids], **told) == right

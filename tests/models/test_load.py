@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,8 @@ from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSe
 from shardtune.errors import ModelError
 from shardtune.models import tiny
 from shardtune.models.catalogue import resolve
-from shardtune.models.load import (
-    check_fits_data,
-    explaining,
-    load_base,
-    load_config,
-    load_tokenizer,
-    own_dtype,
-    stop_ids,
-)
+from shardtune.models.load import check_fits_data, load_base
+from shardtune.models.model_files import ModelFiles, explaining
 from tests.synthetic import load_model
 
 TINY = ModelSection(name="tiny")
@@ -69,14 +64,14 @@ def test_what_is_trained_is_fp32_and_what_is_frozen_is_small(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_files_say_what_they_are_written_in(folder: Path, dtype: str) -> None:
     edit(folder / "config.json", dtype=dtype)
-    assert own_dtype(section(folder)) == getattr(torch, dtype)
+    assert ModelFiles(section(folder)).dtype == getattr(torch, dtype)
 
 
 def test_files_that_do_not_say_are_fp32(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["dtype"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert own_dtype(section(folder)) == torch.float32
+    assert ModelFiles(section(folder)).dtype == torch.float32
 
 
 def test_gradient_checkpointing_is_switched_on(tmp_path: Path) -> None:
@@ -99,7 +94,9 @@ def test_the_attention_that_was_chosen(attention: Any) -> None:
 def test_a_folder_is_loaded_as_the_built_in_model_is(folder: Path) -> None:
     ids = torch.arange(20).unsqueeze(0)
     with torch.no_grad():
-        ours, theirs = (load_base(each, "fp32")(ids).logits for each in (TINY, section(folder)))
+        ours, theirs = (
+            load_base(ModelFiles(each), "fp32")(ids).logits for each in (TINY, section(folder))
+        )
     assert torch.equal(ours, theirs)
 
 
@@ -120,13 +117,13 @@ def test_a_revision_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     main, second = ModelSection(name="org/model"), ModelSection(name="org/model", revision="v2")
-    assert load_config(main).max_position_embeddings == 100
-    assert load_config(second).max_position_embeddings == 101
-    assert load_base(second, "fp32").config.max_position_embeddings == 101
-    assert load_tokenizer(second)("a")["input_ids"] == [97]
-    assert stop_ids(second, load_tokenizer(second)) == {tiny.END}
+    assert ModelFiles(main).config.max_position_embeddings == 100
+    assert ModelFiles(second).config.max_position_embeddings == 101
+    assert load_base(ModelFiles(second), "fp32").config.max_position_embeddings == 101
+    assert ModelFiles(second).tokenizer("a")["input_ids"] == [97]
+    assert ModelFiles(second).stop_ids == {tiny.END}
     with pytest.raises(ModelError, match="'org/model' can't be loaded"):
-        load_config(ModelSection(name="org/model", revision="v3"))
+        _ = ModelFiles(ModelSection(name="org/model", revision="v3")).config
 
 
 # What is refused ---------------------------------------------------------------------------------
@@ -135,11 +132,11 @@ def test_a_revision_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_code_of_others_is_refused(folder: Path) -> None:
     (folder / "evil.py").write_text("raise SystemExit('this was run')")
     edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
-    assert load_config(section(folder)).model_type == "llama"  # known without that code
+    assert ModelFiles(section(folder)).config.model_type == "llama"  # known without that code
     edit(folder / "config.json", model_type="evil")
-    for load in (load_config, own_dtype, lambda each: load_base(each, "fp32")):
+    for load in (attrgetter("config"), attrgetter("dtype"), partial(load_base, precision="fp32")):
         with pytest.raises(ModelError, match="runs Python code of its own") as caught:
-            load(section(folder))
+            load(ModelFiles(section(folder)))
     assert problem(caught).place == "model.name"
     assert "AutoModelForCausalLM" in problem(caught).fact
     assert "model.trust_remote_code" in problem(caught).fix
@@ -150,7 +147,7 @@ def test_code_of_others_in_a_tokenizer_is_refused(folder: Path) -> None:
     edit(config, auto_map={"AutoTokenizer": ["evil.T", "evil.T"]}, tokenizer_class="Unheard")
     (folder / "evil.py").write_text("raise SystemExit('this was run')")
     with pytest.raises(ModelError, match="custom code"):
-        load_tokenizer(section(folder))
+        _ = ModelFiles(section(folder)).tokenizer
 
 
 def test_weights_that_are_pickled_are_refused(folder: Path) -> None:
@@ -158,7 +155,7 @@ def test_weights_that_are_pickled_are_refused(folder: Path) -> None:
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="can't be loaded") as caught:
-        load_base(section(folder), "fp32")
+        load_base(ModelFiles(section(folder)), "fp32")
     assert "safetensors" in problem(caught).fix
 
 
@@ -167,26 +164,26 @@ def test_weights_that_are_damaged_are_refused(folder: Path, size: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:size])
     with pytest.raises(ModelError, match="can't be loaded"):
-        load_base(section(folder), "fp32")
+        load_base(ModelFiles(section(folder)), "fp32")
 
 
 def test_weights_of_another_size_are_refused(folder: Path) -> None:
     edit(folder / "config.json", hidden_size=128)
     with pytest.raises(ModelError, match="can't be loaded"):
-        load_base(section(folder), "fp32")
+        load_base(ModelFiles(section(folder)), "fp32")
 
 
 def test_a_config_that_is_damaged_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="can't be loaded"):
-        load_config(section(folder))
+        _ = ModelFiles(section(folder)).config
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     with pytest.raises(ModelError, match=r"has no tokenizer: no tokenizer\.json"):
-        load_tokenizer(section(folder))
+        _ = ModelFiles(section(folder)).tokenizer
 
 
 def test_a_reason_of_several_lines_is_not_cut_off() -> None:
@@ -203,25 +200,24 @@ def test_a_reason_of_several_lines_is_not_cut_off() -> None:
 
 
 def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_config(folder: Path) -> None:
-    tokenizer = load_tokenizer(section(folder))
-    assert stop_ids(section(folder), tokenizer) == {tiny.END}
+    assert ModelFiles(section(folder)).stop_ids == {tiny.END}
     edit(folder / "generation_config.json", eos_token_id=[257, 10])
-    assert stop_ids(section(folder), tokenizer) == {tiny.END, 257, 10}
+    assert ModelFiles(section(folder)).stop_ids == {tiny.END, 257, 10}
     edit(folder / "generation_config.json", eos_token_id=257)
-    assert stop_ids(section(folder), tokenizer) == {tiny.END, 257}
+    assert ModelFiles(section(folder)).stop_ids == {tiny.END, 257}
     (folder / "generation_config.json").unlink()
-    assert stop_ids(section(folder), tokenizer) == {tiny.END}
-    tokenizer.eos_token = None
-    assert stop_ids(section(folder), tokenizer) == frozenset()
+    assert ModelFiles(section(folder)).stop_ids == {tiny.END}
+    files = ModelFiles(section(folder))
+    files.tokenizer.eos_token = None
+    assert files.stop_ids == frozenset()
 
 
 def test_the_job_may_name_the_stop_tokens() -> None:
-    tokenizer = load_tokenizer(TINY)
     named = ModelSection(name="tiny", stop_tokens=("<|endoftext|>",))
-    assert stop_ids(named, tokenizer) == {257}
+    assert ModelFiles(named).stop_ids == {257}
     unknown = ModelSection(name="tiny", stop_tokens=("<|im_end|>", "</s>"))
     with pytest.raises(ModelError) as caught:
-        stop_ids(unknown, tokenizer)
+        _ = ModelFiles(unknown).stop_ids
     assert problem(caught).place == "model.stop_tokens"
     assert problem(caught).fact == "'</s>' is not a single token of this tokenizer"
     assert "<|im_end|>" in problem(caught).fix
@@ -231,18 +227,17 @@ def test_the_job_may_name_the_stop_tokens() -> None:
 
 
 def test_rows_longer_than_the_model_are_refused() -> None:
-    config, tokenizer = load_config(TINY), load_tokenizer(TINY)
-    check_fits_data(config, tokenizer, tiny.POSITIONS)
+    files = ModelFiles(TINY)
+    check_fits_data(files, tiny.POSITIONS)
     with pytest.raises(ModelError) as caught:
-        check_fits_data(config, tokenizer, tiny.POSITIONS + 1)
+        check_fits_data(files, tiny.POSITIONS + 1)
     assert problem(caught).place == "data.sequence_length"
     assert problem(caught).fact == "4097 tokens a row, but the model has positions for 4096"
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
     edit(folder / "config.json", vocab_size=200, max_position_embeddings=64)
-    tokenizer = load_tokenizer(TINY)
     with pytest.raises(ModelError) as caught:
-        check_fits_data(load_config(section(folder)), tokenizer, 128)
+        check_fits_data(ModelFiles(section(folder)), 128)
     assert [each.place for each in caught.value.problems] == ["data.sequence_length", "model.name"]
     assert caught.value.problems[1].fact == "the tokenizer has 260 tokens, the model embeds 200"

@@ -13,6 +13,7 @@ from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load_result import load_result
 from shardtune.models.materialize import skeleton
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.peft_adapters import ia3_modules
 from tests.models.families import write
 
@@ -30,7 +31,9 @@ ADAPTERS: dict[str, Adapter] = {
 
 def build(folder: Path, adapter: Adapter, **model: Any) -> Any:
     section = ModelSection(name=str(folder), **model)
-    return PretrainedModelBuilder(section, adapter, TrainSection(precision="fp32")).whole("cpu")
+    return PretrainedModelBuilder(
+        ModelFiles(section), adapter, TrainSection(precision="fp32")
+    ).whole("cpu")
 
 
 def disturb(model: Any) -> None:
@@ -87,7 +90,7 @@ def test_a_result_of_quantized_weights_comes_back_on_quantized_weights(
     model.save_pretrained(tmp_path / "result")
     GenerationConfig().save_pretrained(tmp_path / "result")
     section = ModelSection(name=str(tmp_path / "model"), quantization=kind)
-    loaded = load_result(str(tmp_path / "result"), section, "fp32")
+    loaded = load_result(str(tmp_path / "result"), ModelFiles(section), "fp32")
     assert torch.equal(logits(loaded), logits(model))
 
 
@@ -115,13 +118,13 @@ def test_ia3_knows_the_families(
 ) -> None:
     """The expected names are those of peft's table."""
     write(tmp_path, family)
-    model = skeleton(ModelSection(name=str(tmp_path)), torch.float32)
+    model = skeleton(ModelFiles(ModelSection(name=str(tmp_path))), torch.float32)
     assert tuple(map(set, ia3_modules(model, IA3()))) == (targets, feedforward)
 
 
 def test_ia3_derives_what_peft_does_not_know(tmp_path: Path) -> None:
     write(tmp_path, "llama")
-    model = skeleton(ModelSection(name=str(tmp_path)), torch.float32)
+    model = skeleton(ModelFiles(ModelSection(name=str(tmp_path))), torch.float32)
     model.config.model_type = "unheard-of"
     assert ia3_modules(model, IA3()) == (("k_proj", "v_proj", "down_proj"), ("down_proj",))
     chosen = IA3(targets=("v_proj", "up_proj"), feedforward=("up_proj",))

@@ -24,6 +24,7 @@ from shardtune.config.job import (
 from shardtune.config.rules import check
 from shardtune.errors import JobError, ModelError
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.linear import Int8Linear, NF4Linear, QuantizedLinear
 from tests.models.families import write
 
@@ -37,7 +38,9 @@ def _needs_bitsandbytes() -> None:
 
 def build(name: str | Path, kind: str, adapter: Adapter, precision: str = "fp32") -> Any:
     section = ModelSection(name=str(name), quantization=kind)
-    return PretrainedModelBuilder(section, adapter, TrainSection(precision=precision)).whole("cpu")
+    return PretrainedModelBuilder(
+        ModelFiles(section), adapter, TrainSection(precision=precision)
+    ).whole("cpu")
 
 
 def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:

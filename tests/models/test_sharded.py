@@ -15,6 +15,7 @@ from torch import nn
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from tests.highest import highest_rise, rounding
 from tests.models.families import write
 from tests.ranks import on_ranks
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[str, Adapter]] = {
 
 def plan_of(folder: str, kind: str, adapter: Adapter) -> PretrainedModelBuilder:
     section = ModelSection(name=folder, quantization=kind)
-    return PretrainedModelBuilder(section, adapter, TrainSection(precision="fp32"))
+    return PretrainedModelBuilder(ModelFiles(section), adapter, TrainSection(precision="fp32"))
 
 
 def reference(

@@ -11,8 +11,9 @@ import pytest
 from shardtune.config.job import ModelSection, NoAdapter
 from shardtune.errors import ModelError
 from shardtune.models.catalogue import resolve
-from shardtune.models.load import check_weights, load_config
-from shardtune.models.weight_files import INDEX, SINGLE, WeightFiles
+from shardtune.models.load import check_weights
+from shardtune.models.model_files import ModelFiles
+from shardtune.models.weight_files import INDEX, SINGLE
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def write_index(folder: Path, file: object) -> ModelSection:
 
 
 def test_files_of_the_folder_are_found(folder: Path) -> None:
-    found = WeightFiles.find(write_index(folder, "part.safetensors"))
+    found = ModelFiles(write_index(folder, "part.safetensors")).weights
     assert {path.name for path in found.file_of.values()} == {"part.safetensors"}
 
 
@@ -42,12 +43,12 @@ def test_a_file_outside_is_refused(folder: Path, file: str) -> None:
     absolute = str(folder.parent / "outside.safetensors")
     section = write_index(folder, file.replace("{absolute}", absolute))
     with pytest.raises(ModelError, match="outside of its folder"):
-        WeightFiles.find(section)
+        _ = ModelFiles(section).weights
     with pytest.raises(ModelError, match="outside of its folder"):
-        check_weights(section, NoAdapter(), load_config(section))
+        check_weights(ModelFiles(section), NoAdapter())
 
 
 @pytest.mark.parametrize("file", [7, None, ["part.safetensors"]])
 def test_what_is_no_name_is_refused(folder: Path, file: object) -> None:
     with pytest.raises(ModelError, match="can't be read"):
-        WeightFiles.find(write_index(folder, file))
+        _ = ModelFiles(write_index(folder, file)).weights

@@ -28,6 +28,7 @@ from shardtune.core.world import World
 from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
 from shardtune.data.loader import Loader
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel.ddp.engine import native_engine
 from tests.ranks import on_ranks
 
@@ -95,7 +96,9 @@ def loader(packing: bool, rank: int, ranks: int, micro_batch: int) -> Loader:
 def fresh_model(adapter: str) -> torch.nn.Module:
     chosen = LoRA(rank=4) if adapter == "lora" else NoAdapter()
     train = TrainSection(precision="fp32")
-    model = PretrainedModelBuilder(ModelSection(name="tiny"), chosen, train).whole("cpu")
+    model = PretrainedModelBuilder(ModelFiles(ModelSection(name="tiny")), chosen, train).whole(
+        "cpu"
+    )
     if adapter == "lora":  # B starts at zero, which would hide errors in A's gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

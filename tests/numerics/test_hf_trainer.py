@@ -20,6 +20,7 @@ from shardtune.config.job import Job
 from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.catalogue import resolve as model_folder
+from shardtune.models.model_files import ModelFiles
 from shardtune.train import Inputs, open_inputs, open_loader, train
 
 STEPS, BATCH = 20, 8
@@ -79,7 +80,7 @@ def their_losses(job: Job, inputs: Inputs, folder: Path) -> list[float]:
     adapted = get_peft_model(
         model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     )
-    start = PretrainedModelBuilder(job.model, job.adapter, job.train).whole("cpu")
+    start = PretrainedModelBuilder(ModelFiles(job.model), job.adapter, job.train).whole("cpu")
     adapted.load_state_dict(start.state_dict())
     arguments = TrainingArguments(
         output_dir=str(folder),

@@ -26,7 +26,7 @@ from shardtune.data.dataset import PreparedSet, SourceReport
 from shardtune.data.sampler import DocumentRef
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
-from shardtune.models.load import load_tokenizer
+from shardtune.models.model_files import ModelFiles
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 MODELS = ["tiny", pytest.param(str(STORIES), id="stories260K")]
@@ -40,15 +40,15 @@ TEXTS = [
 
 def engine_for(model: str, attention: str) -> NativeEngine:
     section = ModelSection(name=model, attention=attention)
-    loaded = PretrainedModelBuilder(section, NoAdapter(), TrainSection(precision="fp32")).whole(
-        "cpu"
-    )
+    loaded = PretrainedModelBuilder(
+        ModelFiles(section), NoAdapter(), TrainSection(precision="fp32")
+    ).whole("cpu")
     setup = EngineSetup("fp32", OptimizerSetup("sgd"), Schedule("constant", 0.1, 0, 9), None, 0)
     return NativeEngine(loaded, setup, World())
 
 
 def rows(model: str) -> tuple[PreparedSet, Any]:
-    tokenizer = load_tokenizer(ModelSection(name=model))
+    tokenizer = ModelFiles(ModelSection(name=model)).tokenizer
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
     trained = [[False] + [True] * (len(each) - 1) for each in ids]
     dataset = Dataset.from_dict({"input_ids": ids, "trained": trained})

@@ -18,6 +18,7 @@ from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from tests.ranks import on_ranks
 
@@ -60,7 +61,7 @@ def setup(
 
 def builder(adapter: str, precision: Precision = "fp32") -> PretrainedModelBuilder:
     train = TrainSection(precision=precision)
-    return PretrainedModelBuilder(ModelSection(name="tiny"), ADAPTERS[adapter], train)
+    return PretrainedModelBuilder(ModelFiles(ModelSection(name="tiny")), ADAPTERS[adapter], train)
 
 
 @cache
@@ -262,7 +263,7 @@ def write_model(folder: Path) -> str:
 
 def swapped(world: World, model: str, zero: Mapping[str, Any]) -> dict[str, Any]:
     drawing = PretrainedModelBuilder(
-        ModelSection(name=model), NoAdapter(), TrainSection(precision="fp32")
+        ModelFiles(ModelSection(name=model)), NoAdapter(), TrainSection(precision="fp32")
     )
     strategy = DeepSpeed.model_validate({"zero_optimization": {**SMALL, **zero}})
     with strategy.build(drawing, setup(), world) as engine:
@@ -281,7 +282,7 @@ def test_nvme_holds_states_in_files_and_leaves_none(tmp_path: Path) -> None:
         "offload_param": {**swap, "buffer_count": 12, "buffer_size": 800_000, "max_in_cpu": 0},
     }
     drawing = PretrainedModelBuilder(
-        ModelSection(name=model), NoAdapter(), TrainSection(precision="fp32")
+        ModelFiles(ModelSection(name=model)), NoAdapter(), TrainSection(precision="fp32")
     )
     native = NativeEngine(drawing.whole("cpu"), setup(), World())
     losses = [native.step(batches(step, 1)[0]).loss for step in range(3)]

@@ -15,6 +15,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.engine.dtensor import local
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from tests.highest import highest_rise, rounding
 from tests.models.families import write
@@ -54,7 +55,7 @@ def rise(world: World, case: str, large: str, small: str) -> tuple[int, int, int
 
     def build(folder: str) -> Any:
         plan = PretrainedModelBuilder(
-            ModelSection(name=folder), adapter, TrainSection(precision="fp32")
+            ModelFiles(ModelSection(name=folder)), adapter, TrainSection(precision="fp32")
         )
         return chosen.build(plan, setup, world)
 

@@ -15,6 +15,7 @@ from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import register
 from shardtune.parallel.ddp.engine import native_engine
 from tests.engine.test_native import batch
@@ -29,7 +30,7 @@ def packed(seed: int) -> MicroBatch:
 def make(*, told: bool, loss: Loss) -> tuple[NativeEngine, list[bool]]:
     """And whether each forward pass was given boundaries."""
     section, train = ModelSection(name="tiny"), TrainSection(precision="fp32")
-    model = PretrainedModelBuilder(section, LoRA(rank=4), train).whole("cpu")
+    model = PretrainedModelBuilder(ModelFiles(section), LoRA(rank=4), train).whole("cpu")
     if told:
         register()
         model.set_attn_implementation(VARLEN)

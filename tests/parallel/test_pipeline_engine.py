@@ -23,6 +23,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from shardtune.parallel.ddp.strategy import DDP
 from tests.models.families import write
@@ -100,7 +101,7 @@ def build(world: World, case: Case) -> Any:
     )
     train = TrainSection(precision=case.precision, gradient_checkpointing=case.checkpointing)
     section = ModelSection(name=case.folder, quantization=case.quantization)
-    plan = PretrainedModelBuilder(section, case.adapter, train)
+    plan = PretrainedModelBuilder(ModelFiles(section), case.adapter, train)
     update = OptimizerSetup(case.optimizer, momentum=0.9 if case.optimizer == "sgd" else 0.0)
     setup = EngineSetup(case.precision, update, Schedule("constant", 0.05, 0, 99), 1.0, 0)
     return chosen.build(plan, setup, world)

@@ -23,6 +23,7 @@ from shardtune.errors import JobError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.full_finetune import fuse_full
 from shardtune.models.materialize import decoder_layers
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel.ddp.engine import native_engine
 from shardtune.parallel.ddp.single_gpu import SplitWeightEngine
 from tests.engine.test_native import batch
@@ -41,7 +42,9 @@ def make(
     host_mapped: bool = False,
 ) -> NativeEngine:
     train = TrainSection(precision=precision)
-    model: Any = PretrainedModelBuilder(ModelSection(name="tiny"), NoAdapter(), train).whole("cpu")
+    model: Any = PretrainedModelBuilder(
+        ModelFiles(ModelSection(name="tiny")), NoAdapter(), train
+    ).whole("cpu")
     if together:
         for layer in decoder_layers(model):
             fuse_full(layer, model.config.model_type)

@@ -24,6 +24,7 @@ from shardtune.core.world import World
 from shardtune.engine.dtensor import local
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from shardtune.parallel.ddp.strategy import DDP
 from tests.models import families
@@ -83,7 +84,7 @@ def engine_for(world: World, name: str, strategy: dict[str, Any] | None, **optio
         gradient_checkpointing=options.get("checkpointing", "none"),
     )
     builder = PretrainedModelBuilder(
-        ModelSection(name=name), options.get("adapter", NoAdapter()), train
+        ModelFiles(ModelSection(name=name)), options.get("adapter", NoAdapter()), train
     )
     wanted = setup(options.get("optimizer", "sgd"), options.get("precision", "fp32"))
     return chosen.build(builder, wanted, world)

@@ -29,6 +29,7 @@ from shardtune.errors import OutOfMemory, RunError
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.models import tiny
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from shardtune.report.live import RunView
 from shardtune.training.evaluation import Evaluator
@@ -72,7 +73,17 @@ def make_run(folder: Path, engine: Watched, **train: Any) -> tuple[Run, Loader]:
     )
     view = RunView(3, console=Console(file=io.StringIO()))
     saver = AsyncSaver(folder / "checkpoints", JoinedWorld(), keep=1, background=False)
-    return Run(job, JoinedWorld(), engine, evaluator, RunDir(folder), view, {}, saver), data
+    return Run(
+        job,
+        JoinedWorld(),
+        ModelFiles(job.model),
+        engine,
+        evaluator,
+        RunDir(folder),
+        view,
+        {},
+        saver,
+    ), data
 
 
 def test_the_longest_document_is_in_the_rehearsal(tmp_path: Path) -> None:
@@ -163,7 +174,9 @@ def both_ways(world: World, settings: dict[str, Any]) -> list[tuple[list[float],
 def _train(world: World, settings: dict[str, Any], *, rehearsed: bool) -> tuple[list[float], str]:
     strategy: Strategy = TypeAdapter(Strategy).validate_python(settings)
     train = TrainSection(precision="fp32")
-    builder = PretrainedModelBuilder(ModelSection(name="tiny"), LoRA(rank=4, dropout=0.1), train)
+    builder = PretrainedModelBuilder(
+        ModelFiles(ModelSection(name="tiny")), LoRA(rank=4, dropout=0.1), train
+    )
     setup = EngineSetup(
         "fp32", OptimizerSetup(), Schedule("constant", 1e-2, 0, 9), 1.0, 0, 2, accumulation=2
     )

@@ -14,6 +14,7 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem, did_you_mean
 
 MODEL_NAME = "model.name"
+"""Where a job says which model it is about."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from shardtune.core.model.flops import attention_flops, matmul_flops_per_token
 from shardtune.core.model.quantized_size import frozen_bytes, quantizable
 from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.errors import ModelError
-from shardtune.models.peft_adapters import add_adapter, insert_adapters
+from shardtune.models.peft_adapters import insert_adapters
+from tests.adapting import add_adapter
 
 Config = dict[str, Any]
 

@@ -1,0 +1,165 @@
+"""The files of a pretrained model, from a folder or the hub: each is read once, when first asked
+for, without running anybody's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from shardtune.config.job import ModelSection
+from shardtune.core.model.known_models import MODEL_NAME
+from shardtune.errors import ModelError, Problem
+from shardtune.models.added_tokens import Growth, add_tokens
+from shardtune.models.catalogue import resolve
+from shardtune.models.weight_files import WeightFiles
+
+LOADING_FIX = (
+    "name a built-in model (`shardtune models list`), a folder in Hugging Face's format with "
+    "safetensors weights, or a hub id that this machine can reach"
+)
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the files of `section` say. Pass it on: who makes another reads them again."""
+
+    section: ModelSection
+
+    @cached_property
+    def path(self) -> str:
+        """What transformers loads: a folder, or a hub id."""
+        return resolve(self.section.name)
+
+    @property
+    def revision(self) -> dict[str, str]:
+        """Which version of a hub's model: an argument for whatever transformers loads of it."""
+        return {"revision": self.section.revision} if self.section.revision else {}
+
+    @cached_property
+    def _config(self) -> Any:
+        from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+        section = self.section
+        with explaining(MODEL_NAME, section.name, LOADING_FIX):
+            found, _ = PretrainedConfig.get_config_dict(self.path, **self.revision)
+            # A model that transformers knows itself needs none of the code its repository ships.
+            known = found.get("model_type") in CONFIG_MAPPING
+            if found.get("auto_map") and not known and not section.trust_remote_code:
+                fact = f"{section.name!r} runs Python code of its own: {sorted(found['auto_map'])}"
+                fix = "read that code; if you trust it, set model.trust_remote_code: true"
+                raise ModelError(Problem(MODEL_NAME, fact, fix))
+            trusted = section.trust_remote_code
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=trusted, **self.revision)
+
+    @property
+    def own_config(self) -> Any:
+        """The model's configuration as it lies in its files. A copy: transformers changes it."""
+        return deepcopy(self._config)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model with its new tokens; a copy as well."""
+        config = self.own_config
+        if self.section.add_tokens:
+            config.get_text_config().vocab_size = self.growth.rows
+        return config
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the model was trained with, and the job's new tokens in it."""
+        from transformers import AutoTokenizer
+
+        name, folder = self.section.name, Path(self.path)
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+            fact = f"the folder {name!r} has no tokenizer: no tokenizer.json, nor an older kind"
+            fix = (
+                "save the tokenizer of the model that it comes from there: "
+                "tokenizer.save_pretrained"
+            )
+            raise ModelError(Problem(MODEL_NAME, fact, fix))
+        with explaining(MODEL_NAME, name, LOADING_FIX):
+            trusted = self.section.trust_remote_code
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.path, trust_remote_code=trusted, **self.revision
+            )
+        add_tokens(tokenizer, self.section)
+        return tokenizer
+
+    @property
+    def growth(self) -> Growth:
+        """What the job's new tokens mean for the model."""
+        rows = self._config.get_text_config().vocab_size
+        return Growth(len(self.section.add_tokens), len(self.tokenizer), rows)
+
+    @cached_property
+    def _generation_config(self) -> Any | None:
+        from transformers import GenerationConfig
+
+        try:
+            return GenerationConfig.from_pretrained(self.path, **self.revision)
+        except OSError:
+            return None
+
+    @property
+    def generation_config(self) -> Any | None:
+        """What the files say about generation; many have nothing to say. A copy, too."""
+        return deepcopy(self._generation_config)
+
+    @cached_property
+    def weights(self) -> WeightFiles:
+        """Where each tensor lies."""
+        return WeightFiles.find(self.path, self.section)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the files are written in; fp32 where they don't say."""
+        dtype = self._config.dtype
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens at which generation ends: what the job says, or what the files say."""
+        if self.section.stop_tokens != "auto":
+            return frozenset(_token_id(token, self.tokenizer) for token in self.section.stop_tokens)
+        found = {self.tokenizer.eos_token_id}
+        generation = self._generation_config
+        if generation is not None and generation.eos_token_id is not None:
+            ids = generation.eos_token_id
+            found.update(ids if isinstance(ids, list) else [ids])
+        return frozenset(found - {None})
+
+
+def _token_id(token: str, tokenizer: Any) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    if found is None or found == tokenizer.unk_token_id:
+        raise ModelError(
+            Problem(
+                "model.stop_tokens",
+                f"{token!r} is not a single token of this tokenizer",
+                f"choose among its special tokens: {', '.join(tokenizer.all_special_tokens)}",
+            )
+        )
+    return int(found)
+
+
+@contextmanager
+def explaining(place: str, name: str, fix: str) -> Iterator[None]:
+    """Turns the many ways in which transformers fails to load a thing into one that says what."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+            repr(error)
+        ]
+        reason = " ".join([first, *others]) if first.endswith(":") else first  # a list follows
+        fact = f"{name!r} can't be loaded: {reason}"
+        raise ModelError(Problem(place, fact, fix)) from error
