@@ -34,7 +34,8 @@ from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.memory_budget import within_memory
 from shardtune.plan.model_config import shape_of
 from shardtune.training.engine_setup import make_plan
-from tests.config.test_rules import BROKEN
+from tests.config.test_rules import BROKEN, OWN
+from tests.config.test_rules import REFUSED as BY_STRATEGY
 from tests.conformance.table import ADAPTERS, ROWS, Row
 from tests.jobs import make_job
 
@@ -166,6 +167,8 @@ CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "swap"}
 REFUSED: list[Sections] = [
     # Of the rules, those in which a model, an adapter or a strategy meets something.
     *(made for made, _ in BROKEN.values() if made.keys() & {"model", "adapter", "strategy"}),
+    *(made for _, made, _ in BY_STRATEGY.values()),
+    *(made for made, _ in OWN.values()),
     {
         "strategy": {"type": "fsdp", "sharding": "hybrid", "replicas": 3},
         "launch": {"processes": 4},
