@@ -70,6 +70,11 @@ def repeated_names(root: Path) -> list[str]:
     ]
 
 
+def test_no_import_circle() -> None:
+    faults = import_circles(PACKAGE)
+    assert not faults, "\n".join(faults)
+
+
 def test_no_basename_twice() -> None:
     faults = repeated_basenames(PACKAGE)
     assert not faults, "\n".join(faults)

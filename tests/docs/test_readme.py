@@ -33,6 +33,7 @@ def test_a_command_parses(command: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_the_commands_work_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,7 +120,7 @@ ROWS: tuple[Row, ...] = (
         "checkpoint/test_export.py::test_tied_embeddings_are_written_once",
         "checkpoint/test_merge.py::test_the_merged_model_computes_the_same"),
     row(44, "P0", "result of each strategy", CHAIN, "checkpoint/test_export.py"),
-    row(45, "P0", "hostile YAML", "core/test_yaml_document.py", "test_jobfile.py"),
+    row(45, "P0", "hostile YAML", "core/test_yaml_document.py", "config/test_job_file.py"),
     # Security
     row(46, "P0", "malicious pickles", artefacts.pickles, artefacts.forbidden_calls),
     row(47, "P0", "code in a model's repository",
