@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardtune.checkpoint.hashed_file import write_file
 from shardtune.checkpoint.manifest import MANIFEST_FILE, Manifest, render
-from shardtune.core.cache import sync
+from shardtune.core.atomic_write import sync
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 PARTIAL = ".partial"

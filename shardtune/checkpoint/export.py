@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.checkpoint.seal import seal_folder
-from shardtune.core.cache import atomic_folder
+from shardtune.core.atomic_write import atomic_folder
 from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:

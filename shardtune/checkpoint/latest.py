@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint that is good to the last byte.
+"""Finds the latest checkpoint that is good to the last byte.
 
 No weight is used before every file of its checkpoint has been read and hashed; the ranks divide
 that work. What is wrong with a checkpoint that is passed over is said, never hidden.

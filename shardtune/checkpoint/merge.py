@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardtune.core.cache import atomic_folder
+from shardtune.core.atomic_write import atomic_folder
 from shardtune.errors import Problem, RunError
 
 PROBABILITY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}

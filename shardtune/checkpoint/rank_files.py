@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its shards, in files of bounded size."""
+"""Rank files: what one rank writes of a checkpoint: its shards, in files of bounded size."""
 
 from __future__ import annotations
 

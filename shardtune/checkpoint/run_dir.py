@@ -26,6 +26,7 @@ from typing import Any
 from shardtune.checkpoint.directory import remove_partial
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves, load_job
+from shardtune.core.atomic_write import atomic_write
 from shardtune.core.metrics import MetricsLine
 from shardtune.core.run_report import EvalFigures, RunReport
 from shardtune.core.yaml_document import dotted, dump_document
@@ -232,7 +233,7 @@ class RunDir:
             self.forget_report()  # and what else is of an attempt that came to no checkpoint
             for log in (self.metrics, self.trace):
                 log.unlink(missing_ok=True)
-            _write(self.job, dump_document(job.model_dump(mode="json")))
+            atomic_write(self.job, dump_document(job.model_dump(mode="json")))
             _write_json(self.path / "environment.json", environment)
 
     def log(self, line: MetricsLine) -> None:
@@ -277,7 +278,7 @@ class RunDir:
             for log in (self.metrics, self.trace):
                 if log.exists():
                     kept = [record for record in _records(log) if record["step"] <= step]
-                    _write(log, "".join(json.dumps(record) + "\n" for record in kept))
+                    atomic_write(log, "".join(json.dumps(record) + "\n" for record in kept))
 
     def evaluations(self, step: int) -> dict[str, EvalFigures]:
         """The figures of each held-out set after `step` steps."""
@@ -296,7 +297,7 @@ class RunDir:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def write_report(self, report: RunReport) -> None:
-        _write(self.path / "report.json", report.to_json(indent=2) + "\n")
+        atomic_write(self.path / "report.json", report.to_json(indent=2) + "\n")
 
     def read_report(self) -> RunReport | None:
         """The report of a run that came to its end; RunError if it isn't one of ours."""
@@ -330,14 +331,4 @@ def _add_whole(log: Path, data: bytes) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    _write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """The file has its old content or the new, whenever the power goes."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

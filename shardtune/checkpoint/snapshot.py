@@ -1,4 +1,4 @@
-"""A copy of a rank's shards in main memory, so that training can go on while they are written.
+"""A copy of a rank's shards in CPU memory, so that training can go on while they are written.
 
 The memory is kept for the next copy: getting new memory from the system costs more than copying,
 and there is never more than one copy.

@@ -56,6 +56,7 @@ def _bench_as_rank(target: Path) -> int:
 
     from rich.console import Console
 
+    from shardtune.core.atomic_write import atomic_write
     from shardtune.core.yaml_document import dump_document
     from shardtune.launch.error_file import reporting_errors
     from shardtune.launch.process_group import join_process_group
@@ -67,7 +68,7 @@ def _bench_as_rank(target: Path) -> int:
         profile = measure(world, target.parent, lambda text: print(f"measuring {text}", flush=True))
         if world.is_main:
             print_bench(profile, Console())
-            target.write_text(dump_document(profile.model_dump(mode="json")), encoding="utf-8")
+            atomic_write(target, dump_document(profile.model_dump(mode="json")))
             if profile.measured.collectives:
                 draw_bench(profile, target.with_suffix(".svg"))
             print(f"wrote {target}; `shardtune plan JOB --cluster {target}` uses it")

@@ -8,13 +8,12 @@ there" always means "it is whole", also after a crash.
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from shardtune.core.atomic_write import atomic_folder
 
 
 def cache_dir() -> Path:
@@ -44,33 +43,6 @@ def file_lock(path: Path) -> Iterator[None]:
         yield  # closing the file gives the lock back
 
 
-@contextmanager
-def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` when the block ends well and vanishes when not.
-
-    It lies beside `target`, because only a rename inside one file system is atomic. If there is a
-    `target` by then, it stays and ours is thrown away; with `replace` it is the other way round,
-    and the old one goes only when the new one is safe on the disk.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        _sync_tree(partial)
-        if replace and target.exists():
-            target.rename(partial.with_suffix(".old.partial"))
-        try:
-            partial.rename(target)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-        sync(target.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(partial.with_suffix(".old.partial"), ignore_errors=True)
-
-
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
     """`target`, filled by `make(folder)` if it isn't there yet, by one process at a time."""
     if not target.exists():
@@ -79,18 +51,3 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
                 with atomic_folder(target) as partial:
                     make(partial)
     return target
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Put a file's bytes, or a folder's list of names, on the disk before anybody relies on it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

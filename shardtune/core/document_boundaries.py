@@ -31,7 +31,7 @@ def attention_inputs(model: Any, positions: Tensor, device: Any) -> dict[str, An
 def varlen_inputs(positions: Tensor, send: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """The documents of a micro-batch, as our attention wants to be told of them.
 
-    `positions` must lie in main memory: a GPU that is asked for boundaries is a GPU waited for.
+    `positions` must lie in CPU memory: a GPU that is asked for boundaries is a GPU waited for.
     transformers would ask it too, to choose a mask. It hands one of four dimensions on as it is, so
     a single number stands in for the mask, which our function never looks at. `send` brings a
     tensor to where the model is.

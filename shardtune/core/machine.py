@@ -17,7 +17,7 @@ class Machine:
     gpu_name: str = ""
     """What the driver calls the first of them."""
     memory: int = 0
-    """Bytes of main memory; 0 if unknown."""
+    """Bytes of CPU memory; 0 if unknown."""
 
     @staticmethod
     def here() -> Machine:

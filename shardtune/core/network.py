@@ -29,7 +29,7 @@ def own_address(towards: str) -> str:
             probe.connect((towards, 9))  # sends nothing: the kernel only looks up the way
         except OSError as error:
             fact = f"there is no way to {towards}: {error.strerror}"
-            fix = "mend the network of this node, or name another head"
+            fix = "fix the network of this node, or name another head"
             raise LaunchError(Problem("--head", fact, fix)) from None
         return str(probe.getsockname()[0])
 

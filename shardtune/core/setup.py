@@ -59,6 +59,6 @@ class EngineSetup:
     loss: Loss = "plain"
     """`fused` never has all logits of a micro-batch at once."""
     offload_activations: bool = False
-    """What the forward pass saves waits for the backward pass in main memory."""
+    """What the forward pass saves waits for the backward pass in CPU memory."""
     split_fp32: bool = False
     """Whether fp32 weights are split: the model has the upper halves, the optimizer the lower."""

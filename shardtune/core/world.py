@@ -1,4 +1,4 @@
-"""Where this process stands among the others."""
+"""World: the rank of this process, the world size, and its device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardtune.core.heartbeat import Heartbeat
 
 @dataclass(frozen=True)
 class World:
-    """Facts about one rank. `device` is what torch calls it: `cpu`, `cuda:0`."""
+    """Facts about one rank; `size` is the world size, `device` as torch calls it: `cuda:0`."""
 
     rank: int = 0
     size: int = 1

@@ -112,7 +112,7 @@ def _broken(source: str, error: yaml.MarkedYAMLError) -> Problem:
     reason = ", ".join(part for part in (context, error.problem) if part)
     mark = end or start
     place = f"{source}:{mark.line + 1}" if mark else source
-    return Problem(place, f"not valid YAML: {reason}", "mend the syntax")
+    return Problem(place, f"not valid YAML: {reason}", "fix the syntax")
 
 
 def parse_scalar(text: str) -> Any:

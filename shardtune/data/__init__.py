@@ -1,1 +1,1 @@
-"""Data: reading, tokenising, packing, and the order in which documents are seen."""
+"""Data: reading, tokenizing, packing, and the order in which documents are seen."""

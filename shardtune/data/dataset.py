@@ -1,4 +1,4 @@
-"""What preparation hands to the loader: tokenised documents and the numbers about them."""
+"""What preparation hands to the loader: tokenized documents and the numbers about them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """One data set, tokenised.
+    """One data set, tokenized.
 
     A document is one row of `rows`; its id is `name:index`. `rows` has two columns: `input_ids`
     (list of int32) and `trained` (list of bool, whether the token at that place is learnt; the
@@ -81,8 +81,8 @@ class PreparedData:
         return {f"{side}/{each.name}": each.digest for side, sets in sides for each in sets}
 
     def calibration_samples(self) -> list[list[int]]:
-        """The token ids of some documents that are trained, from all over the data sets and as
-        often as these are seen, the same each time; of long ones the beginning."""
+        """Calibration samples: token ids of some documents that are trained, from all over the data
+        sets and as often as these are seen, the same each time; of long ones the beginning."""
         shares = [each.weight * len(each.rows) for each in self.train]
         found = []
         for each, share in zip(self.train, shares, strict=True):

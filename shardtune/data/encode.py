@@ -1,6 +1,6 @@
 """Text to tokens, with the trained part of the text carried over to them.
 
-A whole text is tokenised in one go, never piece by piece, because pieces would be merged otherwise
+A whole text is tokenized in one go, never piece by piece, because pieces would be merged otherwise
 at their edges. A token is trained if any character of it is.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Spans = Sequence[tuple[int, int]]
 
 CALL = 1 << 20  # characters in one call: the library needs about 150 bytes for each
-TEXT_WINDOW = 1 << 18  # a longer text is tokenised through windows of this size ...
+TEXT_WINDOW = 1 << 18  # a longer text is tokenized through windows of this size ...
 OVERLAP = 1 << 12  # ... which overlap, so that they can be joined where both agree
 AGREE = 256  # characters over which they have to
 

@@ -1,7 +1,8 @@
-"""Sharing: which rank computes which rows of a step, in which micro-batches.
+"""Micro-batches: which rank computes which rows of a step, and gradient accumulation over them.
 
-The shares of all ranks together are the step's rows, each once. How they are cut changes the time
-that a step takes and nothing else, because the loss is normalised by the whole step's labels.
+The micro-batches of all ranks together are the step's rows, each once. How they are divided
+changes the time that a step takes and nothing else, because the loss is normalised by the whole
+step's labels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardtune.data.sampler import BatchRow
 def micro_batches(
     rows: Sequence[BatchRow], ranks: int, micro_batch: int, *, turn: int = 0
 ) -> list[list[list[BatchRow]]]:
-    """Deal rows to ranks: the result is indexed by rank, then micro-batch, then row.
+    """Deals rows to ranks: the result is indexed by rank, then micro-batch, then row.
 
     Every rank gets as many micro-batches as the others, because they compute them in lockstep;
     where there are fewer rows than places, some micro-batches are empty. Rows of like length share

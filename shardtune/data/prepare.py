@@ -1,6 +1,6 @@
-"""From a job's `data` section to tokenised, checked data sets.
+"""From a job's `data` section to tokenized, checked data sets.
 
-Each data set is tokenised once per machine and kept under a key of everything that decides the
+Each data set is tokenized once per machine and kept under a key of everything that decides the
 result: the content of the source, the settings, the tokenizer. Ranks that prepare the same thing
 meet at a file lock; the first does the work and the others find it done, without any collective.
 A data set that is refused leaves nothing behind.
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtune.config.job import TrainSource
-from shardtune.core.cache import atomic_folder, file_lock
+from shardtune.core.atomic_write import atomic_folder
+from shardtune.core.cache import file_lock
 from shardtune.core.machine import Machine
 from shardtune.core.parent_death import die_with_parent
 from shardtune.data import prepared_cache as store
@@ -58,7 +59,7 @@ def prepare(
     from rich.console import Console
 
     # The tokenizers library uses threads, and warns at every later fork of this process unless it
-    # was told that they are wanted. No forked process of ours tokenises.
+    # was told that they are wanted. No forked process of ours tokenizes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     work = _Work(section, tokenizer, stop_ids, cache / "data", Console(stderr=True, quiet=quiet))
     problems: list[Problem] = []
@@ -145,7 +146,7 @@ class _Work:
                 checked = self._kept_or_made(source, opened, format, target)
         except OSError as error:
             fact = f"preparing {source.path} failed: {error.strerror or error}"
-            fix = "free space or mend the permissions there"
+            fix = "free space or fix the permissions there"
             raise DataError(Problem(error.filename or str(target), fact, fix)) from error
         if checked.tally.bad:
             lines = "\n".join(bad_row_lines(checked))
@@ -198,7 +199,7 @@ class _Work:
                     indices.append(index)
                     progress(ours.rows, int(index.lengths.sum()))
             except BrokenProcessPool as error:
-                fact = f"one of the {workers} processes that tokenise was killed"
+                fact = f"one of the {workers} processes that tokenize was killed"
                 fix = "if the machine ran out of memory, set data.workers: 1"
                 raise DataError(Problem(source.path, fact, fix)) from error
         return tally, DocumentIndex.joined(indices)
@@ -206,7 +207,7 @@ class _Work:
     def _workers(self, opened: OpenedSource) -> int:
         wanted = self._section.workers
         if wanted == "auto":
-            # One process tokenises with all cores already; more of them parse and render faster.
+            # One process tokenizes with all cores already; more of them parse and render faster.
             wanted = Machine.here().cores if opened.size >= SINGLE_PROCESS_BYTES else 1
         return min(wanted, len(opened.parts) or 1)
 

@@ -97,7 +97,7 @@ class JsonList:
             raise broken_json(self.path, error) from None
         except (RecursionError, ValueError) as error:
             why = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            fix = "mend that row: those after it can't be read"
+            fix = "fix that row: those after it can't be read"
             raise DataError(Problem(f"{self.path}:row {number}", why, fix)) from None
 
     def _start(self, reader: JsonReader, text: str) -> int:
@@ -218,7 +218,7 @@ class SavedRows:
 def broken_json(path: Path, error: json.JSONDecodeError) -> DataError:
     """The error for a JSON file that is broken as a whole."""
     place = f"{path}:{error.lineno}:{error.colno}"
-    return DataError(Problem(place, f"broken JSON: {error.msg}", "mend the file at that place"))
+    return DataError(Problem(place, f"broken JSON: {error.msg}", "fix the file at that place"))
 
 
 def json_text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The order in which documents are seen: a pure function of the seed, the epoch and the step.
+"""The sampler: the order of documents, a pure function of the seed, the epoch and the step.
 
 Nothing here knows how many ranks there are, so no number of them can change what a step trains on.
 
@@ -30,7 +30,7 @@ KEPT_EPOCHS = 2  # a step at a border needs the epoch that ends and the one that
 
 @dataclass(frozen=True, slots=True)
 class DocumentRef:
-    """One tokenised example: which data set, which of its rows, how many tokens."""
+    """One tokenized example: which data set, which of its rows, how many tokens."""
 
     dataset: int
     index: int

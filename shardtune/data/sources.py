@@ -154,7 +154,7 @@ def _object_or_lines(source: Source, path: Path) -> SourcePart:
     except json.JSONDecodeError as error:
         raise broken_json(path, error) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(Problem(source.path, f"broken JSON: {error}", "mend the file")) from None
+        raise DataError(Problem(source.path, f"broken JSON: {error}", "fix the file")) from None
     if reader.duplicate:
         fact = f"the key {reader.duplicate!r} is written twice in an object"
         raise DataError(Problem(source.path, fact, "keep one of the two"))
@@ -295,7 +295,7 @@ def _with_library(source: Source, load: Callable[[], datasets.Dataset]) -> datas
             fact, fix = f"`datasets` can't load it: {reason}", "save it again with save_to_disk"
         else:
             fact = f"is neither a file here nor a data set that the hub gives: {reason}"
-            fix = "correct the path or the id, or look to the network"
+            fix = "correct the path or the id, or check the network"
         raise DataError(Problem(source.path, fact, fix)) from error
 
 

@@ -91,9 +91,9 @@ def _bad_rows(checked: CheckedSource, *, columns_told: bool) -> list[Problem]:
     ]
     more = f" ({total - LISTED:,} more than are listed here)" if total > LISTED else ""
     fact = f"{total:,} of {tally.rows:,} rows can't be used{more}"
-    fix = "mend them, or set data.bad_rows: skip to go on without them"
+    fix = "fix them, or set data.bad_rows: skip to go on without them"
     if tally.bad == tally.rows:
-        fix = "mend them: no good row is left"
+        fix = "fix them: no usable row is left"
     return [*problems, Problem(checked.path, fact, fix)]
 
 

@@ -1,4 +1,4 @@
-"""Joins this process to the others of its run.
+"""The process group: joins this process to the others of its run (rank, world size).
 
 Whoever started the processes, our launcher, torchrun, Slurm or Ray, has set RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT; that is the whole interface.

@@ -246,7 +246,7 @@ def _failure(error: Exception, folder: Path, step: int) -> Failure:
 
 class _Addresses(TorchConfig):  # type: ignore[misc]
     """Tells the workers where rank 0 is, and leaves it to them to join when their data is ready:
-    nobody waits in a collective while another one tokenises."""
+    nobody waits in a collective while another one tokenizes."""
 
     @property
     def backend_cls(self) -> type[Backend]:

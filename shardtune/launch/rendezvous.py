@@ -1,4 +1,4 @@
-"""How ranks find each other, whoever started them.
+"""Rendezvous: how ranks find each other, whoever started them.
 
 RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all that is needed. Where no
 launcher keeps a store (Slurm, Ray), rank 0 does, on the address that the others were told and on

@@ -29,7 +29,7 @@ class RestartPolicy:
     """How often the micro-batch may be halved when memory runs out."""
     halvings_at_start: int = 0
     """The same, as long as no attempt has come to a first step, and ranks say so themselves: whom
-    the kernel kills has taken too much main memory."""
+    the kernel kills has taken too much CPU memory."""
 
 
 def past_attempts(logs: Path) -> int:
@@ -57,7 +57,7 @@ def refuse_restart(failures: Sequence[Failure], policy: RestartPolicy) -> list[P
     if last.kind != "fault" or policy.restarts == 0:
         return []
     same = Counter(failure.step for failure in failures)[last.step]
-    fix = "mend the cause above, then go on with --resume"
+    fix = "fix the cause above, then go on with --resume"
     if same >= SAME_STEP:
         fact = f"failed {same} times: that is no chance, so the run was not started again"
         return [Problem(f"step {last.step}", fact, fix)]

@@ -32,7 +32,7 @@ from shardtune.launch.restart_policy import (
 from shardtune.launch.watchdog import HungRank, Watchdog
 from shardtune.launch.workers import Workers
 
-POLL_SECONDS = 0.1  # seconds between two looks at the ranks
+POLL_SECONDS = 0.1  # between two polls of the ranks
 REMOTE_REPORT_SECONDS = 30.0  # seconds in which another node has to report its own hung rank
 HANGUP_GRACE = 4.0  # seconds to leave when the terminal closes: nobody is there to wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -34,7 +34,7 @@ class Assignment:
     ranks: range
     """Of this machine."""
     world: int
-    """The number of all ranks, on all machines."""
+    """World size: the number of all ranks, on all machines."""
     head: str
     port: int
     """Where the store is through which they find each other; a launcher keeps it."""

@@ -1,4 +1,4 @@
-"""Keeps book of every tensor's memory while a step runs, on real tensors or on fake ones.
+"""The allocation ledger: every tensor's memory while a step runs, on real tensors or on fake ones.
 
 It sees each operation, notes the storages that come into being and is told when they go. What is
 left is a timeline from which the peak follows, and what made it up.

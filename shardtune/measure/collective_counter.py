@@ -1,4 +1,4 @@
-"""Listens to the collectives that a step really sends."""
+"""Counts the collectives that a step really sends, and their bytes."""
 
 from __future__ import annotations
 

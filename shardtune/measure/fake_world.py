@@ -1,4 +1,4 @@
-"""A world without memory and without other ranks, in which the real code runs.
+"""Fake tensors and a fake process group: no memory and no other ranks, but the real code.
 
 Weights and activations are fake: they have a shape, a type and a device, and nothing in them. What
 is small and decides the way that the code takes (positions, labels, counts, meshes: whole numbers)

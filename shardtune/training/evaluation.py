@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class HeldOut(Protocol):
-    """A tokenised set: its name, and its documents by number."""
+    """A tokenized set: its name, and its documents by number."""
 
     @property
     def name(self) -> str: ...

@@ -29,7 +29,7 @@ OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory")
 
 @dataclass(frozen=True)
 class Health:
-    """Looks at each step once it is done. Every rank looks, and all come to the same view."""
+    """Checks each step once it is done. Every rank checks, and all come to the same view."""
 
     run: Run
     spikes: LossSpikes = field(default_factory=LossSpikes)
@@ -79,7 +79,7 @@ class Health:
         if broken:
             raise _broken_weights(progress.step, broken)
         if self.run.job.train.on_nan == "stop":
-            raise RunError(Problem(f"step {progress.step}", fact, "look at these samples"))
+            raise RunError(Problem(f"step {progress.step}", fact, "inspect these samples"))
         if progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
             raise _hopeless(progress)
 

@@ -42,7 +42,7 @@ class Meter:
         self._compiled, self._compiling = compiled, here
         readings = []
         for number, result in enumerate(results):
-            # A look leaves one step of a device behind, which may be what was compiled for.
+            # A flush leaves the last step of a device pending, which may be what was compiled for.
             left = earlier and number == 0 and result.since_last is not None
             readings.append(self._count(self._seconds(result, share), result, here or left))
         return readings
@@ -93,7 +93,7 @@ def compilations() -> int:
 
 
 def peak_memory(device: str) -> int:
-    """The most bytes that this process held: on its GPU, or in main memory where it has none."""
+    """The most bytes that this process held: on its GPU, or in CPU memory where it has none."""
     if device != "cpu":
         import torch
 

@@ -1,4 +1,4 @@
-"""Steps that were taken and that nobody has looked at yet."""
+"""Pending steps: taken, and not yet read from the device; `flush` is the sync point."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardtune.training.run import Run
 
 @dataclass
 class PendingSteps:
-    """Their results, which a device may still be computing. Every rank looks at the same time. What
-    is left when something fails is logged on the way out."""
+    """Results of steps, which a device may still be computing. Every rank flushes at the same time.
+    What is left when something fails is logged on the way out."""
 
     run: Run
     data: Loader
@@ -53,9 +53,9 @@ class PendingSteps:
                 self._log(result, reading, StopRequest.NONE)
 
     def flush(self, stop: StopRequest, *, whole: bool) -> Progress:
-        """Waits for these steps, logs and checks one after another. `stop` came with the last.
+        """Sync point: waits for these steps, logs and checks them. `stop` came with the last.
 
-        A step that a device has only just been given is left to the next look, unless this is a
+        A step that a device has only just been given is left to the next flush, unless this is a
         `whole` one: the device computes it while the one before is read.
         """
         behind = not whole and isinstance(self.results[-1], LateResult)

@@ -73,7 +73,7 @@ class Run:
     """What was predicted for it; None for a model or a device that the planner doesn't know."""
 
     def begin(self) -> Progress:
-        """Writes down what is about to run, and looks at the model as it is."""
+        """Writes down what is about to run, and evaluates the model as it is."""
         self._require_disk_space()
         facts = {"run": secrets.token_hex(8), "data": dict(self.data)}
         self.files.begin(self.job, describe_environment(self.world) | facts)

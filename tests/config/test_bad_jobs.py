@@ -129,7 +129,7 @@ JOBS = {
     ),
     "broken syntax": Bad(
         "job.yaml:5", "not valid YAML: while parsing a flow mapping from line 4 on, expected ','",
-        "mend the syntax",
+        "fix the syntax",
         job_text(train="{steps: 2"),
     ),
     "empty file": Bad("job.yaml", "is empty", "at least `model:` and `data:`", ""),
@@ -142,7 +142,7 @@ JOBS = {
     ),
     "huge file": Bad("job.yaml", "more than 262,144 bytes", "job file instead", b"#" * (1 << 20)),
     "data file for a job": Bad(
-        "job.yaml:2", "not valid YAML", "mend the syntax", rows({"text": "a"}, {"text": "b"})
+        "job.yaml:2", "not valid YAML", "fix the syntax", rows({"text": "a"}, {"text": "b"})
     ),
     "code in a tag": Bad(
         at("model"), "the tag !!python/object/apply:os.system is refused", "remove the tag",
@@ -258,7 +258,7 @@ def escaping_template(model: Path) -> None:
 
 
 FOLDER = job_text(model="{name: ./model}")
-NONE_LEFT = "mend them: no good row is left"
+NONE_LEFT = "fix them: no usable row is left"
 
 INPUTS = {
     "model that is misspelt": Bad(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.cache import atomic_folder, cache_dir, file_lock, made_once
+from shardtune.core.atomic_write import atomic_folder
+from shardtune.core.cache import cache_dir, file_lock, made_once
 
 
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

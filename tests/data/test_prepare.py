@@ -147,7 +147,7 @@ def made(cache):
 def test_what_was_prepared_is_found_again(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path / "words.jsonl", texts("one", "two"))
     first = one(path, tokenizer, tmp_path / "cache")
-    monkeypatch.setattr(prepare_module, "tokenise", None)  # nothing may be tokenised again
+    monkeypatch.setattr(prepare_module, "tokenize", None)  # nothing may be tokenised again
     again = one(path, tokenizer, tmp_path / "cache")
     assert pairs(again) == pairs(first)
     assert again.report == first.report
@@ -196,7 +196,7 @@ def test_several_at_once_make_it_once(tmp_path, tokenizer, monkeypatch):
         calls.append(1)
         return tokenise.tokenize(*args, **settings)
 
-    monkeypatch.setattr(prepare_module, "tokenise", counted)
+    monkeypatch.setattr(prepare_module, "tokenize", counted)
     found = []
     threads = [
         threading.Thread(target=lambda: found.append(one(path, tokenizer, tmp_path / "cache")))
@@ -213,7 +213,7 @@ def test_several_at_once_make_it_once(tmp_path, tokenizer, monkeypatch):
 
 @pytest.mark.process
 def test_several_processes_give_the_same(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 512)
+    monkeypatch.setattr(sources, "READ_BLOCK", 512)
     monkeypatch.setattr(sources, "PART_BYTES", 1024)
     rows = [{"text": f"row {number} " + "x" * (number % 40)} for number in range(400)]
     rows[77] = {"words": "no text"}
@@ -246,11 +246,11 @@ class Fatal:
 
 @pytest.mark.process
 def test_a_killed_worker_is_told(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 512)
+    monkeypatch.setattr(sources, "READ_BLOCK", 512)
     monkeypatch.setattr(sources, "PART_BYTES", 1024)
     path = write(tmp_path / "words.jsonl", texts(*(f"row {number}" for number in range(400))))
     monkeypatch.setattr(prepare_module, "make_format", lambda *given: Fatal())
-    with pytest.raises(DataError, match="one of the 2 processes that tokenise was killed"):
+    with pytest.raises(DataError, match="one of the 2 processes that tokenize was killed"):
         one(path, tokenizer, tmp_path / "a", section={"workers": 2})
 
 

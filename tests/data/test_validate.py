@@ -71,7 +71,7 @@ def test_the_exam_s_bad_rows_are_all_listed(refused):
     for (_, told, _), (_, reason) in zip(rows, expected, strict=True):
         assert told.startswith(reason)
     assert (place, fact) == ("rows.jsonl", "10 of 14 rows can't be used")
-    assert fix == "mend them, or set data.bad_rows: skip to go on without them"
+    assert fix == "fix them, or set data.bad_rows: skip to go on without them"
 
 
 def test_the_exam_s_bad_rows_can_be_skipped(tmp_path, tokenizer):
@@ -173,7 +173,7 @@ def test_skipping_everything_is_refused(refused):
     assert problems[-1] == (
         "rows.jsonl",
         "2 of 2 rows can't be used",
-        "mend them: no good row is left",
+        "fix them: no usable row is left",
     )
 
 

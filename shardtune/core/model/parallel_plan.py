@@ -174,7 +174,7 @@ def family_of(config: Any) -> Family:
 def family_named(kind: str) -> Family:
     """The family by transformers' `model_type`; ModelError for one that isn't here."""
     if kind not in SHARDABLE_FAMILIES:
-        fact = f"nobody has said yet how a {kind!r} model is cut into stages and slices"
+        fact = f"no rule says how a {kind!r} model is split into stages and tensor-parallel shards"
         fix = f"use strategy: {{type: fsdp}}, or a model of {', '.join(sorted(SHARDABLE_FAMILIES))}"
         raise ModelError(Problem("model.name", fact, fix))
     return SHARDABLE_FAMILIES[kind]

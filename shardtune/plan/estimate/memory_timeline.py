@@ -1,4 +1,4 @@
-"""What is allocated on a GPU at each moment of a step, by class."""
+"""Memory timeline: what is allocated on a GPU in each phase of a step, by class."""
 
 from __future__ import annotations
 
