@@ -9,6 +9,7 @@ from shardtune.checkpoint.directory import checkpoints
 from shardtune.checkpoint.latest import damaged_files, read_checked
 from shardtune.checkpoint.manifest import Damaged, NewerFormat
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_guards import require_run
 from shardtune.checkpoint.seal import files_of, folder_faults
 
 
@@ -26,7 +27,7 @@ class Verification:
 
 def verify_run(run: RunDir) -> list[Verification]:
     """Every checkpoint, in the order of their steps, and the result if there is one."""
-    run.require_run()
+    require_run(run)
     here = run.run_id()
     found = [_checkpoint(path, here) for _, path in checkpoints(run.checkpoints)]
     if here is None:

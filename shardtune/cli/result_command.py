@@ -134,10 +134,11 @@ def _plain(job: Job, tokenizer: Any) -> bool:
 
 def _open(directory: Path) -> tuple[RunDir, Job]:
     from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.checkpoint.run_guards import require_run
     from shardtune.config.job_file import load_job
 
     run = RunDir(directory)
-    run.require_run()
+    require_run(run)
     if not run.result.is_dir():
         fact = "the run has no result: it ended before it was saved"
         fix = f"go on with it: shardtune train {run.job} --resume"

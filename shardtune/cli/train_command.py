@@ -235,16 +235,22 @@ def _run_directory(
     """The run's directory, if it may be written to. Only the first node asks: another one may come
     back to a run that goes on."""
     from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.checkpoint.run_guards import (
+        require_folder,
+        require_same_job,
+        require_unfinished,
+        require_unoccupied,
+    )
 
     run = RunDir(Path(job.save.directory).expanduser())
     if not first:
         return run
-    run.refuse_a_file(loaded.place(("save", "directory")))
+    require_folder(run, loaded.place(("save", "directory")))
     if arguments.resume:
-        run.refuse_other_job(job)
-        run.refuse_if_finished()
+        require_same_job(run, job)
+        require_unfinished(run)
     elif not arguments.overwrite:
-        run.refuse_if_occupied(loaded.place(("save", "directory")))
+        require_unoccupied(run, loaded.place(("save", "directory")))
     return run
 
 

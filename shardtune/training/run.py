@@ -20,6 +20,7 @@ from shardtune.checkpoint.export import check_result, probe_logits, save_result
 from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_guards import require_run_id, require_same_data
 from shardtune.config.job import AdamW, Job, NoAdapter
 from shardtune.core.engine import Engine
 from shardtune.core.metrics import (
@@ -90,7 +91,7 @@ class Run:
             self.view.say("no checkpoint yet: starting from the first step")
             return self.begin()
         self._require_disk_space()
-        self.files.refuse_other_data(self.data)
+        require_same_data(self.files, self.data)
         path, manifest = found.checkpoint
         state = Reader(path, manifest)
         shards, _ = self.engine.shards()
@@ -109,7 +110,7 @@ class Run:
         self.world.barrier()
         if not self.world.any(folder.is_dir() and any(folder.iterdir())):
             return None
-        found = latest_checkpoint(folder, self.files.require_run_id(), self.world)
+        found = latest_checkpoint(folder, require_run_id(self.files), self.world)
         for path, why in found.damaged:
             if self.world.is_main:
                 quarantine(path)
@@ -146,14 +147,16 @@ class Run:
         self.view.step(progress.step, result, reading)
         digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
         step = progress.step
-        self.files.log(StepMetrics.of(step, result, reading, epoch=epoch, samples_sha256=digest))
+        self.files.jsonl.log(
+            StepMetrics.of(step, result, reading, epoch=epoch, samples_sha256=digest)
+        )
         if self.job.save.trace:
             self._trace(step, result, digest)
 
     def note(self, note: LossSpike | NonfiniteGradient) -> None:
         """Something that a person should know about a step, on the screen and in the metrics."""
         self.view.say(f"step {note.step}: {note.fact}", "yellow")
-        self.files.log(note)
+        self.files.jsonl.log(note)
 
     def _trace(self, step: int, result: StepResult, samples: str) -> None:
         """The step to the bit, on all ranks together."""
@@ -163,7 +166,7 @@ class Run:
         if self.world.is_main:
             state = digest_tensors(tensors)
             line = trace_line(step, result, samples=samples, random=random, state=state)
-            self.files.log_trace(line)
+            self.files.jsonl.log_trace(line)
 
     def evaluate(self, progress: Progress) -> list[EvalResult]:
         """Loss, perplexity and accuracy of each held-out set, now."""
@@ -176,7 +179,7 @@ class Run:
                 set=result.name,
                 **dict(result.summary()),
             )
-            self.files.log(line)
+            self.files.jsonl.log(line)
         return results
 
     def prepare_saving(self) -> None:
@@ -190,11 +193,11 @@ class Run:
         with self._failing_softly():
             self.saver.wait()
         job = hashlib.sha256(self.job.model_dump_json().encode()).hexdigest()
-        run = self.files.require_run_id()
+        run = require_run_id(self.files)
         identity = CheckpointIdentity(run, progress.step, self.job.strategy.type, job)
         with self._failing_softly():
             shards, numbers = self.engine.shards()
-            self.saver.save(identity, shards, numbers, progress.facts(), self.files.sync_logs)
+            self.saver.save(identity, shards, numbers, progress.facts(), self.files.jsonl.sync)
 
     def keep_saving(self) -> None:
         """Completes a checkpoint that all ranks have written meanwhile. Call it after each step."""
@@ -261,7 +264,7 @@ class Run:
         )
 
     def _before_and_after(self, results: list[EvalResult]) -> dict[str, BeforeAfter]:
-        before = self.files.evaluations(step=0)
+        before = self.files.jsonl.evaluations(step=0)
         return {
             result.name: BeforeAfter(before=before.get(result.name), after=result.summary())
             for result in results

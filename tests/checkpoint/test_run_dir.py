@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_guards import require_run, require_same_job, require_unoccupied
 from shardtune.config.job_file import load_job
 from shardtune.core.run_report import EvalFigures
 from shardtune.errors import RunError
@@ -46,21 +47,21 @@ def test_the_job_that_is_written_can_be_read_and_is_the_same(tmp_path: Path) -> 
 def test_a_rank_that_does_not_write_writes_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run", writes=False)
     run.begin(make_job("run"), {})
-    run.log(step_line(1))
+    run.jsonl.log(step_line(1))
     run.forget_after(0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_free_place_is_not_refused(tmp_path: Path) -> None:
-    RunDir(tmp_path / "new").refuse_if_occupied(PLACE)
+    require_unoccupied(RunDir(tmp_path / "new"), PLACE)
     (tmp_path / "notes.txt").touch()  # somebody's folder, but no run is in it
-    RunDir(tmp_path).refuse_if_occupied(PLACE)
+    require_unoccupied(RunDir(tmp_path), PLACE)
 
 
 def test_a_run_is_never_overwritten_by_accident(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     with pytest.raises(RunError) as caught:
-        run.refuse_if_occupied(PLACE)
+        require_unoccupied(run, PLACE)
     (problem,) = caught.value.problems
     assert problem.place == PLACE
     assert problem.fact == f"{tmp_path / 'run'} holds a run already"
@@ -71,18 +72,19 @@ def test_a_run_is_never_overwritten_by_accident(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(RunError, match="is a file"):
-        RunDir(tmp_path / "run").refuse_if_occupied(PLACE)
+        require_unoccupied(RunDir(tmp_path / "run"), PLACE)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no run directory: no job.yaml in it"):
-        RunDir(tmp_path).require_run()
+        require_run(RunDir(tmp_path))
 
 
 def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None:
     run = begun(tmp_path, train={"learning_rate": 1e-3}, adapter={"type": "lora", "rank": 4})
-    run.refuse_other_job(
-        make_job(str(tmp_path), train={"learning_rate": 1e-3}, adapter={"type": "lora", "rank": 4})
+    require_same_job(
+        run,
+        make_job(str(tmp_path), train={"learning_rate": 1e-3}, adapter={"type": "lora", "rank": 4}),
     )
     other = make_job(
         str(tmp_path),
@@ -90,7 +92,7 @@ def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None
         adapter={"type": "lora", "rank": 8},
     )
     with pytest.raises(RunError) as caught:
-        run.refuse_other_job(other)
+        require_same_job(run, other)
     assert [(problem.place, problem.fact) for problem in caught.value.problems] == [
         ("adapter.rank", "is 8, but the run was begun with 4"),
         ("train.learning_rate", "is 0.002, but the run was begun with 0.001"),
@@ -112,17 +114,17 @@ def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None
     ids=lambda changes: "-".join(f"{key}.{name}" for key in changes for name in changes[key]),
 )
 def test_what_changes_no_result_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
-    begun(tmp_path).refuse_other_job(make_job(str(tmp_path), **changes))
+    require_same_job(begun(tmp_path), make_job(str(tmp_path), **changes))
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no run directory"):
-        RunDir(tmp_path).refuse_other_job(make_job(str(tmp_path)))
+        require_same_job(RunDir(tmp_path), make_job(str(tmp_path)))
 
 
 def test_clearing_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    run.log(step_line(1))
+    run.jsonl.log(step_line(1))
     run.write_answers(["a"])
     run.write_report(make_report())
     for folder in (run.checkpoints / "step-000001", run.result, run.logs / "ranks"):
@@ -139,7 +141,7 @@ def test_folders_that_no_run_wrote_are_left_alone(tmp_path: Path) -> None:
     RunDir(tmp_path).prepare(overwrite=True)
     assert (tmp_path / "result").is_dir()
     with pytest.raises(RunError, match="has result, which no run of ours wrote"):
-        RunDir(tmp_path).refuse_if_occupied("save.directory")
+        require_unoccupied(RunDir(tmp_path), "save.directory")
 
 
 def test_what_a_killed_run_was_writing_is_swept_away(tmp_path: Path) -> None:
@@ -159,28 +161,28 @@ def test_metrics_after_a_step_are_forgotten(tmp_path: Path) -> None:
         step_line(2),
         evaluation_line(2, "held", 2.0),
     ):
-        run.log(record)
+        run.jsonl.log(record)
     run.forget_after(1)
     assert [(line["kind"], line["step"]) for line in lines(run)] == [("evaluation", 0), ("step", 1)]
-    run.log(step_line(2))
+    run.jsonl.log(step_line(2))
     assert [line["step"] for line in lines(run)] == [0, 1, 2]
 
 
 def test_a_line_that_a_crash_cut_off_is_forgotten(tmp_path: Path) -> None:
     run = begun(tmp_path)
-    run.log(evaluation_line(0, "held", 3.0))
-    run.log(step_line(1))
+    run.jsonl.log(evaluation_line(0, "held", 3.0))
+    run.jsonl.log(step_line(1))
     text = run.metrics.read_text(encoding="utf-8")
     run.metrics.write_text(text + '{"kind": "step", "st', encoding="utf-8")
-    assert run.evaluations(step=0)["held"].loss == 3.0
+    assert run.jsonl.evaluations(step=0)["held"].loss == 3.0
     run.forget_after(1)
     assert run.metrics.read_text(encoding="utf-8") == text
 
 
 def test_a_run_that_begins_again_begins_its_metrics_again(tmp_path: Path) -> None:
-    begun(tmp_path).log(step_line(1))
+    begun(tmp_path).jsonl.log(step_line(1))
     run = begun(tmp_path)
-    run.log(step_line(1))
+    run.jsonl.log(step_line(1))
     assert len(lines(run)) == 1
 
 
@@ -191,11 +193,14 @@ def test_evaluations_are_found_by_their_step(tmp_path: Path) -> None:
         evaluation_line(0, "b", 4.0),
         evaluation_line(5, "a", 1.0),
     ):
-        run.log(record)
-    assert {name: found.loss for name, found in run.evaluations(0).items()} == {"a": 3.0, "b": 4.0}
+        run.jsonl.log(record)
+    assert {name: found.loss for name, found in run.jsonl.evaluations(0).items()} == {
+        "a": 3.0,
+        "b": 4.0,
+    }
     figures = EvalFigures(loss=1.0, perplexity=2.0, accuracy=0.5, labels=7)
-    assert run.evaluations(5) == {"a": figures}
-    assert run.evaluations(1) == {}
+    assert run.jsonl.evaluations(5) == {"a": figures}
+    assert run.jsonl.evaluations(1) == {}
 
 
 def test_answers_and_reports_come_back_as_they_were(tmp_path: Path) -> None:
@@ -219,7 +224,7 @@ def test_a_report_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     """A strict reader would stumble over NaN and Infinity."""
     run = begun(tmp_path)
-    run.log(step_line(1, loss=math.nan, grad_norm=math.inf))
+    run.jsonl.log(step_line(1, loss=math.nan, grad_norm=math.inf))
     run.write_report(
         make_report(result={"path": "a", "kind": "lora", "largest_difference": math.nan})
     )
@@ -236,14 +241,14 @@ def test_a_line_that_finds_no_room_waits_for_the_next(
     """Also one of which a few bytes were written before the disk was full."""
     run = RunDir(tmp_path)
     texts = [step_line(number).to_json() + "\n" for number in (1, 2, 3)]
-    run.log(step_line(1))
+    run.jsonl.log(step_line(1))
     with limited_files(run.metrics.stat().st_size + room, monkeypatch):
-        run.log(step_line(2))
+        run.jsonl.log(step_line(2))
         assert run.metrics.read_text("utf-8") == texts[0]
         with pytest.raises(OSError, match=r"No space left|too large"):
-            run.sync_logs()  # a checkpoint must not be there without them
-    run.log(step_line(3))
-    run.sync_logs()
+            run.jsonl.sync()  # a checkpoint must not be there without them
+    run.jsonl.log(step_line(3))
+    run.jsonl.sync()
     assert run.metrics.read_text("utf-8") == "".join(texts)
 
 
