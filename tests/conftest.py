@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardtune.kernels.cpu_bf16 import widen_products
+from shardtune.compat.cpu_bf16 import widen_products
 from tests import async_io, processes
 
 widen_products()

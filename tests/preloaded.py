@@ -21,7 +21,7 @@ import torch.distributed.tensor
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import tests.numerics.test_factorisations  # noqa: F401
-from shardtune.kernels.cpu_bf16 import widen_products
+from shardtune.compat.cpu_bf16 import widen_products
 
 torch.set_num_threads(1)
 widen_products()

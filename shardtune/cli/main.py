@@ -7,7 +7,6 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import threading
@@ -29,6 +28,7 @@ from shardtune.cli import (
     train_command,
     verify_command,
 )
+from shardtune.compat.quiet import quiet_bitsandbytes
 from shardtune.errors import Problem, ShardtuneError, did_you_mean
 from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 
@@ -42,8 +42,7 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     arguments = _parse(argv)
-    # When peft imports it, it tells everyone to fetch a kernel from a hub: once a process.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    quiet_bitsandbytes()
     try:
         return int(arguments.run(arguments))
     except ShardtuneError as error:

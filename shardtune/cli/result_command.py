@@ -70,8 +70,8 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     """One answer of the trained model."""
     import torch
 
+    from shardtune.compat.cpu_bf16 import widen_products
     from shardtune.data.formats import plain_prompt
-    from shardtune.kernels.cpu_bf16 import widen_products
     from shardtune.models.generate import generate_answers, prompt_ids
     from shardtune.models.load_result import load_result, load_result_tokenizer
     from shardtune.models.model_files import ModelFiles
@@ -104,8 +104,8 @@ def merge(directory: Path, target: Path) -> float:
     answers a little otherwise than the one that was trained.
     """
     from shardtune.checkpoint.merge import merge_adapter
+    from shardtune.compat.cpu_bf16 import widen_products
     from shardtune.config.job import NoAdapter
-    from shardtune.kernels.cpu_bf16 import widen_products
     from shardtune.models.load_result import load_result, load_result_tokenizer, unquantized
     from shardtune.models.model_files import ModelFiles
 

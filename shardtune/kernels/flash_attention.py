@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardtune.compat.quiet import quiet_flash_attention
 from shardtune.errors import ModelError, Problem
 
 PACKAGE = "flash_attn.cute.interface"
@@ -64,7 +65,7 @@ def _unfit(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) 
         return f"it fails: {fact}"
     if not distance < PROBE_TOLERANCE:
         return f"its results are wrong by {distance:.2g} of their norm"
-    warnings.filterwarnings("ignore", message="Argument aux_data")  # while it compiles another one
+    quiet_flash_attention()
     return None
 
 

@@ -9,9 +9,7 @@ step by step.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +22,6 @@ try:
     import triton.language as tl
 except ImportError:  # on a machine without a GPU
     triton = None
-
-APPLY_ROPE = "apply_rotary_pos_emb"
-"""What transformers calls it, in each family's own code."""
 
 
 @torch.library.custom_op("shardtune::rope_qkv", mutates_args=())
@@ -123,27 +118,6 @@ def _token_by_token(
         *(size for part in parts for size in part.stride()[:3]), back,
         wide, triton.next_power_of_2(heads), triton.next_power_of_2(groups), num_warps=8,
     )  # fmt: skip
-
-
-def skip_if_rotated(module: str) -> bool:
-    """Lets the code of a family leave alone what comes without angles: it is turned already.
-    False if the family has no such code."""
-    code: Any = sys.modules[module]
-    own = getattr(code, APPLY_ROPE, None)
-    if own is None:
-        return False
-    if not getattr(own, "skips_if_rotated", False):
-        setattr(code, APPLY_ROPE, _leaving(own))
-    return True
-
-
-def _leaving(turn: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(turn)
-    def unless_rotated(q: Tensor, k: Tensor, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
-        return (q, k) if cos is None else turn(q, k, cos, sin, *more, **named)
-
-    unless_rotated.skips_if_rotated = True  # type: ignore[attr-defined]
-    return unless_rotated
 
 
 def _rope_qkv_kernel(  # type: ignore[no-untyped-def]

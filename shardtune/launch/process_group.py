@@ -18,11 +18,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from shardtune.compat.cpu_bf16 import widen_products
 from shardtune.core.heartbeat import Heartbeat, open_heartbeat
 from shardtune.core.parent_death import die_with_parent
 from shardtune.core.stop_request import StopRequest
 from shardtune.core.world import World, outside_nodes
-from shardtune.kernels.cpu_bf16 import widen_products
 from shardtune.launch import HEARTBEAT_FD, LAUNCHER_PID
 from shardtune.launch.process_info import dump_stack_on_signal
 from shardtune.launch.rendezvous import rendezvous

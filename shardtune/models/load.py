@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardtune.compat.quiet import hide_loading_bars
 from shardtune.config.job import Adapter, NoAdapter, TrainSection
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.core.setup import Precision
@@ -92,10 +93,9 @@ def held_precision(adapter: Adapter, train: TrainSection) -> Precision:
 def load_base(files: ModelFiles, precision: Precision) -> Any:
     """The pretrained model, with rows for new tokens, in eval mode, on the CPU."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     section = files.section
-    logging.disable_progress_bar()  # one bar per rank and per reload is noise
+    hide_loading_bars()
     with explaining(MODEL_NAME, section.name, LOADING_FIX):
         model = AutoModelForCausalLM.from_pretrained(
             files.path,

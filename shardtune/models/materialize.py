@@ -8,7 +8,6 @@ first values, and handed to whoever divides it, before the next one is read.
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.compat.c_allocator import give_back_memory
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.core.setup import Precision
@@ -144,7 +144,7 @@ class Frame:
             initialize_adapters(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
             if divide is not None:
                 divide(part)
-            _give_back_memory()
+            give_back_memory()
         return self.model
 
     def calibrate(self, device: str, calibration_samples: CalibrationSamples) -> None:
@@ -171,17 +171,6 @@ class Frame:
                     holder.copy_outlier_columns()
                 reset_dora_magnitudes(layer, self.adapter, device)
         torch.cuda.empty_cache()  # squares of wide layers; without a GPU this does nothing
-
-
-def _give_back_memory() -> None:
-    """Lets the system have the memory that the undivided part took.
-
-    The C library keeps what is freed for later; between the shards that stay, later rarely comes,
-    and the process would grow by far more than its share (41 of 140 MiB were such holes).
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-    if trim is not None:
-        trim(0)
 
 
 def skeleton(files: ModelFiles, dtype: torch.dtype) -> Any:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from shardtune.kernels.rope import APPLY_ROPE, rope_qkv, rope_qkv_backward, skip_if_rotated
+from shardtune.compat.transformers_rope import APPLY_ROPE, skip_if_rotated
+from shardtune.kernels.rope import rope_qkv, rope_qkv_backward
 from tests.models.exact import distance, some
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")

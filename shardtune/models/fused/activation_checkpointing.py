@@ -7,7 +7,6 @@ large as any other, so those are never kept; what differs is which products are.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from shardtune.compat.torch_compiler import hide_checkpoint_warning
 from shardtune.core.setup import Recompute
 
 WIDE = 2
@@ -32,16 +32,10 @@ Policy = Callable[..., CheckpointPolicy]
 
 def checkpoint_activations(layer: nn.Module, what: Recompute) -> None:
     """Lets `layer` keep what the setting says. It stays what it was, by its class's name too."""
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
+    hide_checkpoint_warning()
     kind: Any = type(layer)
     layer.__class__ = _recomputing(kind)
     layer.rule = POLICIES[what]  # type: ignore[assignment]
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """torch warns of rules under its compiler, once, because operations that write into their input
-    would go wrong in there. Layers have none."""
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 class CheckpointedLayer:

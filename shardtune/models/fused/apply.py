@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
-from torch._dynamo.callback import callback_handler
 
+from shardtune.compat.torch_compiler import (
+    raise_recompile_limit,
+    read_rows_once,
+    report_compiling,
+)
 from shardtune.config.job import Adapter, LoRA, NoAdapter, TrainSection
 from shardtune.core.heartbeat import own_heartbeat
 from shardtune.core.setup import Recompute
@@ -19,10 +22,6 @@ from shardtune.models.fused.activation_checkpointing import (
     checkpoint_whole_layers,
 )
 from shardtune.models.fused.full_finetune import fuse_full
-
-RECOMPILE_LIMIT = 64
-"""How often the code of a layer may be compiled: with and without gradients, in training and
-evaluation, for rows of few lengths. Beyond it torch would go on uncompiled, with a mere warning."""
 
 
 @dataclass(frozen=True)
@@ -85,53 +84,7 @@ def apply_fused_layers(
         if setup.compiled:
             layer.compile()
     if setup.compiled:
-        tell_of_compiling()
+        heartbeat = own_heartbeat()
+        report_compiling(heartbeat.compile_began, heartbeat.compile_ended)
         read_rows_once()
-        torch._dynamo.config.recompile_limit = max(
-            RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit
-        )
-
-
-def tell_of_compiling() -> None:
-    """Lets whoever watches the process know: a row count that is new is compiled in any step, and
-    takes longer than a step may."""
-    heartbeat, calls = own_heartbeat(), callback_handler
-    if heartbeat.compile_began not in calls.start_callbacks:
-        calls.register_start_callback(heartbeat.compile_began)
-        calls.register_end_callback(heartbeat.compile_ended)
-
-
-WHOLE_ROW = 8192
-"""Numbers of a row that a processor of the GPU has at once."""
-
-
-def read_rows_once() -> None:
-    """Lets torch's compiler hold whole rows where it sums over them, as norms do. By itself it does
-    so up to 1,024 numbers, and reads longer rows once to sum and once more to use the sum. Where
-    torch decides in another way than it does today, it is left to it."""
-    try:
-        from torch._inductor import config
-        from torch._inductor.choices import InductorChoices
-        from torch._inductor.runtime.hints import ReductionHint
-        from torch._inductor.virtualized import V
-
-        usual = InductorChoices.should_use_persistent_reduction
-    except (ImportError, AttributeError):
-        return
-    if hasattr(usual, "usual"):
-        return
-
-    def whole_rows(features: Any, cooperative_reduction: bool) -> bool:
-        if usual(features, cooperative_reduction):
-            return True
-        if cooperative_reduction or not config.triton.persistent_reductions:
-            return False
-        return bool(
-            features.get_reduction_hint() == ReductionHint.INNER
-            and V.graph.get_current_device_or_throw().type == "cuda"
-            and V.graph.sizevars.statically_known_leq(features.reduction_numel, WHOLE_ROW)
-        )
-
-    whole_rows.usual = usual  # type: ignore[attr-defined]
-    choices: Any = InductorChoices
-    choices.should_use_persistent_reduction = staticmethod(whole_rows)
+        raise_recompile_limit()

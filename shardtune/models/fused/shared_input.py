@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardtune.compat.transformers_rope import skip_if_rotated
 from shardtune.core.fused_families import ROPE_FAMILIES
-from shardtune.kernels.rope import skip_if_rotated
 
 GATE_UP = ("gate_proj", "up_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -37,7 +37,7 @@ def applies_rope_directly(module: Any, layers: Sequence[nn.Linear]) -> bool:
         module.config.model_type in ROPE_FAMILIES
         and all(layer.bias is None for layer in layers)
         and not any(hasattr(module, name) for name in between)
-        and skip_if_rotated(type(module).__module__)
+        and bool(skip_if_rotated(type(module).__module__))
     )
 
 

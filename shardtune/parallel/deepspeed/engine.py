@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.compat.c_allocator import freed_memory_goes_back
+from shardtune.compat.deepspeed_process import kept_linear, restore_linear
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout, State
 from shardtune.core.model_builder import ModelBuilder
@@ -29,7 +31,6 @@ from shardtune.core.world import World
 from shardtune.engine.native import COMPUTE, NativeEngine
 from shardtune.parallel.deepspeed.rank_shards import flat_shards
 from shardtune.parallel.deepspeed.startup import (
-    freed_memory_goes_back,
     require_async_io,
     start,
 )
@@ -54,7 +55,7 @@ class DeepSpeedEngine(NativeEngine):
         config, self._swap = _with_swap_folders(config)
         if self._swap:
             require_async_io(deepspeed)
-        self._linear = nn.functional.linear
+        self._linear = kept_linear()
         stage = config["zero_optimization"]["stage"]
         with freed_memory_goes_back():
             if stage == 3:
@@ -160,7 +161,7 @@ class DeepSpeedEngine(NativeEngine):
         trace: TracebackType | None,
     ) -> None:
         self.engine.destroy()
-        nn.functional.linear = self._linear  # ZeRO-3 has put its own in its place
+        restore_linear(self._linear)
         for folder in self._swap.values():
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
+from shardtune.compat.deepspeed_process import (
+    choose_accelerator,
+    leave_out_shm_op,
+    quiet_deepspeed,
+)
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.deepspeed.jit_build_locks import clear_dead_builds
@@ -19,9 +18,7 @@ from shardtune.parallel.deepspeed.jit_build_locks import clear_dead_builds
 
 def start(world: World) -> Any:
     """The module `deepspeed`, ready for `world`."""
-    if world.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it once, when it is imported
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # zero.Init looks for it
+    choose_accelerator(world.device, world.local_rank)
     try:
         import deepspeed
     except ModuleNotFoundError as error:
@@ -30,13 +27,9 @@ def start(world: World) -> Any:
         fact, fix = "deepspeed is not installed", "pip install 'shardtune[deepspeed]'"
         raise JobError(Problem("strategy.type", fact, fix)) from None
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings(  # torch renamed what DeepSpeed calls for every message it sends
-        "ignore", r"`torch.distributed.(all_gather_into|reduce_scatter)_tensor`", FutureWarning
-    )
+    quiet_deepspeed()
     if world.device == "cpu":
-        # An all-reduce for inference that is compiled on first use, for half a minute.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        leave_out_shm_op(deepspeed)
     clear_dead_builds()
     if not dist.is_initialized():  # one rank; DeepSpeed wants a group even so
         backend = "gloo" if world.device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -49,30 +42,6 @@ def start(world: World) -> Any:
         dist_init_required=False,
     )
     return deepspeed
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
-@contextmanager
-def freed_memory_goes_back() -> Iterator[None]:
-    """Lets the system have the memory of a large tensor as soon as it is freed.
-
-    At first the C library maps what is at least 128 KiB by itself. It raises that limit when such a
-    tensor is freed, and from then on grows by what lies between tensors: by 20 to 60 MiB while
-    DeepSpeed gathers every weight once to hang its hooks on it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if mallopt is None:
-        yield
-        return
-    mallopt(_MMAP_THRESHOLD, 128 << 10)
-    mallopt(_TRIM_THRESHOLD, 128 << 10)
-    try:
-        yield
-    finally:  # the highest that the library goes by itself; training uses its memory again at once
-        mallopt(_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_TRIM_THRESHOLD, 64 << 20)
 
 
 def require_async_io(deepspeed: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,15 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
+from shardtune.compat.torch_compiler import (
+    RECOMPILE_LIMIT,
+    WHOLE_ROW,
+    hide_checkpoint_warning,
+    raise_recompile_limit,
+    read_rows_once,
+    report_compiling,
+)
 from shardtune.core.heartbeat import Heartbeats, open_heartbeat
-from shardtune.models.fused.apply import WHOLE_ROW, read_rows_once, tell_of_compiling
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +76,8 @@ def test_a_watcher_hears_of_every_compilation() -> None:
     heartbeats = Heartbeats(1)
     heartbeat = open_heartbeat(os.dup(heartbeats.file), 0, 1)
     torch._dynamo.reset()
-    tell_of_compiling()
-    tell_of_compiling()  # once is enough
+    report_compiling(heartbeat.compile_began, heartbeat.compile_ended)
+    report_compiling(heartbeat.compile_began, heartbeat.compile_ended)  # once is enough
     seen = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -86,3 +94,21 @@ def test_a_watcher_hears_of_every_compilation() -> None:
     assert heartbeats.read(0).beats == 2 + 2 * 2
     torch._dynamo.reset()
     heartbeats.close()
+
+
+def test_a_layer_may_be_compiled_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamo: Any = torch._dynamo.config
+    monkeypatch.setattr(dynamo, "recompile_limit", 8)
+    raise_recompile_limit()
+    assert dynamo.recompile_limit == RECOMPILE_LIMIT
+    monkeypatch.setattr(dynamo, "recompile_limit", 100)
+    raise_recompile_limit()
+    assert dynamo.recompile_limit == 100
+
+
+def test_one_warning_of_torch_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    hide_checkpoint_warning()
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    log.warning("a context_fn is passed to torch.utils.checkpoint")
+    log.warning("another one")
+    assert [record.getMessage() for record in caplog.records] == ["another one"]

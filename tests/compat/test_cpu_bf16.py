@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardtune.kernels.cpu_bf16 import is_slow
+from shardtune.compat.cpu_bf16 import is_slow
 
 pytestmark = pytest.mark.skipif(not is_slow(), reason="this CPU multiplies in bf16")
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtune.compat.change import change
+
 ROUNDED = {
     "mm": 1,
     "addmm": 1,
@@ -33,20 +35,25 @@ def is_slow() -> bool:
     """Whether this CPU is of that kind."""
     asked: Any = torch.ops.mkldnn
     known = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    known = known and hasattr(torch.library, "get_kernel")
     return known and platform.machine() == "aarch64" and not asked._is_mkldnn_bf16_supported()
 
 
 def widen_products() -> None:
     """For this process, where it is worth it."""
     if not _registered and is_slow():
-        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
-        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        _registered.append(library)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there was another one before
-            for name, rounded in ROUNDED.items():
-                library.impl(name, _widened(name, rounded), "CPU", with_keyset=True)
+        _override_products()
+
+
+@change("torch", since="2.10", before="2.15", lost="bf16 is a hundred times slower on this CPU")
+def _override_products() -> None:
+    made = {name: _widened(name, rounded) for name, rounded in ROUNDED.items()}
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _registered.append(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there was another one before
+        for name, widened in made.items():
+            library.impl(name, widened, "CPU", with_keyset=True)
 
 
 def _widened(name: str, rounded: int) -> Callable[..., Any]:

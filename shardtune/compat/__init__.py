@@ -1,0 +1,13 @@
+"""Changes to other libraries that hold for the whole process; nothing else changes them.
+
+- `torch_compiler`: inductor's choice of reductions (speed of norms), dynamo's limit of graphs and
+  its callbacks (the watchdog's patience), one log line
+- `cpu_bf16`: aten's bf16 products on CPUs without instructions for them (speed on those)
+- `transformers_rope`: `apply_rotary_pos_emb` of transformers' families (our RoPE kernel)
+- `deepspeed_process`: DeepSpeed's accelerator, ops and log; `F.linear`, which ZeRO-3 replaces
+- `c_allocator`: glibc's limits for memory that is freed (memory between tensors)
+- `quiet`: log levels, warnings and progress bars of others
+
+`change.py` has what they share: the versions that a change was written for, and the one line that
+says what is lost where its target is another one. Training then goes on without it.
+"""

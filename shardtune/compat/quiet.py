@@ -1,0 +1,26 @@
+"""Log lines, warnings and progress bars of other libraries that would only be noise."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from shardtune.compat.change import change
+
+
+def quiet_bitsandbytes() -> None:
+    """When peft imports it, it tells everyone to fetch a kernel from a hub: once a process."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+@change("transformers", since="5.0", before="6", lost="a progress bar for each rank and reload")
+def hide_loading_bars() -> None:
+    """One bar per rank and per reload is noise."""
+    from transformers.utils import logging as theirs
+
+    theirs.disable_progress_bar()
+
+
+def quiet_flash_attention() -> None:
+    """It warns of an argument while it compiles another kernel."""
+    warnings.filterwarnings("ignore", message="Argument aux_data")
