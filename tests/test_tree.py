@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -20,6 +21,8 @@ import shardtune
 PACKAGE = Path(shardtune.__file__).parent
 SHARED_NAMES = {"strategy.py", "engine.py"}
 """One of each in every strategy's folder; files with dunder names may repeat as well."""
+NO_STRATEGIES = {"auto", "layers", "pipeline", "tensor"}
+"""Folders whose names are words of the mesh, of schedules or of any section, too."""
 TYPE_VARIABLES = {"TypeVar", "TypeVarTuple", "ParamSpec"}
 
 
@@ -70,6 +73,63 @@ def repeated_names(root: Path) -> list[str]:
     ]
 
 
+def strategies_named(root: Path) -> list[str]:
+    """Strategies that a module outside `parallel/` names, by an import, an identifier or a word of
+    a string: what it wants to know of one is declared in its capabilities.
+
+    Docstrings may name them, and so may paths (`recipes/zero1.yaml`). Axes of the mesh, schedules
+    and `auto` are called as strategies are, and are no strategies.
+    """
+    folders = {path.parent.name for path in (root / "parallel").glob("*/strategy.py")}
+    words = "|".join([*sorted(folders - NO_STRATEGIES), r"zero[0-3]"])
+    spoken = re.compile(rf"(?<![\w/])({words})(?![\w:.])", re.IGNORECASE)
+    part = re.compile(rf"(^|_)({words})(_|$)", re.IGNORECASE)
+    found = []
+    for module, (path, tree) in _files(root).items():
+        if path.is_relative_to(root / "parallel"):
+            continue
+        shown = path.relative_to(root).as_posix()
+        for target, line in _imports(tree, module, path, root, set(_files(root))):
+            if target.split(".")[1:2] == ["parallel"] and target.split(".")[2:3] in (
+                [folder] for folder in folders
+            ):
+                found.append(f"{shown}:{line}: imports {target}; ask its capabilities")
+        for name, line in _identifiers(tree):
+            if part.search(name):
+                found.append(f"{shown}:{line}: {name} names a strategy; ask its capabilities")
+        for text, line in _strings(tree):
+            if match := spoken.search(text):
+                found.append(f"{shown}:{line}: a string names {match[0]!r}; ask its capabilities")
+    return found
+
+
+def test_no_strategy_is_named_outside_its_folder() -> None:
+    faults = strategies_named(PACKAGE)
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "from house.parallel.fsdp.strategy import build\n",
+            "imports house.parallel.fsdp.strategy",
+        ),
+        ("from house.parallel.fsdp import strategy\n", "imports house.parallel.fsdp.strategy"),
+        ("def f(job):\n    return job.type == 'ddp'\n", "a string names 'ddp'"),
+        ("FIX = 'use strategy: {type: fsdp}'\n", "a string names 'fsdp'"),
+        ("def f(n):\n    return f'zero2 of {n}'\n", "a string names 'zero2'"),
+        ("def f(fsdp_groups):\n    pass\n", "fsdp_groups names a strategy"),
+        ("def f(job):\n    return isinstance(job, DDP)\n", "DDP names a strategy"),
+    ],
+)
+def test_a_strategy_that_is_named_elsewhere_is_told(house: Path, text: str, told: str) -> None:
+    _write(house, "plan/rules.py", text)
+    (fault,) = strategies_named(house)
+    assert fault.startswith("plan/rules.py:")
+    assert told in fault
+
+
 def test_no_import_circle() -> None:
     faults = import_circles(PACKAGE)
     assert not faults, "\n".join(faults)
@@ -108,6 +168,13 @@ def house(tmp_path: Path) -> Path:
         _write(root, f"parallel/{name}/engine.py", "")
         _write(root, f"parallel/{name}/strategy.py", "def build():\n    from . import engine\n")
     _write(root, "parallel/__init__.py", "")
+    _write(
+        root,
+        "plan/words.py",
+        '"""As ddp does."""\nAXES = ("tensor", "data")\nOP = "fsdp::copy"\n'
+        'HELP = "shardtune train recipes/zero1.yaml recipes/ddp_lora.yaml"\n'
+        'class Field:\n    size: int = 1\n    """Of fsdp."""\n',
+    )
     return root
 
 
@@ -115,6 +182,7 @@ def test_a_good_tree_has_no_faults(house: Path) -> None:
     assert import_circles(house) == []
     assert repeated_basenames(house) == []
     assert repeated_names(house) == []
+    assert strategies_named(house) == []
 
 
 def test_a_circle_is_named_with_its_lines(house: Path) -> None:
@@ -243,6 +311,25 @@ def _imports(
         for name in names:
             if name in known:
                 yield name, node.lineno
+
+
+def _identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Names, attributes, arguments and definitions. What is imported is another check's."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.alias)):
+            continue
+        for key in ("id", "attr", "arg", "name"):
+            name = getattr(node, key, None)
+            if isinstance(name, str):
+                yield name, getattr(node, "lineno", 0)
+
+
+def _strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Strings that are no docstrings, of a module, a function or a field."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value, node.lineno
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:

@@ -25,8 +25,7 @@ from shardtune.core.setup import (
     Quantization,
     Recompute,
 )
-from shardtune.parallel import DEFAULT, Strategy
-from shardtune.parallel.auto.strategy import spelt_out
+from shardtune.parallel import DEFAULT, Strategy, spelt_out
 
 Auto = Literal["auto"]
 Kernels = Literal["eager", "compiled"]

@@ -116,6 +116,11 @@ class StrategyBase(Section, ABC):
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         """The engine that does what the layout declares."""
 
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether every rank has all weights."""
+        return not any("params" in rule.divides for rule in self.layout().rules)
+
     def written(self) -> str:
         """As a person would write it behind `strategy:`."""
         return _flow({"type": self.type, **self.model_dump(exclude_defaults=True)})

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
 from shardtune.core.units import GIB
-from shardtune.parallel import packages_needed
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
@@ -90,7 +89,7 @@ def local_facts(job: Job | None) -> NodeFacts:
         sources = (*job.data.train, *job.data.eval)
         data = {source.label: _fingerprint(Path(source.path)) for source in sources}
         model = _fingerprint(Path(job.model.name).expanduser())
-    wanted = (*PACKAGES, *packages_needed())
+    wanted = (*PACKAGES, *_needed())
     installed = {name: found for name in wanted if (found := _version(name))}
     return NodeFacts(
         host=platform.node(),
@@ -182,7 +181,7 @@ def _alone(place: str, facts: NodeFacts) -> list[Finding]:
     gpus = f"{facts.gpus} x {facts.gpu}{driver}" if facts.gpus else "no GPU is visible"
     room = ", ".join(f"{free / GIB:,.0f} GiB for {name}" for name, free in facts.disk.items())
     versions = facts.versions
-    shown = (*_SHOWN, *packages_needed())
+    shown = (*_SHOWN, *_needed())
     names = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
     fact = f"{gpus}; {facts.cores} cores, {facts.memory / GIB:,.0f} GiB"
     found.append(Finding("good", place, f"{fact}; free disk: {room}; {names}"))
@@ -204,6 +203,13 @@ def _is_local(path: str) -> bool:
 
 def _short(text: str) -> str:
     return text[:12] if len(text) > 40 else text
+
+
+def _needed() -> list[str]:
+    """Packages of strategies. Their sections are pydantic's, which `--help` has no time for."""
+    from shardtune.parallel import packages_needed
+
+    return packages_needed()
 
 
 def _version(package: str) -> str:

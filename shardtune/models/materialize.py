@@ -42,6 +42,7 @@ from shardtune.models.quantization.fp8 import FP8Linear
 from shardtune.models.quantization.linear import QuantizedLinear
 from shardtune.models.quantization.swap import quantizable, swap
 from shardtune.models.weight_files import NoFiles, WeightFiles
+from shardtune.parallel import strategies_that
 
 DividePart = Callable[[nn.Module], None]
 LeftOut = Callable[[nn.Module], Collection[nn.Module]]
@@ -211,9 +212,14 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     layers = [layer for layer in layers if layer not in ends]
     if not layers:
         fact = f"{type(model).__name__} doesn't say which of its layers repeat"
-        fix = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
-        raise ModelError(Problem(MODEL_NAME, fact, fix))
+        raise ModelError(Problem(MODEL_NAME, fact, _use_whole_models()))
     return layers
+
+
+def _use_whole_models() -> str:
+    able = strategies_that(lambda each: each.holds_whole_model)
+    names = " or ".join(each.written() for each in able)
+    return f"use a strategy that holds the whole model on each rank: {names}"
 
 
 @dataclass(frozen=True)
@@ -258,7 +264,7 @@ class TensorNames:
             if not any(re.search(pattern, name) for pattern in ignorable)
         ]
         other = "use the weights that belong to its config.json"
-        whole = "use a strategy that holds the whole model on each rank: strategy.type: ddp"
+        whole = _use_whole_models()
         facts = (
             ("are computed from several tensors, which takes a whole model", converted, whole),
             ("are missing", missing if not converted else [], other),

@@ -108,6 +108,7 @@ __all__ = [
     "Strategy",
     "StrategyBase",
     "packages_needed",
+    "spelt_out",
     "strategies_that",
     "type_of",
 ]

@@ -175,7 +175,8 @@ def family_named(kind: str) -> Family:
     """The family by transformers' `model_type`; ModelError for one that isn't here."""
     if kind not in SHARDABLE_FAMILIES:
         fact = f"no rule says how a {kind!r} model is split into stages and tensor-parallel shards"
-        fix = f"use strategy: {{type: fsdp}}, or a model of {', '.join(sorted(SHARDABLE_FAMILIES))}"
+        known = ", ".join(sorted(SHARDABLE_FAMILIES))
+        fix = f"use a strategy that keeps layers whole (`shardtune plan`), or a model of {known}"
         raise ModelError(Problem("model.name", fact, fix))
     return SHARDABLE_FAMILIES[kind]
 
