@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_cases import LORA, Case, Peer
 from benchmarks.gpu_data import BASE, Batch, config_of, draw
 from shardtune.config.job import LoRA
+from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
 from shardtune.models.peft_adapters import initialize_adapters
 
@@ -217,7 +218,7 @@ def _torchtune(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Mod
     heads = (config.num_attention_heads, config.num_key_value_heads, config.hidden_size)
     weights: dict[str, Tensor] = {}
     for name, tensor in source.named_parameters():
-        own = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        own = unwrap_name(name)
         module, _, lora = own.partition(".lora_")
         if lora:  # a pair of matrices lies beside the weight, under the name of its module
             place = next(iter(hf_to_tune({f"{module}.weight": _PLACE}, 1, 1, 2, 2)))

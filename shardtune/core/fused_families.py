@@ -1,14 +1,14 @@
-"""Families of models (transformers' `model_type`) whose layers with one input can be computed
-together, told by what their code does in between. The engine and the planner go by it."""
+"""Model families (transformers' `model_type`) whose layers can be fused, by what their code does.
+The fused layers and the planner go by it."""
 
 from __future__ import annotations
 
 SHARED_INPUT_FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2"}
 )
-"""Attention and MLP use their input for these layers and its shape alone."""
+"""Layers with a shared input (Q, K, V; gate, up) can be one GEMM: attention and MLP use their input
+for these layers and its shape alone."""
 ROPE_FAMILIES = frozenset({"llama", "mistral", "gemma", "granite"})
-"""Every attention turns halves of whole heads, with nothing between that and its products."""
+"""RoPE rotates halves of whole heads, right behind the Q and K projections."""
 RESIDUAL_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
-"""What attention and MLP give is added, as it is, to what went past them; the MLP's activation is
-`silu`."""
+"""The outputs of attention and MLP are added to the residual as they are; the MLP is SwiGLU."""

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardtune.core.peft_wrapper import unwrap_model
+
 SMALLEST_OFFLOADED = 1 << 20
 """Bytes of a storage that is worth the way."""
 UNTOLD = 1 << 30
@@ -311,6 +313,4 @@ class _Beside(_Inline):
 
 
 def _layers(model: nn.Module) -> int:
-    unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
-    causal: Any = unwrap() if unwrap else model
-    return int(causal.config.get_text_config().num_hidden_layers)
+    return int(unwrap_model(model).config.get_text_config().num_hidden_layers)

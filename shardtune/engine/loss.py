@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.step import IGNORED, MicroBatch
 
 
 def selects_logits(model: nn.Module) -> bool:
     """Whether the model can be told at which positions to compute its logits."""
-    unwrap = getattr(model, "get_base_model", None)  # peft's wrapper hides the signature
-    inner: nn.Module = unwrap() if unwrap else model
+    inner: nn.Module = unwrap_model(model)  # peft's wrapper hides the signature
     return "logits_to_keep" in inspect.signature(inner.forward).parameters
 
 

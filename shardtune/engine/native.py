@@ -385,7 +385,7 @@ class NativeEngine:
         if self._fused is None:
             logits = forward(self._module(), here, kept)
             return self.sharded.loss_sum(logits, targets.flatten())
-        with self._fused.summing(targets):
+        with self._fused.returning_loss(targets):
             return forward(self._module(), here, kept)
 
     def _asked(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor | None, Tensor]:
@@ -399,7 +399,7 @@ class NativeEngine:
         """The summed loss of a micro-batch, and how many of its targets the model would choose."""
         here, kept, targets = self._asked(batch)
         if self._fused is not None:
-            with self._fused.judging(targets):
+            with self._fused.evaluating(targets):
                 return forward(self.model, here, kept)
         logits, targets = forward(self.model, here, kept), targets.flatten()
         correct = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()

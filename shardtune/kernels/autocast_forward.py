@@ -1,4 +1,4 @@
-"""Answers of a model whose tensors aren't all of one precision."""
+"""Autocast for whoever calls a model directly, where its tensors aren't all of one dtype."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def autocast_forward(causal: Any, dtype: torch.dtype) -> None:
-    """Lets a model answer whoever calls it, in `dtype`.
+    """Wraps the model's forward in `torch.autocast(dtype)`.
 
-    torch multiplies no pair of precisions. While a model is trained the engine sees to that; who
-    generates or compares logits wouldn't.
+    torch multiplies no two dtypes. In training the engine opens the autocast region; generation and
+    the comparison of logits wouldn't.
     """
     forward = causal.forward
 

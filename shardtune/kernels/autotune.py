@@ -1,4 +1,4 @@
-"""Kernels compiled for the tile that is fastest on the GPU at hand."""
+"""Autotuned Triton kernels: compiled for the tile sizes that are fastest on the GPU at hand."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardtune.core.heartbeat import compiling
-
-try:
-    import triton
-except ImportError:  # on a machine without a GPU
-    triton = None
+from shardtune.kernels.triton_import import jit, triton
 
 TileConfig = tuple[Mapping[str, int], int, int]
-"""Sizes of a tile, warps and stages."""
+"""Tile sizes, num_warps and num_stages of a `triton.Config`."""
 
 
-def autotuned(kernel: Any, key: Sequence[str], ways: Sequence[TileConfig]) -> Any:
-    """Found when it is first used, and anew where one of the `key` arguments differs. What was
-    found is kept on disk: another tile may add up in another order, and a run that is resumed would
-    not be the same to the bit."""
+def autotuned(kernel: Any, key: Sequence[str], configurations: Sequence[TileConfig]) -> Any:
+    """`triton.autotune`: decided at first use, and anew where one of the `key` arguments differs.
+    The choice is cached on disk: another tile may sum in another order, and a resumed run would not
+    be the same to the bit."""
     if triton is None:
         return None
     configs = [
         triton.Config(dict(tile), num_warps=warps, num_stages=stages)
-        for tile, warps, stages in ways
+        for tile, warps, stages in configurations
     ]
     kept = "cache_results" in inspect.signature(triton.autotune).parameters
     told: dict[str, Any] = {"cache_results": True} if kept else {}
-    return triton.autotune(configs, key=list(key), do_bench=_timed, **told)(triton.jit(kernel))
+    return triton.autotune(configs, key=list(key), do_bench=_timed, **told)(jit(kernel))
 
 
 def _timed(call: Any, quantiles: Any) -> Any:

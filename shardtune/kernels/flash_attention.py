@@ -1,9 +1,11 @@
-"""FlashAttention 4, where it is installed and the GPU is of a kind that it is written for.
+"""FlashAttention 4 as a custom op, where it is installed and the GPU is one that it is written for.
 
-On an H200 its kernels take less time than cuDNN's on long rows of one document, a little more on
-short ones, and two thirds of torch's own where a row has several; and unlike the others they can
-give the same gradients twice. What is called here is what the package's own functions call: those
-can't be compiled, and a layer would fall into pieces.
+Attention is computed tile by tile with online softmax (see `cross_entropy.py`), so the scores never
+reach memory; what is saved is the output and one log-sum-exp (`lse`) for each row and head. On an
+H200 its kernels take less time than cuDNN's on long rows of one document, a little more on short
+ones, and two thirds of torch's varlen kernel where a row has several; and they have a deterministic
+backward. What is called here is what the package's own functions call: those can't be compiled
+(graph breaks).
 """
 
 from __future__ import annotations
@@ -21,30 +23,30 @@ from shardtune.errors import ModelError, Problem
 
 PACKAGE = "flash_attn.cute.interface"
 COMPUTE_CAPABILITIES = (9, 10)
-"""Compute capabilities whose kernels go both ways."""
+"""Major compute capabilities with forward and backward kernels."""
 PROBE_TOKENS = 1024
-"""Tokens that it is tried on: several blocks."""
+"""Tokens of the probe: several blocks."""
 PROBE_DOCUMENTS = 512
-"""Documents from which on it finds its way among them by other kernels, and some more."""
+"""Documents from which on its scheduler uses other kernels, and some more."""
 PROBE_TOLERANCE = 0.02
-"""Of the norm: how far 16-bit results may be from those in fp32."""
+"""Relative error (norm) that 16-bit results may have beside fp32."""
 
-_tried: dict[tuple[object, ...], str | None] = {}
+_probed: dict[tuple[object, ...], str | None] = {}
 _kernels: Any = None
 
 
 def why_unavailable(
-    device: str, dtype: torch.dtype, heads: int, groups: int, wide: int
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> str | None:
-    """What keeps the package from being used; None if it does what it should. It is young: a few
-    tokens go through it, with these heads, before a model does."""
-    key = (device, dtype, heads, groups, wide)
-    if key not in _tried:
-        _tried[key] = _unfit(device, dtype, heads, groups, wide)
-    return _tried[key]
+    """Why the package can't be used; None if it can. It is young: a probe with these heads goes
+    through it, forward and backward, before a model does."""
+    key = (device, dtype, heads, kv_heads, head_dim)
+    if key not in _probed:
+        _probed[key] = _probe(device, dtype, heads, kv_heads, head_dim)
+    return _probed[key]
 
 
-def _unfit(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) -> str | None:
+def _probe(device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str | None:
     global _kernels
     if torch.device(device).type != "cuda":
         return "there is no GPU"
@@ -55,7 +57,7 @@ def _unfit(device: str, dtype: torch.dtype, heads: int, groups: int, wide: int) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _kernels = importlib.import_module(PACKAGE)
-            distance = _distance(device, dtype, heads // groups, wide)
+            distance = _probe_error(device, dtype, heads // kv_heads, head_dim)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it, there are other ways
@@ -79,12 +81,14 @@ def _require_gpu(device: str, fact: str) -> None:
 
 
 @torch.enable_grad()
-def _distance(device: str, dtype: torch.dtype, heads: int, wide: int) -> float:
+def _probe_error(device: str, dtype: torch.dtype, heads: int, head_dim: int) -> float:
     """Output and gradients beside those in fp32: rows of one document, of two, and of a list with
     room for many. Gradients that differ the second time are as far off as can be."""
     draw = torch.Generator(device).manual_seed(0)
-    shapes = [(1, PROBE_TOKENS, count, wide) for count in (heads, 1, 1, heads)]
-    *given, outer = (torch.randn(s, generator=draw, device=device, dtype=dtype) for s in shapes)
+    shapes = [(1, PROBE_TOKENS, count, head_dim) for count in (heads, 1, 1, heads)]
+    *given, grad_output = (
+        torch.randn(s, generator=draw, device=device, dtype=dtype) for s in shapes
+    )
     place = torch.arange(PROBE_TOKENS, device=device)
     farthest = 0.0
     for slots in (None, 2, PROBE_DOCUMENTS):
@@ -97,17 +101,17 @@ def _distance(device: str, dtype: torch.dtype, heads: int, wide: int) -> float:
             ends[:2] = torch.tensor([0, middle])
         ours = [each.clone().requires_grad_() for each in given]
         right = [each.float().requires_grad_() for each in given]
-        answer, _ = flash_attention(*ours, ends, PROBE_TOKENS, None)
+        output, _ = flash_attention(*ours, ends, PROBE_TOKENS, None)
         gradients, again = (
-            torch.autograd.grad(answer, ours, outer, retain_graph=True) for _ in range(2)
+            torch.autograd.grad(output, ours, grad_output, retain_graph=True) for _ in range(2)
         )
         query, key, value = (each.transpose(1, 2) for each in right)
         expected = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, enable_gqa=True
         ).transpose(1, 2)
         pairs = zip(
-            (answer.detach(), *gradients),
-            (expected.detach(), *torch.autograd.grad(expected, right, outer.float())),
+            (output.detach(), *gradients),
+            (expected.detach(), *torch.autograd.grad(expected, right, grad_output.float())),
             strict=True,
         )
         apart = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
@@ -126,61 +130,61 @@ def flash_attention(
     longest: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention, `[rows, length, heads, dim]` in and out, and the logarithm of each sum of
-    weights. `ends` are the boundaries of documents over all rows; without them a row is one."""
-    answer, sums = _places(query, ends)
+    """Causal attention, `[rows, length, heads, dim]` in and out, and the log-sum-exp. `ends` are
+    the boundaries of documents over all rows (`cu_seqlens`); without them a row is one document."""
+    output, lse = _empty_outputs(query, ends)
     _kernels._flash_attn_fwd(
         *(_flat(each, ends) for each in (query, key, value)),
-        out=_flat(answer, ends),
-        lse=sums,
-        **_told(ends, longest, scale),
+        out=_flat(output, ends),
+        lse=lse,
+        **_kernel_arguments(ends, longest, scale),
     )
-    return answer, sums
+    return output, lse
 
 
 @flash_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor | None, *_: Any) -> Any:
-    return _places(query, ends)
+    return _empty_outputs(query, ends)
 
 
 @torch.library.custom_op("shardtune::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
-    outer: Tensor,
+    grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    answer: Tensor,
-    sums: Tensor,
+    output: Tensor,
+    lse: Tensor,
     ends: Tensor | None,
     longest: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values, added up in one order: a run that is resumed has
-    to be the same to the bit. On an H200 any order would take 10 to 15 % less."""
-    places = _gradients(query, key, value)
+    """The gradients of queries, keys and values, deterministic: a resumed run has to be the same to
+    the bit. On an H200 atomics in any order would take 10 to 15 % less."""
+    gradients = _empty_gradients(query, key, value)
     _kernels._flash_attn_bwd(
-        *(_flat(each, ends) for each in (query, key, value, answer, outer)),
-        sums,
-        **dict(zip(("dq", "dk", "dv"), (_flat(each, ends) for each in places), strict=True)),
+        *(_flat(each, ends) for each in (query, key, value, output, grad_output)),
+        lse,
+        **dict(zip(("dq", "dk", "dv"), (_flat(each, ends) for each in gradients), strict=True)),
         deterministic=True,
-        **_told(ends, longest, scale),
+        **_kernel_arguments(ends, longest, scale),
     )
-    return places
+    return gradients
 
 
 @flash_attention_backward.register_fake
-def _(outer: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
-    return _gradients(query, key, value)
+def _(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    return _empty_gradients(query, key, value)
 
 
-def _gradients(*given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the gradients of queries, keys and values come."""
+def _empty_gradients(*given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty gradients of queries, keys and values."""
     query, key, value = (each.new_empty(each.shape) for each in given)
     return query, key, value
 
 
-def _places(query: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where the answer and the sums come."""
+def _empty_outputs(query: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Empty output and log-sum-exp."""
     rows, length, heads, _ = query.shape
     shape = (rows, heads, length) if ends is None else (heads, rows * length)
     return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.float32)
@@ -190,25 +194,25 @@ def _flat(each: Tensor, ends: Tensor | None) -> Tensor:
     return each if ends is None else each.flatten(0, 1)
 
 
-def _told(ends: Tensor | None, longest: int, scale: float | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+def _kernel_arguments(ends: Tensor | None, longest: int, scale: float | None) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"softmax_scale": scale, "causal": True}
     if ends is not None:
-        told |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-        told |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    return told
+        arguments |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        arguments |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return arguments
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, ends, ctx.longest, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output, ends)
 
 
-def _back(ctx: Any, outer: Tensor, to_sums: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, answer, sums, ends = ctx.saved_tensors
+def _backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, output, lse, ends = ctx.saved_tensors
     gradients = flash_attention_backward(
-        outer, query, key, value, answer, sums, ends, ctx.longest, ctx.scale
+        grad_output, query, key, value, output, lse, ends, ctx.longest, ctx.scale
     )
     return (*gradients, None, None, None)
 
 
-flash_attention.register_autograd(_back, setup_context=_keep)
+flash_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,8 +1,10 @@
-"""Output head and cross-entropy in one, in pieces: the logits of a micro-batch never exist at once.
+"""Fused linear cross-entropy: output head and loss in chunks, so that the logits never exist at
+once.
 
-With a vocabulary of 128 k and 16 k tokens the logits and what the loss makes of them take 20 GiB
-and more, for a moment that decides whether a job fits. Here a few hundred rows at a time become
-logits, loss and gradient, and are gone before the next ones come.
+With a vocabulary of 128 k and 16 k tokens the logits and their gradient take 20 GiB and more, for a
+moment that decides whether a job fits. Here a few hundred rows at a time become logits, loss and
+gradient (`dz = softmax(z) - onehot`, `dx = dz W`, `dW += dz^T x`), and are gone before the next
+ones come: the gradient is computed in the forward pass and scaled in the backward pass.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardtune.core.activation_memory import loss_chunk_rows
+from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.step import IGNORED
 from shardtune.kernels.cross_entropy import available, cross_entropy_in_place
 
-PIECE = 1 << 28  # logits of one piece: large enough for a matrix unit, half a GiB in 16 bits
-
 
 class FusedLoss:
-    """Lets a model's output head answer with the loss where it is given targets.
+    """Lets a model's output head return the loss where it is given targets.
 
     The model itself runs as ever, from its own forward, so that whatever is wrapped around it (DDP,
-    FSDP2, checkpointing) stays in place; only its last layer answers otherwise.
+    FSDP2, checkpointing) stays in place; only its last layer returns something else.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -36,15 +38,15 @@ class FusedLoss:
         setattr(head, "forward", lambda hidden: self._answer(hidden))  # noqa: B010  (mypy)
 
     @contextmanager
-    def summing(self, targets: Tensor) -> Iterator[None]:
+    def returning_loss(self, targets: Tensor) -> Iterator[None]:
         """Inside, the head gives the summed loss of `targets` in place of logits."""
         with self._answering(lambda hidden: self._loss(hidden, targets)):
             yield
 
     @contextmanager
-    def judging(self, targets: Tensor) -> Iterator[None]:
+    def evaluating(self, targets: Tensor) -> Iterator[None]:
         """Inside, the head gives the summed loss and how many targets it would have chosen."""
-        with self._answering(lambda hidden: self._judgement(hidden, targets)):
+        with self._answering(lambda hidden: self._evaluation(hidden, targets)):
             yield
 
     @contextmanager
@@ -57,17 +59,17 @@ class FusedLoss:
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         head = self._head
-        loss: Tensor = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, -2), head.weight, head.bias, targets.flatten()
         )
         return loss
 
-    def _judgement(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _evaluation(self, hidden: Tensor, targets: Tensor) -> Tensor:
         head, total = self._head, torch.zeros(2, device=hidden.device, dtype=torch.float64)
-        rows, aims = hidden.flatten(0, -2), targets.flatten()
-        for piece in _pieces(len(rows), head.out_features):
-            logits = functional.linear(rows[piece], head.weight, head.bias)
-            kept = aims[piece]
+        rows, labels = hidden.flatten(0, -2), targets.flatten()
+        for chunk in _chunks(len(rows), head.out_features):
+            logits = functional.linear(rows[chunk], head.weight, head.bias)
+            kept = labels[chunk]
             total[0] += functional.cross_entropy(
                 logits.float(), kept, ignore_index=IGNORED, reduction="sum"
             )
@@ -77,8 +79,7 @@ class FusedLoss:
 
 def fused_loss(model: nn.Module) -> FusedLoss | None:
     """Ready for `model`; None where its head is not a plain linear layer that ends the model."""
-    unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
-    causal: Any = unwrap() if unwrap else model
+    causal: Any = unwrap_model(model)
     head = causal.get_output_embeddings()
     if type(head) is not nn.Linear or not _ends_with(causal, head):
         return None
@@ -92,7 +93,7 @@ def _ends_with(causal: Any, head: nn.Linear) -> bool:
     return not any(getattr(config, name, None) not in (None, 1, 1.0) for name in after)
 
 
-class _LinearLoss(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     """The gradient is computed with the loss: by the time of the backward pass logits are gone."""
 
     @staticmethod
@@ -107,83 +108,86 @@ class _LinearLoss(torch.autograd.Function):
             matrix = weight.to(compute)
             offset = None if bias is None else bias.to(compute)
             total = torch.zeros((), device=hidden.device)
-            to_hidden = torch.empty_like(hidden)
+            grad_hidden = torch.empty_like(hidden)
             _, for_weight, for_bias, _ = ctx.needs_input_grad
-            to_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
-            to_bias = None
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+            grad_bias = None
             if bias is not None and for_bias:
-                to_bias = torch.zeros_like(bias, dtype=torch.float32)
-            score = _score_on(device)
-            for piece in _pieces(len(hidden), weight.shape[0]):
-                rows = hidden[piece].to(compute)
+                grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+            cross_entropy = _cross_entropy_for(device)
+            for chunk in _chunks(len(hidden), weight.shape[0]):
+                rows = hidden[chunk].to(compute)
                 logits = functional.linear(rows, matrix, offset)
-                loss, gradient = score(logits, targets[piece])
+                loss, gradient = cross_entropy(logits, targets[chunk])
                 total += loss
-                to_hidden[piece] = gradient @ matrix
-                if to_weight is not None:
-                    _add_product(to_weight, gradient.T, rows)
-                if to_bias is not None:
-                    to_bias += gradient.sum(0)
-        ctx.save_for_backward(to_hidden, to_weight, to_bias)
+                grad_hidden[chunk] = gradient @ matrix
+                if grad_weight is not None:
+                    _accumulate_matmul(grad_weight, gradient.T, rows)
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.kinds = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
-            None if kept is None else _times(kept, outer, kind)
+            None if kept is None else _scaled_gradient(kept, grad_loss, kind)
             for kept, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True)
         ]
         return *scaled, None
 
 
-def _times(kept: Tensor, outer: Tensor, kind: torch.dtype) -> Tensor:
+def _scaled_gradient(kept: Tensor, grad_loss: Tensor, kind: torch.dtype) -> Tensor:
     """In place if it can be: the tensor is ours alone, and may be as large as the head."""
     place = kept if kept.dtype == kind else torch.empty_like(kept, dtype=kind)
-    return torch.mul(kept, outer, out=place)
+    return torch.mul(kept, grad_loss, out=place)
 
 
-def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_with_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss of some rows, and its gradient in the logits' own precision."""
     wide = logits.float()
     counted = targets != IGNORED
-    aims = torch.where(counted, targets, 0)[:, None]
-    norms = wide.logsumexp(-1, keepdim=True)
-    loss = torch.where(counted[:, None], norms - wide.gather(1, aims), 0.0).sum()
+    labels = torch.where(counted, targets, 0)[:, None]
+    log_sum_exp = wide.logsumexp(-1, keepdim=True)
+    loss = torch.where(counted[:, None], log_sum_exp - wide.gather(1, labels), 0.0).sum()
     column = torch.arange(logits.shape[1], device=logits.device)
-    gradient = torch.exp(wide - norms) - (column == aims).float()
+    gradient = torch.exp(wide - log_sum_exp) - (column == labels).float()
     return loss, (gradient * counted[:, None]).to(logits.dtype)
 
 
-@torch.library.custom_op("shardtune::score", mutates_args=())
-def _in_one(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("shardtune::cross_entropy", mutates_args=())
+def _cross_entropy_op(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The same as one operation, which is what a compiler makes of it on a GPU: so a dry run
     without one counts what a GPU would hold, and not what lies between."""
-    return _score(logits, targets)
+    return _cross_entropy_with_gradient(logits, targets)
 
 
-@_in_one.register_fake
+@_cross_entropy_op.register_fake
 def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
 @cache
-def _score_on(device: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _cross_entropy_for(device: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     if device == "cuda":
-        return cross_entropy_in_place if available() else torch.compile(_score, dynamic=True)
-    return _in_one
+        return (
+            cross_entropy_in_place
+            if available()
+            else torch.compile(_cross_entropy_with_gradient, dynamic=True)
+        )
+    return _cross_entropy_op
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds in fp32 what is multiplied in 16 bits; on a GPU inside the matrix unit."""
+def _accumulate_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right` in fp32, of 16-bit operands; on a GPU inside the GEMM."""
     if total.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
 
 
-def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:
-    """A multiple of 256 rows at a time: a matrix unit is slower with others."""
-    size = max(256, PIECE // vocabulary // 256 * 256)
+def _chunks(rows: int, vocabulary: int) -> Iterator[slice]:
+    size = loss_chunk_rows(vocabulary)
     for begin in range(0, rows, size):
         yield slice(begin, begin + size)

@@ -1,7 +1,8 @@
-"""A product completed: with what LoRA adds to it, and what went past.
+"""LoRA and residual added to a matmul's output in one pass: `y + h B^T + residual`, h = x A^T.
 
-In bf16 the order matters. What went past has few bits behind those that a small number needs: added
-to it alone, what LoRA gives would mostly be rounded away. So all three are summed up first.
+In bf16 the order matters. The residual stream is large beside LoRA's output: added to it alone,
+most of that would be rounded away. So all three are summed in fp32 and rounded once. The kernel
+reads y and residual and writes the sum; step by step it would be two more passes.
 """
 
 from __future__ import annotations
@@ -12,59 +13,58 @@ import torch
 from torch import Tensor
 
 from shardtune.kernels.autotune import autotuned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # on a machine without a GPU
-    triton = None
+from shardtune.kernels.triton_import import tl, triton
 
 LARGEST_RANK = 64
+"""Of LoRA, in our kernels: a tile of a larger one would not fit into shared memory."""
 
 
-def add_lora_residual(y: Tensor, narrow: Tensor, up: Tensor, past: Tensor) -> Tensor:
-    """`y + narrow @ up.T + past`, in the shape of the latter, which isn't that of the others: a row
-    for each token. On a GPU it is one pass, rounded once."""
-    (rows, columns), rank = y.shape, narrow.shape[1]
-    known = triton is not None and y.is_cuda and y.dtype != torch.float32
-    if not known or rank > LARGEST_RANK or not past.is_contiguous():
-        return y.addmm(narrow, up.t()).view(past.shape) + past
-    result = torch.empty_like(past)
+def add_lora_residual(y: Tensor, lora_hidden: Tensor, lora_b: Tensor, residual: Tensor) -> Tensor:
+    """`y + lora_hidden @ lora_b.T + residual`, in the residual's shape (the others have a row for
+    each token). On a GPU it is one pass, rounded once."""
+    (rows, columns), rank = y.shape, lora_hidden.shape[1]
+    fits_kernel = triton is not None and y.is_cuda and y.dtype != torch.float32
+    if not fits_kernel or rank > LARGEST_RANK or not residual.is_contiguous():
+        return y.addmm(lora_hidden, lora_b.t()).view(residual.shape) + residual
+    result = torch.empty_like(residual)
 
     def tiles(chosen: Any) -> tuple[int, int]:
         return triton.cdiv(rows, chosen["BM"]), triton.cdiv(columns, chosen["BN"])
 
     _add_lora_residual[tiles](
-        y, narrow, up, past, result, rows, columns, rank, *narrow.stride(), *up.stride(),
+        y, lora_hidden, lora_b, residual, result, rows, columns, rank,
+        *lora_hidden.stride(), *lora_b.stride(),
         rows.bit_length(), max(16, triton.next_power_of_2(rank)),
     )  # fmt: skip
     return result
 
 
 def _add_lora_residual_kernel(  # type: ignore[no-untyped-def]
-    y, narrow, up, past, result, rows, columns, rank,
-    narrow_row, narrow_column, up_row, up_column, many,
+    y, lora_hidden, lora_b, residual, result, rows, columns, rank,
+    hidden_row, hidden_column, b_row, b_column, rows_log2,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BM
     m, r = tl.arange(0, BM), tl.arange(0, R)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
-    here, ranked = (m < rows - begin)[:, None], r < rank
-    inside = here & (c < columns)[None, :]
+    in_rows, in_rank = (m < rows - begin)[:, None], r < rank
+    inside = in_rows & (c < columns)[None, :]
     tile = begin * columns + (m[:, None] * columns + c[None, :])
-    total = tl.load(past + tile, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(residual + tile, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(y + tile, mask=inside, other=0.0).to(tl.float32)
-    some = narrow + begin * narrow_row + (m[:, None] * narrow_row + r[None, :] * narrow_column)
-    some = tl.load(some, mask=here & ranked[None, :], other=0.0)
-    matrix = up + (r[:, None] * up_column + c[None, :] * up_row)
-    matrix = tl.load(matrix, mask=ranked[:, None] & (c < columns)[None, :], other=0.0)
-    total = tl.dot(some, matrix, total).to(result.dtype.element_ty)
+    hidden = (
+        lora_hidden + begin * hidden_row + (m[:, None] * hidden_row + r[None, :] * hidden_column)
+    )
+    hidden = tl.load(hidden, mask=in_rows & in_rank[None, :], other=0.0)
+    b = lora_b + (r[:, None] * b_column + c[None, :] * b_row)
+    b = tl.load(b, mask=in_rank[:, None] & (c < columns)[None, :], other=0.0)
+    total = tl.dot(hidden, b, total).to(result.dtype.element_ty)
     tl.store(result + tile, total, mask=inside)
 
 
 _add_lora_residual = autotuned(
     _add_lora_residual_kernel,
-    ("columns", "R", "many"),
+    ("columns", "R", "rows_log2"),
     [
         ({"BM": rows, "BN": columns}, warps, 3)
         for rows, columns, warps in (

@@ -1,5 +1,4 @@
-"""Products whose sums aren't rounded to the precision of what is multiplied: gradients of weights
-that are held in fp32."""
+"""Matmul of 16-bit operands with fp32 output: gradients of weights that are held in fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 @torch.library.custom_op("shardtune::matmul_fp32_out", mutates_args=())
 def matmul_fp32_out(left: Tensor, right: Tensor) -> Tensor:
-    """The product as the matrix unit sums it up, not rounded to 16 bits."""
+    """`left @ right` as tensor cores accumulate it, in fp32, without the rounding to 16 bits."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

@@ -1,10 +1,11 @@
-"""Products of layers with one input. A compiler doesn't look into them, so what is kept for the
-backward pass can be chosen product by product.
+"""Stacked linear layers: those that share an input (Q, K, V; gate, up) as one GEMM.
 
-Weights that are multiplied with one input stand below each other in memory: there and back it is
-one product then, instead of several that read and write the same numbers. Below them is room for
-the first matrix of their adapters (`down`), so what it makes of the input comes out beside what
-they make, and what goes back through it needs no product of its own.
+Their weights are views of one buffer, below each other, so forward and backward are one GEMM each
+instead of several that read the same input (or add to the same gradient). Below them are spare rows
+for the adapters' stacked A: then x A^T comes out of the same GEMM, and dh A goes back with it.
+
+Each is a custom op, which a compiler doesn't look into: so selective activation checkpointing can
+choose what to save matmul by matmul.
 """
 
 from __future__ import annotations
@@ -17,40 +18,40 @@ from torch import Tensor, nn
 from shardtune.kernels.lora_residual import add_lora_residual
 
 LinearLayers = tuple[nn.Linear, ...]
-"""Layers that have one input. Their outputs stand side by side."""
+"""Layers that share an input. Their outputs are columns of one matrix."""
 CACHE_LINE = 64
-"""Of 16-bit numbers: 128 bytes."""
+"""128 bytes, in 16-bit numbers."""
 
 
-def stack_weights(layers: LinearLayers, room: int) -> None:
-    """Puts the weights of layers with one input where a product finds them as one matrix, with so
-    many rows to spare. They have to be whole, and on the device where they stay."""
+def stack_weights(layers: LinearLayers, spare: int) -> None:
+    """Moves the weights of layers that share an input into one buffer, as views below each other,
+    with `spare` rows behind them. They have to be whole, and on the device where they stay."""
     weights = [layer.weight.detach() for layer in layers]
     assert all(type(weight) is Tensor and weight.dim() == 2 for weight in weights)
     rows = [len(weight) for weight in weights]
-    whole = weights[0].new_empty(sum(rows) + room, weights[0].shape[1])
-    places = torch.split(whole, [*rows, room])
+    stacked = weights[0].new_empty(sum(rows) + spare, weights[0].shape[1])
+    places = torch.split(stacked, [*rows, spare])
     for layer, weight, place in zip(layers, weights, places[:-1], strict=True):
         layer.weight.data = place.copy_(weight)
-        layer.spare_rows = room  # type: ignore[assignment]
+        layer.spare_rows = spare  # type: ignore[assignment]
 
 
 def spare_rows(layers: LinearLayers) -> int:
-    """Rows to spare, as far as `stack_weights` had its way. Engines may move weights afterwards,
-    so a product looks where they are."""
+    """Spare rows that `stack_weights` has left. Engines may move weights afterwards, so a matmul
+    compares addresses each time."""
     return int(getattr(layers[-1], "spare_rows", 0))
 
 
 def empty_aligned(like: Tensor, rows: int, columns: int) -> Tensor:
-    """An empty matrix; on a GPU its rows begin where a line of the cache does, or a tile of 64
-    columns would touch two of them. Elsewhere it is dense: oneDNN multiplies what lies behind the
-    end of a row with zeros, which makes NaN of whatever is found there."""
+    """An empty matrix; on a GPU its rows are aligned to cache lines, or a tile of 64 columns would
+    touch two of them. Elsewhere it is dense: oneDNN multiplies what lies behind the end of a row
+    with zeros, which makes NaN of whatever is found there."""
     padded = -(-columns // CACHE_LINE) * CACHE_LINE if like.is_cuda else columns
     return like.new_empty(rows, padded)[:, :columns]
 
 
 def cat_aligned(*parts: Tensor) -> Tensor:
-    """Matrices in one that is `empty_aligned`, as a compiler is told that it is."""
+    """`torch.cat(parts, dim=1)` into an `empty_aligned` matrix, as the op's fake says."""
     result = empty_aligned(parts[0], len(parts[0]), sum(part.shape[1] for part in parts))
     torch.cat(parts, dim=1, out=result)
     return result
@@ -58,97 +59,101 @@ def cat_aligned(*parts: Tensor) -> Tensor:
 
 @torch.library.custom_op("shardtune::stacked_linear", mutates_args=())
 def stacked_linear(
-    narrow: Tensor | None,
-    up: Tensor | None,
+    lora_hidden: Tensor | None,
+    lora_b: Tensor | None,
     x: Tensor,
     weights: Sequence[Tensor],
-    past: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`narrow @ up.T` (if there is any) plus the products with the weights, side by side. Where
-    there is, it may be added to what went `past` them, and has its shape then."""
-    begun = narrow is not None and past is None
-    if narrow is not None and up is not None and past is None:
-        y = narrow @ up.t()
+    """`x @ [W1; W2; ...].T + lora_hidden @ lora_b.T (+ residual)`: one GEMM where the weights are
+    stacked, which accumulates onto LoRA's product. With a residual the result has its shape."""
+    accumulates = lora_hidden is not None and residual is None
+    if lora_hidden is not None and lora_b is not None and residual is None:
+        y = lora_hidden @ lora_b.t()
     else:
         y = x.new_empty(len(x), sum(len(weight) for weight in weights))
     for columns, weight in _column_blocks(y, _as_one_matrix(weights)):
-        torch.addmm(columns, x, weight.t(), beta=int(begun), out=columns)
-    if past is None:
+        torch.addmm(columns, x, weight.t(), beta=int(accumulates), out=columns)
+    if residual is None:
         return y
-    assert narrow is not None
-    assert up is not None
-    return add_lora_residual(y, narrow, up, past)
+    assert lora_hidden is not None
+    assert lora_b is not None
+    return add_lora_residual(y, lora_hidden, lora_b, residual)
 
 
 @stacked_linear.register_fake
 def _(
-    narrow: Tensor | None,
-    up: Tensor | None,
+    lora_hidden: Tensor | None,
+    lora_b: Tensor | None,
     x: Tensor,
     weights: Sequence[Tensor],
-    past: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    if past is not None:
-        return past.new_empty(past.shape)
+    if residual is not None:
+        return residual.new_empty(residual.shape)
     # Not `len(x)`: that would be a number, and what is compiled good for so many rows only.
     return x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
 
 
 @torch.library.custom_op("shardtune::stacked_linear_lora_a", mutates_args=())
-def stacked_linear_lora_a(x: Tensor, down: Tensor, weights: Sequence[Tensor], room: int) -> Tensor:
-    """The products with the weights, and the one with `down` beside them."""
-    y = empty_aligned(x, len(x), sum(len(weight) for weight in weights) + len(down))
-    whole = _with_lora_a_below(weights, down, room)
-    for columns, weight in _column_blocks(y, [*weights, down] if whole is None else [whole]):
+def stacked_linear_lora_a(
+    x: Tensor, lora_a: Tensor, weights: Sequence[Tensor], spare: int
+) -> Tensor:
+    """`x @ [W1; W2; ...; A].T`: the stacked layers and LoRA's x A^T, from one GEMM where `spare`
+    rows have room for A."""
+    y = empty_aligned(x, len(x), sum(len(weight) for weight in weights) + len(lora_a))
+    stacked = _with_lora_a_below(weights, lora_a, spare)
+    for columns, weight in _column_blocks(y, [*weights, lora_a] if stacked is None else [stacked]):
         torch.mm(x, weight.t(), out=columns)
     return y
 
 
 @stacked_linear_lora_a.register_fake
-def _(x: Tensor, down: Tensor, weights: Sequence[Tensor], room: int) -> Tensor:
-    return empty_aligned(x, x.shape[0], sum(len(weight) for weight in weights) + len(down))
+def _(x: Tensor, lora_a: Tensor, weights: Sequence[Tensor], spare: int) -> Tensor:
+    return empty_aligned(x, x.shape[0], sum(len(weight) for weight in weights) + len(lora_a))
 
 
 @torch.library.custom_op("shardtune::stacked_linear_backward", mutates_args=())
 def stacked_linear_backward(
-    narrow: Tensor | None,
-    down: Tensor | None,
-    gradient: Tensor,
+    lora_hidden: Tensor | None,
+    lora_a: Tensor | None,
+    grad_output: Tensor,
     weights: Sequence[Tensor],
-    room: int = 0,
+    spare: int = 0,
 ) -> Tensor:
-    """`narrow @ down` (if there is any) plus the products with the weights, added up. `narrow` may
-    stand beside the gradient, as its last columns."""
+    """The gradient of the input: `grad_output @ [W1; W2; ...] + lora_hidden @ lora_a`.
+    `lora_hidden` (here its gradient) may be the last columns of `grad_output`: one GEMM then, where
+    A has room."""
     rows = sum(len(weight) for weight in weights)
-    if gradient.shape[1] > rows and down is not None:
-        whole = _with_lora_a_below(weights, down, room)
-        if whole is not None:
-            return gradient @ whole
-        gradient, narrow = gradient[:, :rows], gradient[:, rows:]
-    begun = narrow is not None
-    if narrow is None or down is None:
-        to_x = gradient.new_empty(len(gradient), weights[0].shape[1])
+    if grad_output.shape[1] > rows and lora_a is not None:
+        stacked = _with_lora_a_below(weights, lora_a, spare)
+        if stacked is not None:
+            return grad_output @ stacked
+        grad_output, lora_hidden = grad_output[:, :rows], grad_output[:, rows:]
+    accumulates = lora_hidden is not None
+    if lora_hidden is None or lora_a is None:
+        grad_input = grad_output.new_empty(len(grad_output), weights[0].shape[1])
     else:
-        to_x = narrow @ down
-    for columns, weight in _column_blocks(gradient, _as_one_matrix(weights)):
-        torch.addmm(to_x, columns, weight, beta=int(begun), out=to_x)
-        begun = True
-    return to_x
+        grad_input = lora_hidden @ lora_a
+    for columns, weight in _column_blocks(grad_output, _as_one_matrix(weights)):
+        torch.addmm(grad_input, columns, weight, beta=int(accumulates), out=grad_input)
+        accumulates = True
+    return grad_input
 
 
 @stacked_linear_backward.register_fake
 def _(
-    narrow: Tensor | None,
-    down: Tensor | None,
-    gradient: Tensor,
+    lora_hidden: Tensor | None,
+    lora_a: Tensor | None,
+    grad_output: Tensor,
     weights: Sequence[Tensor],
-    room: int = 0,
+    spare: int = 0,
 ) -> Tensor:
-    return gradient.new_empty(gradient.shape[0], weights[0].shape[1])
+    return grad_output.new_empty(grad_output.shape[0], weights[0].shape[1])
 
 
 def _as_one_matrix(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Weights that stand below each other in memory, as one."""
+    """Weights that are below each other in memory, as one matrix; otherwise themselves."""
     first = weights[0]
     begin, wide = first.storage_offset(), first.shape[1]
     for weight in weights:
@@ -159,24 +164,24 @@ def _as_one_matrix(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return [first.as_strided((sum(len(weight) for weight in weights), wide), (wide, 1))]
 
 
-def _with_lora_a_below(weights: Sequence[Tensor], down: Tensor, room: int) -> Tensor | None:
-    """All weights with `down` below them; None where there is no room for it. There is if the
-    weights and `room` rows are all that their piece of memory has. Nobody else sees these rows; but
-    two threads that compute one layer with different adapters would see each other's."""
+def _with_lora_a_below(weights: Sequence[Tensor], lora_a: Tensor, spare: int) -> Tensor | None:
+    """The stacked weights with `lora_a` copied below them; None where there is no room. There is if
+    the weights and `spare` rows are all that their buffer has. Nobody else sees these rows; but two
+    threads that compute one layer with different adapters would see each other's."""
     one, *others = _as_one_matrix(weights)
     rows, wide = one.shape
-    whole = (rows + room) * wide * one.element_size()
-    alone = one.storage_offset() == 0 and one.untyped_storage().nbytes() == whole
-    if others or not alone or len(down) > room:
+    stacked = (rows + spare) * wide * one.element_size()
+    alone = one.storage_offset() == 0 and one.untyped_storage().nbytes() == stacked
+    if others or not alone or len(lora_a) > spare:
         return None
     # `data`: to autograd the weights, which it has seen, would be others from here on.
-    matrix = one.data.as_strided((rows + len(down), wide), (wide, 1))
-    matrix[rows:].copy_(down)
+    matrix = one.data.as_strided((rows + len(lora_a), wide), (wide, 1))
+    matrix[rows:].copy_(lora_a)
     return matrix
 
 
 def _column_blocks(joint: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each weight with its columns of the joint result."""
+    """Each weight with its columns of the result."""
     begin = 0
     for weight in weights:
         yield joint[:, begin : begin + len(weight)], weight

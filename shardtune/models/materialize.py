@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardtune.compat.c_allocator import give_back_memory
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter
 from shardtune.core.model.known_models import MODEL_NAME
+from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
@@ -46,10 +47,6 @@ from shardtune.parallel import strategies_that
 
 DividePart = Callable[[nn.Module], None]
 LeftOut = Callable[[nn.Module], Collection[nn.Module]]
-
-_ADAPTED = "base_model.model."
-_WRAPPINGS = frozenset({"base_layer", "original_module"})
-"""What peft adds to a weight's name when it wraps its module; `_ADAPTED` goes before all names."""
 
 
 def build_model(
@@ -163,7 +160,7 @@ class Frame:
                     holder.finish_calibration()
                     takers: dict[str, list[FP8Linear]] = {}
                     for module in (each for each in inside if each.holder is holder):
-                        tensor = self.names.tensor_of.get(_unwrapped(f"{names[module]}.weight"))
+                        tensor = self.names.tensor_of.get(unwrap_name(f"{names[module]}.weight"))
                         if tensor is not None:  # a joint layer has none of its own
                             takers.setdefault(tensor, []).append(module)
                     for tensor, weight in self.names.files.read(takers):
@@ -339,7 +336,7 @@ def _fill(
         if module in absent or ".modules_to_save." in f"{module_name}.":
             continue  # the latter is filled as a copy of the original
         for leaf, tensor in (*module.named_parameters(recurse=False), *_buffers(module)):
-            tensor_name = names.tensor_of.get(_unwrapped(f"{module_name}.{leaf}"))
+            tensor_name = names.tensor_of.get(unwrap_name(f"{module_name}.{leaf}"))
             if tensor_name is not None and (tensor.is_meta or leaf in module._buffers):
                 wanted.setdefault(tensor_name, []).append((module, leaf))
         for leaf, buffer in _buffers(module):
@@ -353,11 +350,6 @@ def _fill(
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(module.named_buffers(recurse=False))
-
-
-def _unwrapped(name: str) -> str:
-    words = name.removeprefix(_ADAPTED).split(".")
-    return ".".join(word for word in words if word not in _WRAPPINGS)
 
 
 def _place(

@@ -22,6 +22,7 @@ from shardtune.core.document_boundaries import (
     takes_boundaries,
     varlen_inputs,
 )
+from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.kernels import flash_attention as flash
 
 _PROBE = "shardtune_look"
@@ -69,8 +70,7 @@ def use_varlen_attention(model: Any, device: str, compute: torch.dtype) -> None:
 
 def describe_attention(model: Any) -> str:
     """In words, for whoever wonders why attention is slow."""
-    unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
-    base = unwrap() if unwrap else model
+    base = unwrap_model(model)
     if takes_boundaries(model):
         kernels = "FlashAttention 4"
         if model.config._attn_implementation != VARLEN_DETERMINISTIC:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
+from shardtune.core.model.architectures.ia3 import ia3_feedforward, ia3_targets
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.kernels.autocast_forward import autocast_forward
 from shardtune.models.added_tokens import ends
@@ -232,39 +233,18 @@ def _ia3(model: Any, adapter: IA3) -> Any:
 
 def ia3_modules(model: Any, adapter: IA3) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The linear layers that IA3 scales, and those of them whose input it scales."""
-    from peft.utils.constants import (
-        TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING as FEEDFORWARD,
-    )
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING as TARGETS
-
     family = model.config.get_text_config().model_type
-    linear = _names_of(model, _is_linear)
     targets, feedforward = adapter.targets, adapter.feedforward
     if targets == "auto":
-        targets = tuple(TARGETS.get(family) or _known_among(linear, (*_SCALED_OUTPUTS, *_LAST)))
-        if not targets:
-            fact = f"nobody knows which layers of a {family!r} model IA3 should scale"
-            fix = f"choose keys, values and the MLP's last among {', '.join(sorted(linear))}"
-            raise ModelError(Problem("adapter.targets", fact, fix))
+        targets = ia3_targets(family, _names_of(model, _is_linear))
     if feedforward == "auto":
-        known = (*FEEDFORWARD.get(family, ()), *_LAST)
-        feedforward = tuple(target for target in targets if target in known)
+        feedforward = ia3_feedforward(family, targets)
     strangers = [name for name in feedforward if name not in targets]
     if strangers:
         fact = f"{', '.join(strangers)} not among the targets ({', '.join(targets)})"
         fix = "name them in adapter.targets too"
         raise ModelError(Problem("adapter.feedforward", fact, fix))
     return targets, feedforward
-
-
-# IA3 scales what attention reads (keys and values) and what the MLP's last layer takes in. These
-# are the names which those layers bear in families that peft's own table doesn't know.
-_SCALED_OUTPUTS = ("k_proj", "v_proj", "query_key_value", "qkv_proj")
-_LAST = ("down_proj", "dense_4h_to_h", "fc2", "fc_out")
-
-
-def _known_among(names: set[str], known: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in known if name in names)
 
 
 def _saves_tied(model: Any, names: tuple[str, ...]) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.setup import EngineSetup
 from shardtune.engine.native import COMPUTE
 
@@ -34,9 +35,8 @@ def sharing(
 
     def divide(part: nn.Module) -> None:
         # peft's wrapper is passed by when a text is generated; the model inside never is.
-        inner = getattr(part, "get_base_model", None)
         fully_shard(
-            inner() if inner else part,
+            unwrap_model(part),
             mesh=groups[rows],
             mp_policy=policy,
             offload_policy=keeping,

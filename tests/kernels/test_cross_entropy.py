@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardtune.core.step import IGNORED
-from shardtune.kernels.linear_cross_entropy import _in_one, _score
+from shardtune.kernels.linear_cross_entropy import _cross_entropy_op, _cross_entropy_with_gradient
 
 SHAPES = [(1, 1), (7, 33), (5, 8193), (3, 20_000)]
 """Rows and vocabulary: less than a block of the kernel, just more than one, several."""
@@ -52,13 +52,13 @@ def assert_right(
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    for score in (_score, _in_one):
+    for score in (_cross_entropy_with_gradient, _cross_entropy_op):
         assert_right(score, *given(*shape, dtype))
 
 
 def test_rows_that_are_all_ignored_have_no_loss() -> None:
     logits, targets = given(4, 40, torch.float32)
-    loss, gradient = _score(logits, torch.full_like(targets, IGNORED))
+    loss, gradient = _cross_entropy_with_gradient(logits, torch.full_like(targets, IGNORED))
     assert loss == 0
     assert not gradient.any()
 
@@ -66,7 +66,7 @@ def test_rows_that_are_all_ignored_have_no_loss() -> None:
 def test_what_is_not_finite_is_not_hidden() -> None:
     logits, targets = given(2, 40, torch.float32)
     logits[1, 3] = torch.nan
-    loss, gradient = _score(logits, targets)
+    loss, gradient = _cross_entropy_with_gradient(logits, targets)
     assert loss.isnan()
     assert gradient[0].isfinite().all()
     assert gradient[1].isnan().any()

@@ -92,7 +92,7 @@ class ByHand:
 @pytest.mark.parametrize(("deaf", "right"), [(False, True), (True, False)])
 def test_it_is_tried_before_it_is_trusted(monkeypatch, deaf: bool, right: bool):
     monkeypatch.setattr(flash, "_kernels", ByHand(deaf=deaf))
-    assert (flash._distance("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE) is right
+    assert (flash._probe_error("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE) is right
 
 
 def test_sums_in_any_order_are_refused(monkeypatch):
@@ -105,7 +105,7 @@ def test_sums_in_any_order_are_refused(monkeypatch):
             told["dq"][0] *= 1 + 0.01 * self.calls  # less than results may be off
 
     monkeypatch.setattr(flash, "_kernels", AnyOrder())
-    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE
+    assert not flash._probe_error("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE
 
 
 def test_numbers_that_are_none_are_far_from_right(monkeypatch):
@@ -114,7 +114,7 @@ def test_numbers_that_are_none_are_far_from_right(monkeypatch):
         _flash_attn_bwd=lambda *_, **__: None,
     )
     monkeypatch.setattr(flash, "_kernels", nothing)
-    assert not flash._distance("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE
+    assert not flash._probe_error("cpu", torch.bfloat16, *TRIED) < flash.PROBE_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_speaks_against_it_is_told(monkeypatch, kind, package: str, why: st
     monkeypatch.setattr(flash, "PACKAGE", package)
     monkeypatch.setattr(flash, "_kernels", None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    found = flash._unfit("cuda", torch.bfloat16, *HEADS)
+    found = flash._probe("cuda", torch.bfloat16, *HEADS)
     assert found is not None
     assert found.startswith(why)
 
@@ -146,4 +146,4 @@ def test_a_gpu_that_is_lost_is_told_as_such(monkeypatch):
     monkeypatch.setattr(flash, "PACKAGE", "json")
     monkeypatch.setattr(flash, "_kernels", None)
     with pytest.raises(ModelError, match=r"took the GPU with it(.|\n)*pip uninstall"):
-        flash._unfit("cuda", torch.bfloat16, *HEADS)
+        flash._probe("cuda", torch.bfloat16, *HEADS)

@@ -24,7 +24,7 @@ WIDTH, VOCABULARY, TOKENS = 16, 50, 600
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """256 rows each, so that 600 tokens take three."""
-    monkeypatch.setattr(module, "PIECE", 1)
+    monkeypatch.setattr(module, "loss_chunk_rows", lambda vocab: 256)
 
 
 def given(dtype: torch.dtype) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_those_of_the_whole(dtype: torch.dtype) -> None:
     leaves = (hidden, head.weight, head.bias)
     wanted = torch.autograd.grad(expected * 0.7, leaves)
     fused = FusedLoss(head)
-    with fused.summing(targets):
+    with fused.returning_loss(targets):
         loss = head(hidden)
     found = torch.autograd.grad(loss * 0.7, leaves)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_the_whole(dtype: torch.dtype) -> None:
 def test_a_frozen_head_gets_no_gradient() -> None:
     head, hidden, targets = given(torch.float32)
     head.requires_grad_(False)
-    with FusedLoss(head).summing(targets):
+    with FusedLoss(head).returning_loss(targets):
         head(hidden).backward()
     assert hidden.grad is not None
     assert head.weight.grad is None
@@ -76,7 +76,7 @@ def test_judging_counts_what_the_model_would_choose() -> None:
     logits = head(hidden)
     chosen = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum().item()
     expected = plain(head, hidden, targets).item()
-    with torch.no_grad(), FusedLoss(head).judging(targets):
+    with torch.no_grad(), FusedLoss(head).evaluating(targets):
         loss, correct = head(hidden).tolist()
     assert correct == chosen
     assert loss == pytest.approx(expected, rel=1e-6)

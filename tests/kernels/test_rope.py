@@ -91,6 +91,6 @@ def test_a_family_leaves_alone_what_comes_without_angles() -> None:
     q, k = some((1, 2, 3, 8), 0), some((1, 1, 3, 8), 1)
     assert once(q, k, None, None) == (q, k)
     cos, sin = (each[:, :3] for each in angles(8, torch.float32, 1))
-    rope_qkv, _ = once(q, k, cos, sin)
-    assert not torch.equal(rope_qkv, q)
+    rotated, _ = once(q, k, cos, sin)
+    assert not torch.equal(rotated, q)
     assert not skip_if_rotated("shardtune.kernels.rope")

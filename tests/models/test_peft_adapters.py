@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.constants import (
+    TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
+    TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+)
 
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
+from shardtune.core.model.architectures import ia3
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load_result import load_result
@@ -120,6 +125,14 @@ def test_ia3_knows_the_families(
     write(tmp_path, family)
     model = skeleton(ModelFiles(ModelSection(name=str(tmp_path))), torch.float32)
     assert tuple(map(set, ia3_modules(model, IA3()))) == (targets, feedforward)
+
+
+def test_our_table_of_ia3_is_that_of_peft() -> None:
+    """The planner has no peft; what it counts and what peft would scale are one table."""
+    for family, targets in TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.items():
+        assert ia3.ia3_targets(family, ()) == tuple(targets), family
+        known = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(family, ())
+        assert set(known) & set(targets) <= set(ia3.ia3_feedforward(family, tuple(targets))), family
 
 
 def test_ia3_derives_what_peft_does_not_know(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from shardtune.config.job import (
     TrainSource,
 )
 from shardtune.config.rules import check
+from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.errors import JobError, ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
@@ -45,7 +46,7 @@ def build(name: str | Path, kind: str, adapter: Adapter, precision: str = "fp32"
 
 def quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {
-        name.replace("base_model.model.", "").replace(".base_layer", ""): module
+        unwrap_name(name): module
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear)
     }

@@ -7,7 +7,6 @@ would have to be given copies afterwards: two passes more over all weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,7 @@ from torch import Tensor, nn
 from shardtune.engine.optim.host_mapped import host_mapped_zeros
 from shardtune.engine.optim.split_fp32 import NAN, joined, split
 from shardtune.errors import JobError, Problem
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # on a machine without a GPU
-    triton = None
+from shardtune.kernels.triton_import import jit, tl, triton
 
 UPDATE_BLOCK = 1024
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -165,4 +159,4 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         tl.store(upper + place, ((bits - low) >> 16).to(tl.int16), mask=inside)
 
 
-_update: Any = triton.jit(_update_kernel) if triton is not None else None
+_update = jit(_update_kernel)

@@ -1,8 +1,12 @@
-"""What a layer keeps for its backward pass, and what it computes once more.
+"""Selective activation checkpointing: what a layer saves for its backward pass, and what it
+recomputes.
 
-Not all or nothing: a layer is run inside torch's selective checkpointing, and a rule says of each
-operation whether its result is kept. Small operations are cheap to repeat and their results as
-large as any other, so those are never kept; what differs is which products are.
+Not all or nothing: a layer runs inside torch's selective checkpointing, and a policy says of each
+op whether its output is saved. Pointwise ops are cheap to repeat and their outputs as large as any
+other, so those are always recomputed; the levels differ in which matmuls are saved.
+
+    none: all matmuls and attention      mlp: not those before an MLP's activation
+    most: attention alone                full: nothing (transformers does that itself)
 """
 
 from __future__ import annotations
@@ -20,77 +24,78 @@ from torch.utils.checkpoint import (
 )
 
 from shardtune.compat.torch_compiler import hide_checkpoint_warning
+from shardtune.core.activation_memory import WIDE_MATMUL
 from shardtune.core.setup import Recompute
 
-WIDE = 2
-"""A product whose result is this many times wider than what goes in takes more memory than it is
-worth: in a decoder that is what comes before an MLP's activation. In an 8 B Llama it is 61 % of all
-that is kept, for half of a forward pass."""
-KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 Policy = Callable[..., CheckpointPolicy]
 
 
-def checkpoint_activations(layer: nn.Module, what: Recompute) -> None:
-    """Lets `layer` keep what the setting says. It stays what it was, by its class's name too."""
+def checkpoint_activations(layer: nn.Module, level: Recompute) -> None:
+    """Lets `layer` save what the level says. It keeps its class's name."""
     hide_checkpoint_warning()
     kind: Any = type(layer)
-    layer.__class__ = _recomputing(kind)
-    layer.rule = POLICIES[what]  # type: ignore[assignment]
+    layer.__class__ = _checkpointed_class(kind)
+    layer.policy = POLICIES[level]  # type: ignore[assignment]
 
 
 class CheckpointedLayer:
-    """A layer that computes some things twice."""
+    """A layer that runs inside `torch.utils.checkpoint` with a policy."""
 
-    rule: Policy
+    policy: Policy
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inside = super().forward  # type: ignore[misc]
         if not self.training or not torch.is_grad_enabled():
             return inside(*args, **kwargs)
-        contexts = partial(create_selective_checkpoint_contexts, self.rule)
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
         return checkpoint(inside, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @cache
-def _recomputing(kind: type) -> type:
+def _checkpointed_class(kind: type) -> type:
     return type(kind.__name__, (CheckpointedLayer, kind), {"__module__": kind.__module__})
 
 
-def _attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps what attention gives: its work grows with the length, its result doesn't."""
-    return KEEP if _named(op) in _ALWAYS else DROP
+def _save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Saves attention's output: its work grows with the length, its output doesn't."""
+    return SAVE if _op_name(op) in _ATTENTION_OPS else RECOMPUTE
 
 
-def _narrow(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps attention and the products that aren't wide."""
-    name = _named(op)
-    if name in _ALWAYS:
-        return KEEP
-    sizes = _PRODUCTS.get(name)
+def _save_narrow_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Saves attention and the matmuls that don't widen."""
+    name = _op_name(op)
+    if name in _ATTENTION_OPS:
+        return SAVE
+    sizes = _MATMULS.get(name)
     if sizes is None:
-        return DROP
+        return RECOMPUTE
     inputs, outputs = sizes(args)
-    return DROP if outputs > WIDE * inputs else KEEP
+    return RECOMPUTE if outputs > WIDE_MATMUL * inputs else SAVE
 
 
-def _products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps attention and every product."""
-    name = _named(op)
-    return KEEP if name in _ALWAYS or name in _PRODUCTS else DROP
+def _save_all_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Saves attention and every matmul."""
+    name = _op_name(op)
+    return SAVE if name in _ATTENTION_OPS or name in _MATMULS else RECOMPUTE
 
 
-POLICIES: dict[Recompute, Policy] = {"none": _products, "mlp": _narrow, "most": _attention}
+POLICIES: dict[Recompute, Policy] = {
+    "none": _save_all_matmuls,
+    "mlp": _save_narrow_matmuls,
+    "most": _save_attention,
+}
 """`full` isn't here: transformers does that itself."""
 
 
-def _named(op: Any) -> str:
+def _op_name(op: Any) -> str:
     return str(op.name()).split(".")[0] if hasattr(op, "name") else str(op)
 
 
-_ALWAYS = frozenset(
+_ATTENTION_OPS = frozenset(
     {
-        "aten::rsqrt",  # of a norm: a number for each row, without which rows are summed up again
+        "aten::rsqrt",  # of a norm: a number for each row, without which rows are reduced again
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
@@ -101,7 +106,7 @@ _ALWAYS = frozenset(
         "flash_attn::_flash_attn_varlen_forward",
     }
 )
-_PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
+_MATMULS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "aten::mm": lambda args: args[1].shape,
     "aten::addmm": lambda args: args[2].shape,
     "aten::bmm": lambda args: args[1].shape[1:],
@@ -113,7 +118,7 @@ _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "shardtune::fp8_linear": lambda args: (args[2].shape[1], len(args[4])),
     "shardtune::swiglu_lora": lambda args: (args[0].shape[1], len(args[3])),
 }
-"""How many numbers a row of the input and of the result has."""
+"""Widths of input and output of each matmul."""
 
 
 def checkpoint_whole_layers(model: Any) -> None:

@@ -1,4 +1,6 @@
-"""How the layers of a model are run: as transformers writes them, or the fast way."""
+"""How the layers of a model are run: as transformers writes them, or fused, compiled and with
+selective activation checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ from shardtune.models.fused.full_finetune import fuse_full
 
 @dataclass(frozen=True)
 class LayerSetup:
-    """What the job says of it."""
+    """What the job says of how layers are run: compiled, and what they recompute."""
 
     compiled: bool = False
     recompute: Recompute = "none"
     kept: int = 0
-    """Layers, the last ones, that keep more."""
+    """The last layers, which recompute nothing."""
 
     @property
     def changes_layers(self) -> bool:
@@ -61,7 +63,8 @@ def pack_weights(layers: Iterable[nn.Module]) -> None:
 def apply_fused_layers(
     causal: Any, layers: Sequence[nn.Module], adapter: Adapter, setup: LayerSetup
 ) -> None:
-    """Prepares `layers` of a model that has its adapters. They may be without weights still.
+    """Fuses, checkpoints and compiles `layers` of a model that has its adapters. They may be
+    without weights still.
 
     Compiling itself happens when a layer first runs; layers that are alike share the result.
     """

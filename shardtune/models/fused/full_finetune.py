@@ -1,8 +1,9 @@
-"""Decoder layers all of whose weights are trained, in 16 bits: those with one input together.
+"""Fused decoder layers for full fine-tuning in bf16: layers with a shared input as one GEMM.
 
-`lora` does the same for frozen weights with adapters beside them; here the weights' own gradients
-come out of one product, too. It takes 16-bit weights that stand below each other, which only an
-engine with weights in halves can give (`pack_trained_weights`); until then nothing is different.
+`lora.py` does the same for frozen weights with LoRA beside them; here the weights' own gradients
+come out of one GEMM, too: for stacked W, `dW = dY^T x` is one matrix whose parts are views. It
+takes bf16 weights that are packed into one buffer, which only an engine with split fp32 weights can
+give (`pack_trained_weights`); until then nothing is different.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from shardtune.core.fused_families import SHARED_INPUT_FAMILIES
 from shardtune.kernels.rope import rope_qkv, rope_qkv_backward
 from shardtune.kernels.stacked_linear import stack_weights, stacked_linear, stacked_linear_backward
 from shardtune.kernels.swiglu_backward import swiglu_backward
+from shardtune.models.fused.known_source import forward_is, input_goes_to
 from shardtune.models.fused.shared_input import (
     GATE_UP,
+    MLP_FORWARD,
     QKV,
     SHARED_INPUT,
     PrecomputedOutputs,
@@ -34,7 +37,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def fuse_full(layer: nn.Module, family: str) -> None:
-    """Lets the modules in `layer` compute together what has one input, once they are asked to."""
+    """Prepares the modules in `layer` to compute layers with a shared input together."""
     if family not in SHARED_INPUT_FAMILIES:
         return
     for module in list(layer.modules()):
@@ -45,24 +48,27 @@ def fuse_full(layer: nn.Module, family: str) -> None:
 
 
 def _fuse_shared_input(module: Any, names: tuple[str, ...], layers: list[Any]) -> None:
-    last = getattr(module, "down_proj", None)
-    gated = names == GATE_UP and type(last) is nn.Linear and is_silu(module)
-    closes = gated and all(each.bias is None for each in (*layers, last))
+    kind: Any = type(module)
+    if not input_goes_to(kind, names, lost=f"{', '.join(names)} are multiplied one by one"):
+        return
+    down_proj = getattr(module, "down_proj", None)
+    is_swiglu = names == GATE_UP and type(down_proj) is nn.Linear and is_silu(module)
+    is_swiglu = is_swiglu and forward_is(kind, MLP_FORWARD, lost="SwiGLU's output is saved")
+    is_mlp = is_swiglu and all(each.bias is None for each in (*layers, down_proj))
     for index, layer in enumerate(layers):
         layer.__class__ = SharedInputLinear
         layer.index = index
-    kind: Any = type(module)
-    module.__class__ = fused_class(FullMLP if closes else FullSharedInput, kind)
+    module.__class__ = fused_class(FullMLP if is_mlp else FullSharedInput, kind)
     module.shared_input = names
     if names == QKV:
         module.fuses_rope = applies_rope_directly(module, layers)
 
 
 class SharedInputLinear(nn.Linear):
-    """A layer that may be given what it would have computed."""
+    """A linear layer that returns its part where the module around it has computed it."""
 
     index = 0
-    """Among the layers that have its input."""
+    """Among the layers that share its input."""
 
     def forward(self, x: Tensor | PrecomputedOutputs) -> Tensor:
         if not isinstance(x, PrecomputedOutputs):
@@ -72,7 +78,7 @@ class SharedInputLinear(nn.Linear):
 
 
 class PackedTrainedWeights(SharedInputLayers):
-    """Their weights, upper halves, can stand below each other."""
+    """Layers with a shared input whose trained bf16 weights can be packed into one matrix."""
 
     packed = False
     """Whether they do."""
@@ -88,7 +94,7 @@ class PackedTrainedWeights(SharedInputLayers):
 
 
 class FullSharedInput(PackedTrainedWeights, SharedInput):
-    """A module whose layers with one input are computed together."""
+    """A module whose trained layers with a shared input are computed together."""
 
     @property
     def is_ready(self) -> bool:
@@ -105,7 +111,7 @@ class FullSharedInput(PackedTrainedWeights, SharedInput):
 
 
 class FullMLP(PackedTrainedWeights):
-    """A gated MLP without biases. What its activation gives isn't kept."""
+    """A SwiGLU MLP without biases. Its activation isn't saved, but recomputed."""
 
     down_proj: nn.Linear
 
@@ -119,7 +125,7 @@ class FullMLP(PackedTrainedWeights):
 
 
 class StackedLinear(torch.autograd.Function):
-    """`x @ weight.T` for each of the weights, side by side."""
+    """`x @ [W1; W2; ...].T`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor, *others: Tensor) -> Tensor:
@@ -131,30 +137,30 @@ class StackedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        return _back(gradients[0].contiguous(), *ctx.saved_tensors)
+        return _stacked_backward(gradients[0].contiguous(), *ctx.saved_tensors)
 
 
 class StackedLinearRoPE(torch.autograd.Function):
-    """The same of queries, keys and values, by head, the first two turned."""
+    """Q, K and V from one GEMM, split by head, with RoPE."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...], *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin, x, *weights)
-        rows, length, width = x.shape  # not by the angles: see `products.Turned`
-        joint = stacked_linear(None, None, x.reshape(-1, width), weights)
-        joint = joint.view(rows, length, joint.shape[1])
-        parts: tuple[Tensor, ...] = rope_qkv(joint, cos, sin, heads)
+        rows, length, width = x.shape  # not from cos: see `LoRAQKVRoPE`
+        qkv = stacked_linear(None, None, x.reshape(-1, width), weights)
+        qkv = qkv.view(rows, length, qkv.shape[1])
+        parts: tuple[Tensor, ...] = rope_qkv(qkv, cos, sin, heads)
         return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         cos, sin, x, *weights = ctx.saved_tensors
-        nothing = x.new_empty(sum(len(weight) for weight in weights), 0)  # no adapter
-        back = rope_qkv_backward(*gradients, cos, sin, nothing)
-        to_x, *to_weights = _back(back, x.reshape(-1, x.shape[-1]), *weights)
-        return to_x.view(x.shape), None, None, None, *to_weights
+        no_lora_b = x.new_empty(sum(len(weight) for weight in weights), 0)  # no adapter
+        grads = rope_qkv_backward(*gradients, cos, sin, no_lora_b)
+        grad_x, *grad_weights = _stacked_backward(grads, x.reshape(-1, x.shape[-1]), *weights)
+        return grad_x.view(x.shape), None, None, None, *grad_weights
 
 
 class SwiGLUMLP(torch.autograd.Function):
@@ -164,19 +170,19 @@ class SwiGLUMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         y = stacked_linear(None, None, x, (gate, up))
         ctx.save_for_backward(x, y, gate, up, down)
-        opened, other = y.chunk(2, dim=1)
-        result: Tensor = (functional.silu(opened) * other) @ down.t()
+        gate_out, up_out = y.chunk(2, dim=1)
+        result: Tensor = (functional.silu(gate_out) * up_out) @ down.t()
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         x, y, gate, up, down = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        back, active = swiglu_backward(gradient @ down, y)
-        return *_back(back, x, gate, up), gradient.t() @ active
+        grad_output = gradients[0].contiguous()
+        grads, activation = swiglu_backward(grad_output @ down, y)
+        return *_stacked_backward(grads, x, gate, up), grad_output.t() @ activation
 
 
-def _back(gradient: Tensor, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """To the input, and to each of the weights: parts of one matrix, which nobody copies."""
-    to_x = stacked_linear_backward(None, None, gradient, weights)
-    return to_x, *torch.split(gradient.t() @ x, [len(weight) for weight in weights])
+def _stacked_backward(grad_output: Tensor, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of the input, and of each weight: views of one matrix."""
+    grad_x = stacked_linear_backward(None, None, grad_output, weights)
+    return grad_x, *torch.split(grad_output.t() @ x, [len(weight) for weight in weights])

@@ -1,19 +1,16 @@
-"""Lets peft's LoRA layers compute through `products`, and those with one input together.
+"""Fused LoRA layers: peft's layers change class to one whose forward and backward are fused.
 
-The layers stay peft's, with their names and weights: only their class changes to one that knows a
-shorter way. A module that holds layers with one input (attention: queries, keys, values; MLP: gate
-and up) computes them before its own forward pass runs, and hands on the joint result in the place
-of the input. Each of the layers then only takes its part. What goes back meets in one matrix, which
-for queries, keys and values is a kernel's work (`rotary`).
+The layers stay peft's, with their names and weights: only their class changes. A module that holds
+layers with a shared input (attention: Q, K, V; MLP: gate, up) computes them before its own forward
+runs, and hands on the result in the place of the input; each of the layers then returns its part.
+In the backward pass their gradients are columns of one matrix, so it is one GEMM there, too. Where
+a class isn't, by its source, the one that ours was written for, it is left as it is.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,9 +19,11 @@ from torch import Tensor, nn
 
 from shardtune.core.fused_families import RESIDUAL_FAMILIES, SHARED_INPUT_FAMILIES
 from shardtune.kernels.stacked_linear import LinearLayers, stack_weights
+from shardtune.models.fused.known_source import forward_has, forward_is, input_goes_to
 from shardtune.models.fused.lora_autograd import LoRALinear, LoRAQKVRoPE, LoRASwiGLUMLP
 from shardtune.models.fused.shared_input import (
     GATE_UP,
+    MLP_FORWARD,
     QKV,
     SHARED_INPUT,
     PrecomputedOutputs,
@@ -52,11 +51,18 @@ DECODER_LAYER_FORWARD = [
     "hidden_states = residual + hidden_states",
     "return hidden_states",
 ]
-"""What most families' decoder layers do, line by line."""
+"""The forward of most families' decoder layers, which `FusedDecoderLayer` replaces."""
+LORA_FORWARD = (
+    "result = self.base_layer(x, *args, **kwargs)",
+    "result = result + lora_B(lora_A(dropout(x))) * scaling",
+)
+"""What peft's LoRA layer computes, which `FusedLoRALinear` replaces."""
 
 
 def fuse_lora(part: nn.Module, family: str) -> None:
-    """Gives the plain LoRA layers in `part` the shorter way; others are left as they are."""
+    """Fuses the plain LoRA layers in `part`; others are left as they are."""
+    if not forward_has(Linear, LORA_FORWARD, lost="LoRA layers are not fused"):
+        return
     for module in part.modules():
         if type(module) is Linear and _is_plain_lora(module):
             module.__class__ = FusedLoRALinear
@@ -69,14 +75,18 @@ def fuse_lora(part: nn.Module, family: str) -> None:
 
 
 def _fuse_decoder_layer(part: Any) -> None:
-    """Lets a decoder layer whose MLP can do so be an `FusedDecoderLayer` one."""
+    """Makes a decoder layer whose MLP is fused a `FusedDecoderLayer`, if its source is known."""
     kind: Any = type(part)
-    if not isinstance(getattr(part, "mlp", None), LoRAMLP) or not _has_known_forward(kind):
+    if not isinstance(getattr(part, "mlp", None), LoRAMLP):
+        return
+    parameters = [*inspect.signature(FusedDecoderLayer.forward).parameters][:-1]
+    lost = "residuals are added in a pass of their own"
+    if not forward_is(kind, DECODER_LAYER_FORWARD, parameters, lost=lost):
         return
     part.__class__ = fused_class(FusedDecoderLayer, kind)
-    last = part.self_attn.o_proj
-    if isinstance(last, FusedLoRALinear):
-        last.deferred = last.base_layer.bias is None
+    output_proj = part.self_attn.o_proj
+    if isinstance(output_proj, FusedLoRALinear):
+        output_proj.deferred = output_proj.base_layer.bias is None
 
 
 def _is_plain_lora(layer: Any) -> bool:
@@ -100,9 +110,11 @@ def _fuse_shared_input(module: Any, names: tuple[str, ...]) -> None:
         return
     for index, layer in enumerate(layers):
         layer.index = index
-    closes = names == GATE_UP and _is_swiglu(module)
     kind: Any = type(module)
-    module.__class__ = fused_class(LoRAMLP if closes else LoRASharedInput, kind)
+    if not input_goes_to(kind, names, lost=f"{', '.join(names)} are multiplied one by one"):
+        return
+    is_mlp = names == GATE_UP and _is_swiglu(module)
+    module.__class__ = fused_class(LoRAMLP if is_mlp else LoRASharedInput, kind)
     module.shared_input = names
     bases = [layer.base_layer for layer in layers]
     if names == QKV:
@@ -113,24 +125,25 @@ def _fuse_shared_input(module: Any, names: tuple[str, ...]) -> None:
 
 def _is_swiglu(module: Any) -> bool:
     """Whether an MLP is `down_proj(silu(gate_proj(x)) * up_proj(x))`, without biases."""
-    last: Any = getattr(module, "down_proj", None)
-    layers = (module.gate_proj, module.up_proj, last)
+    output_proj: Any = getattr(module, "down_proj", None)
+    layers = (module.gate_proj, module.up_proj, output_proj)
     return (
-        isinstance(last, FusedLoRALinear)
+        isinstance(output_proj, FusedLoRALinear)
         and is_silu(module)
+        and forward_is(type(module), MLP_FORWARD, lost="SwiGLU is not fused with LoRA")
         and all(layer.base_layer.bias is None for layer in layers)
         and len({layer.r[ADAPTER_NAME] for layer in layers[:2]}) == 1
     )
 
 
 class FusedLoRALinear(Linear):  # type: ignore[misc]
-    """A LoRA layer of peft that computes at once, or takes its part of what was joined."""
+    """A LoRA layer of peft, fused; or its part of what the module around it has computed."""
 
     index = 0
-    """Among the layers that have its input."""
+    """Among the layers that share its input."""
     deferred = False
-    """Whether it is left to the decoder layer around it, which computes it with what it adds: by
-    itself attention gives what goes into this layer then."""
+    """Whether the decoder layer around it computes it, together with the residual: attention then
+    returns this layer's input."""
 
     @property
     def is_active(self) -> bool:
@@ -140,7 +153,7 @@ class FusedLoRALinear(Linear):  # type: ignore[misc]
 
     @property
     def is_deferred(self) -> bool:
-        """Not where somebody watches it."""
+        """Not where hooks watch it."""
         watched = self._forward_hooks or self._forward_pre_hooks
         return self.deferred and self.is_active and not watched
 
@@ -158,17 +171,17 @@ class FusedLoRALinear(Linear):  # type: ignore[misc]
 
 
 class PackedFrozenWeights(SharedInputLayers):
-    """Their frozen weights can stand below each other."""
+    """Layers with a shared input whose frozen weights can be packed into one matrix."""
 
     def pack_weights(self) -> None:
-        """Once they are there."""
+        """Once the weights are there."""
         frozen = _base_layers(self.layers)
         if all(type(layer) is nn.Linear for layer in frozen):
             stack_weights(frozen, sum(layer.r[ADAPTER_NAME] for layer in self.layers))
 
 
 class LoRASharedInput(PackedFrozenWeights, SharedInput):
-    """A module whose layers with one input are computed together."""
+    """A module whose LoRA layers with a shared input are computed together."""
 
     @property
     def is_ready(self) -> bool:
@@ -184,33 +197,33 @@ class LoRASharedInput(PackedFrozenWeights, SharedInput):
 
 
 class LoRAMLP(PackedFrozenWeights):
-    """An MLP with adapters on all its layers, whose activation is computed with them."""
+    """A SwiGLU MLP with LoRA on all its layers, fused (`LoRASwiGLUMLP`)."""
 
     down_proj: FusedLoRALinear
 
-    def forward(self, hidden_states: Tensor, past: Tensor | None = None) -> Any:
-        """Added to what went `past` it, if anything did."""
-        first, last = self.layers, (self.down_proj,)
-        if not _all_active((*first, *last)):
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        """The MLP, plus the residual if there is one."""
+        first, output_proj = self.layers, (self.down_proj,)
+        if not _all_active((*first, *output_proj)):
             y = super().forward(hidden_states)  # type: ignore[misc]
-            return y if past is None else past + y
-        downs, ups = _lora_matrices(first)
-        matrices = (torch.cat(downs), torch.cat(ups), *_stacked_lora_matrices(last))
-        frozen = (_base_layers(first), _base_layers(last))
+            return y if residual is None else residual + y
+        lora_a, lora_b = _lora_matrices(first)
+        matrices = (torch.cat(lora_a), torch.cat(lora_b), *_stacked_lora_matrices(output_proj))
+        frozen = (_base_layers(first), _base_layers(output_proj))
 
-        def compute(x: Tensor, past: Tensor | None) -> Tensor:
+        def compute(x: Tensor, residual: Tensor | None) -> Tensor:
             y: Tensor = LoRASwiGLUMLP.apply(  # type: ignore[no-untyped-call]
-                x, *matrices, past, *frozen
+                x, *matrices, residual, *frozen
             )
             return y
 
-        return _add_residual(compute, hidden_states, past)
+        return _add_residual(compute, hidden_states, residual)
 
 
 class FusedDecoderLayer:
-    """A decoder layer that adds what attention and MLP give to what went past them in the pass that
-    adds LoRA's part. At its end it would otherwise be a pass of its own, because the next layer is
-    compiled apart."""
+    """A decoder layer that adds the residual in the pass that adds LoRA (`lora_residual.py`).
+    Otherwise the addition at its end is a pass of its own, because the next layer is compiled
+    apart."""
 
     self_attn: nn.Module
     mlp: LoRAMLP
@@ -236,29 +249,14 @@ class FusedDecoderLayer:
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        last: Any = self.self_attn.o_proj
-        if isinstance(last, FusedLoRALinear) and last.is_deferred:
-            hidden_states = lora_linear(attended, (last,), hidden_states)
+        output_proj: Any = self.self_attn.o_proj
+        if isinstance(output_proj, FusedLoRALinear) and output_proj.is_deferred:
+            hidden_states = lora_linear(attended, (output_proj,), hidden_states)
         else:
             hidden_states = hidden_states + attended
         x = self.post_attention_layernorm(hidden_states)
         result: Tensor = self.mlp(x, hidden_states)  # type: ignore[operator]
         return result
-
-
-@cache
-def _has_known_forward(kind: type) -> bool:
-    """Whether a decoder layer's source is the one that `FusedDecoderLayer` was written for."""
-    forward: Any = kind.forward  # type: ignore[attr-defined]
-    try:
-        (written,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # there is no code to be read
-        return False
-    if not isinstance(written, ast.FunctionDef) or written.decorator_list:
-        return False
-    given = [each.arg for each in written.args.args]
-    own = [*inspect.signature(FusedDecoderLayer.forward).parameters][:-1]
-    return given == own and [ast.unparse(line) for line in written.body] == DECODER_LAYER_FORWARD
 
 
 def _all_active(layers: tuple[nn.Module, ...]) -> bool:
@@ -267,42 +265,42 @@ def _all_active(layers: tuple[nn.Module, ...]) -> bool:
 
 
 def lora_linear(
-    x: Tensor, layers: tuple[FusedLoRALinear, ...], past: Tensor | None = None
+    x: Tensor, layers: tuple[FusedLoRALinear, ...], residual: Tensor | None = None
 ) -> Tensor:
-    """What `layers` make of their common input, side by side, without their biases; added to what
-    went `past` them, if anything did."""
+    """The outputs of `layers` for their shared input, side by side, without biases; plus the
+    residual if there is one."""
     matrices, frozen = _stacked_lora_matrices(layers), _base_layers(layers)
 
-    def compute(x: Tensor, past: Tensor | None) -> Tensor:
-        y: Tensor = LoRALinear.apply(x, *matrices, past, frozen)  # type: ignore[no-untyped-call]
+    def compute(x: Tensor, residual: Tensor | None) -> Tensor:
+        y: Tensor = LoRALinear.apply(x, *matrices, residual, frozen)  # type: ignore[no-untyped-call]
         return y
 
-    return _add_residual(compute, x, past)
+    return _add_residual(compute, x, residual)
 
 
 def _add_residual(
-    compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, past: Tensor | None
+    compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, residual: Tensor | None
 ) -> Tensor:
-    """Computes with a row for each token. What went past is added afterwards if it is finer."""
+    """Computes with a row for each token. A residual in a finer dtype is added afterwards."""
     flat = flatten_tokens(x)
-    if past is not None and past.dtype == flat.dtype:
-        return compute(flat, past)
+    if residual is not None and residual.dtype == flat.dtype:
+        return compute(flat, residual)
     y = compute(flat, None)
     y = y.view(*x.shape[:-1], y.shape[-1])
-    return y if past is None else past + y
+    return y if residual is None else residual + y
 
 
 def _stacked_lora_matrices(layers: tuple[FusedLoRALinear, ...]) -> tuple[Tensor, Tensor]:
-    """LoRA's matrices as those of one layer, in which none sees what another's have made."""
-    downs, ups = _lora_matrices(layers)
+    """A and B of one layer that stands for all: A stacked, B block-diagonal."""
+    lora_a, lora_b = _lora_matrices(layers)
     if len(layers) == 1:
-        return downs[0], ups[0]
-    return torch.cat(downs), torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+        return lora_a[0], lora_b[0]
+    return torch.cat(lora_a), torch.block_diag(*lora_b)  # type: ignore[no-untyped-call]
 
 
 def _lora_matrices(layers: tuple[FusedLoRALinear, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    downs = [layer.lora_A[ADAPTER_NAME].weight for layer in layers]
-    return downs, [
+    lora_a = [layer.lora_A[ADAPTER_NAME].weight for layer in layers]
+    return lora_a, [
         layer.lora_B[ADAPTER_NAME].weight * layer.scaling[ADAPTER_NAME] for layer in layers
     ]
 

@@ -37,187 +37,203 @@ from shardtune.models.quantization.linear import dequantized, dequantized_for_ba
 
 
 class LoRALinear(torch.autograd.Function):
-    """`x @ weights.T + x @ down.T @ up.T`. Added to what went `past` it, it has its shape."""
+    """`x W^T + (x A^T) B^T`, plus the residual if there is one, in its shape then."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, down: Tensor, up: Tensor, past: Tensor | None, layers: LinearLayers
+        ctx: Any,
+        x: Tensor,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        residual: Tensor | None,
+        layers: LinearLayers,
     ) -> Tensor:
-        down, up = down.to(x.dtype), up.to(x.dtype)
-        narrow = x @ down.t()
-        ctx.save_for_backward(x, narrow, down, up)
+        lora_a, lora_b = lora_a.to(x.dtype), lora_b.to(x.dtype)
+        lora_hidden = x @ lora_a.t()
+        ctx.save_for_backward(x, lora_hidden, lora_a, lora_b)
         ctx.layers = layers
-        return _forwards(x, layers, narrow, up, past)
+        return _linear_lora(x, layers, lora_hidden, lora_b, residual)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, narrow, down, up = ctx.saved_tensors
-        gradient = _by_row(gradients[0])
-        to_narrow = gradient @ up
-        to_x = to_past = None
+        x, lora_hidden, lora_a, lora_b = ctx.saved_tensors
+        grad_output = _flatten_tokens(gradients[0])
+        grad_hidden = grad_output @ lora_b
+        grad_x = grad_residual = None
         if ctx.needs_input_grad[0]:
-            to_x = _backwards(gradient, ctx.layers, to_narrow, down)
+            grad_x = _linear_lora_backward(grad_output, ctx.layers, grad_hidden, lora_a)
         if ctx.needs_input_grad[3]:
-            to_past = gradients[0]
-        to_down, to_up = matmul_fp32_out(to_narrow.t(), x), matmul_fp32_out(gradient.t(), narrow)
-        return to_x, to_down, to_up, to_past, None
+            grad_residual = gradients[0]
+        grad_lora_a = matmul_fp32_out(grad_hidden.t(), x)
+        grad_lora_b = matmul_fp32_out(grad_output.t(), lora_hidden)
+        return grad_x, grad_lora_a, grad_lora_b, grad_residual, None
 
 
 class LoRAQKVRoPE(torch.autograd.Function):
-    """What `LoRALinear` makes of queries, keys and values, by head, the first two turned.
+    """Q, K and V with LoRA, split by head, with RoPE.
 
-    Rows and their length come with `x`. If they came with the angles, a compiler that is told
-    neither would ask the joint product for them on the way back, and keep it for that.
+    Batch and length come from `x`. If they came from cos, a compiler with dynamic shapes would ask
+    the stacked QKV output for them in the backward pass, and save it for that.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        down: Tensor,
-        up: Tensor,
+        lora_a: Tensor,
+        lora_b: Tensor,
         cos: Tensor,
         sin: Tensor,
         heads: tuple[int, ...],
         layers: LinearLayers,
     ) -> tuple[Tensor, ...]:
-        down, up = down.to(x.dtype), up.to(x.dtype)
+        lora_a, lora_b = lora_a.to(x.dtype), lora_b.to(x.dtype)
         rows, length, _ = x.shape
-        flat = _by_row(x)
-        narrow = flat @ down.t()
-        ctx.save_for_backward(x, narrow, down, up, cos, sin)
+        flat = _flatten_tokens(x)
+        lora_hidden = flat @ lora_a.t()
+        ctx.save_for_backward(x, lora_hidden, lora_a, lora_b, cos, sin)
         ctx.layers = layers
-        joint = _forwards(flat, layers, narrow, up)
-        joint = joint.view(rows, length, joint.shape[1])
-        parts: tuple[Tensor, ...] = rope_qkv(joint, cos, sin, heads)
+        qkv = _linear_lora(flat, layers, lora_hidden, lora_b)
+        qkv = qkv.view(rows, length, qkv.shape[1])
+        parts: tuple[Tensor, ...] = rope_qkv(qkv, cos, sin, heads)
         return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, narrow, down, up, cos, sin = ctx.saved_tensors
-        back = rope_qkv_backward(*gradients, cos, sin, up)
-        gradient, to_narrow = back[:, : len(up)], back[:, len(up) :]
-        to_x = None
+        x, lora_hidden, lora_a, lora_b, cos, sin = ctx.saved_tensors
+        grads = rope_qkv_backward(*gradients, cos, sin, lora_b)
+        grad_output, grad_hidden = grads[:, : len(lora_b)], grads[:, len(lora_b) :]
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            to_x = _backwards_beside(back, ctx.layers, down).view(x.shape)
-        to_down, to_up = (
-            matmul_fp32_out(to_narrow.t(), _by_row(x)),
-            matmul_fp32_out(gradient.t(), narrow),
-        )
-        return to_x, to_down, to_up, None, None, None, None
+            grad_x = _linear_lora_backward_beside(grads, ctx.layers, lora_a).view(x.shape)
+        grad_lora_a = matmul_fp32_out(grad_hidden.t(), _flatten_tokens(x))
+        grad_lora_b = matmul_fp32_out(grad_output.t(), lora_hidden)
+        return grad_x, grad_lora_a, grad_lora_b, None, None, None, None
 
 
 class LoRASwiGLUMLP(torch.autograd.Function):
-    """A gated MLP with adapters on all its layers. Added to what went `past` it, it has its shape.
+    """A SwiGLU MLP with LoRA on all its layers, plus the residual if there is one.
 
-    The activation isn't kept: the backward pass doesn't need it. `down` and `up` hold both matrices
-    of the `first` layers, one below the other.
+    The activation isn't saved: the backward pass recomputes it. `lora_a` and `lora_b` hold both
+    matrices of the `gate_up` layers, one below the other.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        down: Tensor,
-        up: Tensor,
-        last_down: Tensor,
-        last_up: Tensor,
-        past: Tensor | None,
-        first: LinearLayers,
-        last: LinearLayers,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        next_lora_a: Tensor,
+        next_lora_b: Tensor,
+        residual: Tensor | None,
+        gate_up: LinearLayers,
+        down: LinearLayers,
     ) -> Tensor:
-        matrices = [each.to(x.dtype) for each in (down, up, last_down, last_up)]
-        down, up, last_down, last_up = matrices
-        y, narrow = _opened(x, down, first)
-        active, last_narrow = swiglu_lora(y, narrow, up, last_down)
-        ctx.save_for_backward(x, y, narrow, last_narrow, *matrices)
-        ctx.layers = first, last
-        return _forwards(active, last, last_narrow, last_up, past)
+        matrices = [each.to(x.dtype) for each in (lora_a, lora_b, next_lora_a, next_lora_b)]
+        lora_a, lora_b, next_lora_a, next_lora_b = matrices
+        y, lora_hidden = _linear_and_lora_a(x, lora_a, gate_up)
+        activation, next_lora_hidden = swiglu_lora(y, lora_hidden, lora_b, next_lora_a)
+        ctx.save_for_backward(x, y, lora_hidden, next_lora_hidden, *matrices)
+        ctx.layers = gate_up, down
+        return _linear_lora(activation, down, next_lora_hidden, next_lora_b, residual)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, narrow, last_narrow, down, up, last_down, last_up = ctx.saved_tensors
-        first, last = ctx.layers
-        gradient = _by_row(gradients[0])
-        to_last_narrow = gradient @ last_up
-        to_active = _backwards(gradient, last, None, None)
-        back, *to_two = swiglu_lora_backward(to_active, to_last_narrow, last_down, y, narrow, up)
-        to_x = to_past = None
+        x, y, lora_hidden, next_lora_hidden, lora_a, lora_b, next_lora_a, next_lora_b = (
+            ctx.saved_tensors
+        )
+        gate_up, down = ctx.layers
+        grad_output = _flatten_tokens(gradients[0])
+        grad_next_hidden = grad_output @ next_lora_b
+        grad_activation = _linear_lora_backward(grad_output, down, None, None)
+        grads, *grad_small = swiglu_lora_backward(
+            grad_activation, grad_next_hidden, next_lora_a, y, lora_hidden, lora_b
+        )
+        grad_x = grad_residual = None
         if ctx.needs_input_grad[0]:
-            to_x = _backwards_beside(back, first, down)
+            grad_x = _linear_lora_backward_beside(grads, gate_up, lora_a)
         if ctx.needs_input_grad[5]:
-            to_past = gradients[0]
-        to_down = matmul_fp32_out(back[:, y.shape[1] :].t(), x)
+            grad_residual = gradients[0]
+        grad_lora_a = matmul_fp32_out(grads[:, y.shape[1] :].t(), x)
         return (
-            to_x,
-            to_down,
-            *to_two,
-            matmul_fp32_out(gradient.t(), last_narrow),
-            to_past,
+            grad_x,
+            grad_lora_a,
+            *grad_small,
+            matmul_fp32_out(grad_output.t(), next_lora_hidden),
+            grad_residual,
             None,
             None,
         )
 
 
-def _by_row(x: Tensor) -> Tensor:
+def _flatten_tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _forwards(
+def _linear_lora(
     x: Tensor,
     layers: LinearLayers,
-    narrow: Tensor | None,
-    up: Tensor | None,
-    past: Tensor | None = None,
+    lora_hidden: Tensor | None,
+    lora_b: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`x @ weights.T + narrow @ up.T + past`."""
+    """`x @ weights.T + lora_hidden @ lora_b.T + residual`."""
     y: Tensor
-    if (whole := _in_8_bits(layers)) is not None:
-        wide = None if up is None else up.t()
+    if (fp8 := _fp8_layer(layers)) is not None:
+        b_t = None if lora_b is None else lora_b.t()
         y = fp8_linear(
-            narrow, wide, *whole.quantize_input(x), *whole.forward_weights(), x.dtype, past
+            lora_hidden, b_t, *fp8.quantize_input(x), *fp8.forward_weights(), x.dtype, residual
         )
     else:
-        y = stacked_linear(narrow, up, x, [dequantized(layer) for layer in layers], past)
+        y = stacked_linear(
+            lora_hidden, lora_b, x, [dequantized(layer) for layer in layers], residual
+        )
     return y
 
 
-def _opened(x: Tensor, down: Tensor, layers: LinearLayers) -> tuple[Tensor, Tensor]:
-    """`x @ weights.T` and `x @ down.T`."""
-    if _in_8_bits(layers) is not None:
-        return _forwards(x, layers, None, None), x @ down.t()
-    y = stacked_linear_lora_a(x, down, [dequantized(layer) for layer in layers], spare_rows(layers))
+def _linear_and_lora_a(x: Tensor, lora_a: Tensor, layers: LinearLayers) -> tuple[Tensor, Tensor]:
+    """`x @ weights.T` and `x @ lora_a.T`."""
+    if _fp8_layer(layers) is not None:
+        return _linear_lora(x, layers, None, None), x @ lora_a.t()
+    y = stacked_linear_lora_a(
+        x, lora_a, [dequantized(layer) for layer in layers], spare_rows(layers)
+    )
     outputs = sum(layer.out_features for layer in layers)
     return y[:, :outputs], y[:, outputs:]
 
 
-def _backwards(
-    gradient: Tensor, layers: LinearLayers, narrow: Tensor | None, down: Tensor | None
+def _linear_lora_backward(
+    grad_output: Tensor, layers: LinearLayers, lora_hidden: Tensor | None, lora_a: Tensor | None
 ) -> Tensor:
-    """`narrow @ down + gradient @ weights`."""
-    to_x: Tensor
-    if (whole := _in_8_bits(layers)) is not None:
-        to_x = fp8_linear(
-            narrow, down, *quantize_fp8_rowwise(gradient), *whole.backward_weights(), gradient.dtype
+    """`lora_hidden @ lora_a + grad_output @ weights`."""
+    grad_x: Tensor
+    if (fp8 := _fp8_layer(layers)) is not None:
+        grad_x = fp8_linear(
+            lora_hidden,
+            lora_a,
+            *quantize_fp8_rowwise(grad_output),
+            *fp8.backward_weights(),
+            grad_output.dtype,
         )
     else:
-        weights = [dequantized_for_backward(layer, gradient) for layer in layers]
-        to_x = stacked_linear_backward(narrow, down, gradient, weights)
-    return to_x
+        weights = [dequantized_for_backward(layer, grad_output) for layer in layers]
+        grad_x = stacked_linear_backward(lora_hidden, lora_a, grad_output, weights)
+    return grad_x
 
 
-def _backwards_beside(back: Tensor, layers: LinearLayers, down: Tensor) -> Tensor:
-    """The same of a gradient with `narrow` beside it, as its last columns."""
+def _linear_lora_backward_beside(grads: Tensor, layers: LinearLayers, lora_a: Tensor) -> Tensor:
+    """The same of a gradient with `lora_hidden`'s beside it, as its last columns."""
     outputs = sum(layer.out_features for layer in layers)
-    if _in_8_bits(layers) is not None:
-        return _backwards(back[:, :outputs], layers, back[:, outputs:], down)
-    weights = [dequantized_for_backward(layer, back) for layer in layers]
-    to_x: Tensor = stacked_linear_backward(None, down, back, weights, spare_rows(layers))
-    return to_x
+    if _fp8_layer(layers) is not None:
+        return _linear_lora_backward(grads[:, :outputs], layers, grads[:, outputs:], lora_a)
+    weights = [dequantized_for_backward(layer, grads) for layer in layers]
+    grad_x: Tensor = stacked_linear_backward(None, lora_a, grads, weights, spare_rows(layers))
+    return grad_x
 
 
-def _in_8_bits(layers: LinearLayers) -> FP8Linear | None:
-    """The one layer that stands for all of them, where they are in 8 bits."""
+def _fp8_layer(layers: LinearLayers) -> FP8Linear | None:
+    """The FP8 layer that holds the weights of all of them; None where they aren't FP8."""
     first = layers[0]
     if not isinstance(first, FP8Linear):
         return None

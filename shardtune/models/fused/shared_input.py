@@ -1,7 +1,7 @@
-"""Layers with one input, computed together by the module that holds them.
+"""Layers that share an input (Q, K, V; gate, up), computed together by the module that holds them.
 
-It does so before its own forward pass runs, and hands on the joint result in the place of the
-input; each of the layers then only takes its part.
+The module computes them before its own forward runs, and hands on the outputs in the place of the
+input; each of the layers then returns its part.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from shardtune.core.fused_families import ROPE_FAMILIES
 GATE_UP = ("gate_proj", "up_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
 SHARED_INPUT = (QKV, GATE_UP)
-"""Names of layers that have one input, where they are in one module."""
+"""Names of layers that share an input, where they are in one module."""
+MLP_FORWARD = [
+    "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
+    "return down_proj",
+]
+"""The forward of SwiGLU MLPs in transformers, which fused ones replace."""
 
 
 class PrecomputedOutputs(NamedTuple):
-    """What layers with one input have made of it. It stands in the place of that input."""
+    """Outputs of the layers that share an input, in the place of that input."""
 
     shape: tuple[int, ...]
     """Of the input."""
@@ -31,7 +36,8 @@ class PrecomputedOutputs(NamedTuple):
 
 
 def applies_rope_directly(module: Any, layers: Sequence[nn.Linear]) -> bool:
-    """Whether queries and keys are turned by their positions with nothing in between."""
+    """Whether RoPE follows the Q and K projections with nothing in between (no bias, no
+    QK-norm)."""
     between = ("q_norm", "k_norm", "qk_norm")
     return (
         module.config.model_type in ROPE_FAMILIES
@@ -48,7 +54,7 @@ def is_silu(mlp: Any) -> bool:
 
 
 class SharedInputLayers:
-    """A module with layers that have one input."""
+    """A module with layers that share an input."""
 
     shared_input: tuple[str, ...]
     """Their names."""
@@ -59,23 +65,23 @@ class SharedInputLayers:
 
 
 class SharedInput(SharedInputLayers):
-    """A module that computes them before its own forward pass."""
+    """A module that computes the layers with a shared input before its own forward."""
 
     fuses_rope = False
-    """Whether queries and keys are turned by their positions here, and not later."""
+    """Whether RoPE is applied here, with the projections, and not in the module's own forward."""
     head_dim: int
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can."""
+        """Whether it can compute them together now."""
         raise NotImplementedError
 
     def project_rope(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
-        """What the layers make of `x`, `[rows, length, width]`: by head, and turned."""
+        """Q, K and V of `x`, `[rows, length, width]`, split by head, with RoPE."""
         raise NotImplementedError
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """What they make of it, side by side, without their biases."""
+        """The layers' outputs, side by side, without biases."""
         raise NotImplementedError
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -96,17 +102,18 @@ class SharedInput(SharedInputLayers):
 
 @cache
 def fused_class(way: type, kind: type) -> type:
-    """`kind`, with another way to compute; by its own name, because transformers goes by names."""
+    """A subclass of `kind` with the mixin `way` in front; by its own name, because transformers
+    goes by class names."""
     return type(kind.__name__, (way, kind), {"__module__": kind.__module__})
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
-    """A row for each token, in the precision of the computation."""
+    """A row for each token, in the compute dtype."""
     return to_compute_dtype(x.reshape(-1, x.shape[-1]))
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """In the precision of the computation."""
+    """In the compute dtype: autocast's, where it is on."""
     compute = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         compute = torch.get_autocast_dtype(x.device.type)

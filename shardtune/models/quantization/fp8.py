@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from shardtune.core.fp8_memory import outlier_columns
 from shardtune.kernels.lora_residual import add_lora_residual
+from shardtune.kernels.triton_import import jit, tl, triton
 from shardtune.models.quantization.gptq import (
     E4M3,
     E4M3_MAX,
@@ -38,21 +39,15 @@ from shardtune.models.quantization.gptq import (
 )
 from shardtune.models.quantization.linear import QuantizedLinear
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # on a machine without a GPU
-    triton = None
-
 _BLOCK = 32768
-"""Numbers of a row that a processor of the GPU can hold."""
+"""Numbers of a row that a streaming multiprocessor can hold."""
 _PARAMETERS = (
     "scale", "backward_weight", "backward_scale", "input_mean", "mean_output", "outlier_channels",
 )  # fmt: skip
 _FEW_ROWS = 64
-"""Rows for which cuBLAS may have no kernel that adds anything."""
+"""Rows for which cuBLAS may have no kernel with a bias."""
 FP8_CAPABILITY = (8, 9)
-"""The first compute capability whose matrix unit multiplies 8-bit numbers: Ada, then Hopper."""
+"""The first compute capability whose tensor cores multiply FP8: Ada, then Hopper."""
 
 
 class FP8Linear(QuantizedLinear):
@@ -79,9 +74,9 @@ class FP8Linear(QuantizedLinear):
         self.stacked_in: tuple[StackedFP8Linear, ...] = ()
         self.first_row = 0
         self.observer: HessianAccumulator | None = None
-        """Its inputs, while somebody listens."""
+        """Statistics of its inputs, during calibration."""
         self.inverse_factor: Tensor | None = None
-        """By which its weights are rounded, while they are."""
+        """GPTQ's U, between `finish_calibration` and `copy_outlier_columns`."""
 
     def quantize(self, weight: Tensor) -> None:
         if self.stacked_in:
@@ -106,16 +101,16 @@ class FP8Linear(QuantizedLinear):
 
     @property
     def holder(self) -> FP8Linear:
-        """The layer that holds the weights."""
+        """The layer that holds the weights: itself, or the stacked one."""
         return self.stacked_in[0] if self.stacked_in else self
 
     @property
     def own_rows(self) -> slice:
-        """Where its own are."""
+        """Its rows in the holder's weights."""
         return slice(self.first_row, self.first_row + self.out_features)
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """An input, less what it usually is, as the forward pass multiplies it."""
+        """The input less its mean, in FP8, with the scales of its rows."""
         whole = self.holder
         if whole.observer is not None:
             whole.observer.add(x)
@@ -123,7 +118,7 @@ class FP8Linear(QuantizedLinear):
         return small, scale
 
     def forward_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the forward pass multiplies with, and adds."""
+        """Weight, scale and mean output, for the forward pass."""
         whole = self.holder
         if whole is self:
             return self.weight, self.scale, self.mean_output
@@ -134,19 +129,19 @@ class FP8Linear(QuantizedLinear):
         )
 
     def backward_weights(self) -> tuple[Tensor, Tensor, None]:
-        """What the backward pass multiplies with; it has nothing to add."""
+        """The transposed weight and its scale, for the backward pass; nothing is added there."""
         whole = self.holder
         if whole is self:
             return self.backward_weight, self.backward_scale, None
         return whole.backward_weight[:, self.own_rows].contiguous(), whole.backward_scale, None
 
     def observe(self) -> None:
-        """From here on it hears what its inputs are."""
+        """From here on it collects statistics of its inputs."""
         self.observer = HessianAccumulator(self.in_features, self.weight.device)
 
     def finish_calibration(self) -> None:
-        """What inputs usually are, which channels matter most, and how weights are to be rounded;
-        and listens no more."""
+        """Sets the mean input and the outlier channels (largest |W|^2 * H_jj), computes GPTQ's
+        factor, and observes no more."""
         assert self.observer is not None
         observer, self.observer = self.observer, None
         self.input_mean.data.copy_(observer.mean())
@@ -157,8 +152,8 @@ class FP8Linear(QuantizedLinear):
         self.inverse_factor = observer.inverse_factor()
 
     def requantize(self, weight: Tensor) -> None:
-        """Rounds `weight`, which are its exact weights, once more, now by what was heard; and has
-        what inputs usually are go through them."""
+        """Quantizes its exact weights once more, now with GPTQ, and computes the mean output with
+        them."""
         whole, exact = self.holder, weight.float()
         whole.mean_output.data[self.own_rows] = (exact @ whole.input_mean.float()).to(
             self.compute_dtype
@@ -168,7 +163,7 @@ class FP8Linear(QuantizedLinear):
             as_bytes(whole.weight)[self.own_rows, : self.in_features] = as_bytes(small)
 
     def copy_outlier_columns(self) -> None:
-        """Once all its rows have been taken."""
+        """Once all its rows have been requantized."""
         self.inverse_factor = None
         found = as_bytes(self.weight)
         found[:, self.in_features :] = found.index_select(1, self.outlier_channels)
@@ -182,7 +177,7 @@ class FP8Linear(QuantizedLinear):
 
 
 class StackedFP8Linear(FP8Linear):
-    """Layers that have one input, as one."""
+    """FP8 layers that share an input, stacked into one: one row of scales for the backward pass."""
 
     def __init__(self, members: Sequence[FP8Linear]) -> None:
         assert all(member.weight.is_meta for member in members)  # they are filled here
@@ -198,7 +193,7 @@ class StackedFP8Linear(FP8Linear):
             begin += member.out_features
 
     def add_member(self, member: FP8Linear, weight: Tensor) -> None:
-        """Waits for the weights of all members: what they share has one scale."""
+        """Waits for the weights of all members: columns have one scale in the backward pass."""
         self._waiting[member.first_row] = weight
         if len(self._waiting) == self._count:
             self.quantize(torch.cat([self._waiting[begin] for begin in sorted(self._waiting)]))
@@ -206,7 +201,7 @@ class StackedFP8Linear(FP8Linear):
 
 
 class FP8Matmul(torch.autograd.Function):
-    """Input times 8-bit weights."""
+    """`x W^T` with FP8 operands; backward `g W` with the transposed FP8 weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FP8Linear) -> Tensor:
@@ -226,23 +221,23 @@ class FP8Matmul(torch.autograd.Function):
 
 
 def has_fp8_matmul(device: str | torch.device) -> bool:
-    """Whether the device's matrix unit takes 8-bit numbers."""
+    """Whether the device's tensor cores multiply FP8."""
     if torch.device(device).type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def describe_fp8_matmul(device: str) -> str:
-    """In words, for whoever wonders why 8 bits are no faster."""
+    """In words, for whoever wonders why FP8 is no faster."""
     if has_fp8_matmul(device):
-        return "frozen weights: held in 8 bits and multiplied as such"
+        return "frozen weights: stored and multiplied in fp8"
     why = "there is no GPU"
     if torch.device(device).type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         needed = ".".join(map(str, FP8_CAPABILITY))
         why = f"the GPU has compute capability {major}.{minor}, of {needed}"
     return (
-        f"frozen weights: held in 8 bits, multiplied as wider numbers, which saves no time ({why})"
+        f"frozen weights: stored in fp8, multiplied in bf16, which saves memory but no time ({why})"
     )
 
 
@@ -354,47 +349,45 @@ def _quantize_fp8_rowwise_kernel(  # type: ignore[no-untyped-def]
         tl.store(small + columns + m, numbers.to(tl.float8e4nv), mask=m < more)
 
 
-_quantize_fp8_rowwise: Any = (
-    triton.jit(_quantize_fp8_rowwise_kernel) if triton is not None else None
-)
+_quantize_fp8_rowwise = jit(_quantize_fp8_rowwise_kernel)
 
 
 @torch.library.custom_op("shardtune::fp8_linear", mutates_args=())
 def fp8_linear(
-    narrow: Tensor | None,
-    matrix: Tensor | None,
+    lora_hidden: Tensor | None,
+    lora: Tensor | None,
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,
     scale: Tensor,
-    more: Tensor | None,
+    bias: Tensor | None,
     dtype: torch.dtype,
-    past: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`narrow @ matrix` (if there is any) plus the 8-bit product `x @ weight.T`, and `more` in each
-    row. Where there is, it may be added to what went `past` it, and has its shape then."""
-    y = _fp8_matmul(x, x_scale, weight, scale, more, dtype)
-    if narrow is None or matrix is None:
+    """`(x @ weight.T) * x_scale * scale.T + bias + lora_hidden @ lora (+ residual)`, x and weight
+    in FP8 (`torch._scaled_mm` with row-wise scales). With a residual the result has its shape."""
+    y = _fp8_matmul(x, x_scale, weight, scale, bias, dtype)
+    if lora_hidden is None or lora is None:
         return y
-    if past is None:
-        return y.addmm_(narrow, matrix)
-    return add_lora_residual(y, narrow, matrix.t(), past)
+    if residual is None:
+        return y.addmm_(lora_hidden, lora)
+    return add_lora_residual(y, lora_hidden, lora.t(), residual)
 
 
 @fp8_linear.register_fake
 def _(
-    narrow: Tensor | None,
-    matrix: Tensor | None,
+    lora_hidden: Tensor | None,
+    lora: Tensor | None,
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,
     scale: Tensor,
-    more: Tensor | None,
+    bias: Tensor | None,
     dtype: torch.dtype,
-    past: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    if past is not None:
-        return past.new_empty(past.shape)
+    if residual is not None:
+        return residual.new_empty(residual.shape)
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
@@ -403,10 +396,10 @@ def _fp8_matmul(
     x_scale: Tensor,
     weight: Tensor,
     scale: Tensor,
-    more: Tensor | None,
+    bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`x @ weight.T`, both with a scale for each row, and `more`."""
+    """`(x @ weight.T) * x_scale * scale.T + bias`."""
     if has_fp8_matmul(x.device) and not any(size % 16 for size in weight.shape):
         few = len(x) < _FEW_ROWS
         y = torch._scaled_mm(
@@ -414,13 +407,13 @@ def _fp8_matmul(
             weight.t(),
             scale_a=x_scale,
             scale_b=scale.t(),
-            bias=None if few else more,
+            bias=None if few else bias,
             out_dtype=dtype,
             use_fast_accum=True,
         )
-        return y.add_(more) if few and more is not None else y
-    # The same numbers, multiplied as wider ones; many a CPU has no fast product in 16 bits.
+        return y.add_(bias) if few and bias is not None else y
+    # The same numbers in a wider dtype; many a CPU has no fast matmul in 16 bits.
     wide = dtype if x.is_cuda else torch.float32
     with torch.autocast(x.device.type, enabled=False):
         product = (x.to(wide) @ weight.to(wide).t()).float() * x_scale * scale.t()
-    return (product if more is None else product + more.float()).to(dtype)
+    return (product if bias is None else product + bias.float()).to(dtype)

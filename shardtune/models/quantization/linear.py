@@ -1,9 +1,9 @@
-"""Linear layers whose frozen weights are stored in 4 or 8 bits.
+"""Quantized linear layers: frozen weights in NF4 or int8, dequantized for each matmul (QLoRA).
 
-A layer's numbers are an ordinary parameter of whole bytes, which FSDP2 and ZeRO-3 divide among the
-ranks like any other. bitsandbytes' own layers are not made for that: they keep a second, undivided
-copy (8 bits), hold on to the gathered weights until the backward pass, and in evaluation reorder
-them in place for some processors (4 bits). So only its functions are used.
+The packed weights are an ordinary parameter of whole bytes, which FSDP2 and ZeRO-3 shard like any
+other. bitsandbytes' own layers are not made for that: they keep a second, unsharded copy (int8),
+hold on to the gathered weights until the backward pass, and in evaluation reorder them in place for
+some CPUs (4 bits). So only its functions are used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class QuantizedLinear(nn.Linear):
         self.compute_dtype = compute_dtype
 
     def quantize(self, weight: Tensor) -> None:
-        """Takes over `weight`, on the device where it lies."""
+        """Quantizes `weight`, on its device."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:
-        """The weights in `compute_dtype` precision."""
+        """The weights in `compute_dtype`."""
         raise NotImplementedError
 
     def dequantize_for_backward(self, gradient: Tensor) -> Tensor:
@@ -57,9 +57,10 @@ class QuantizedLinear(nn.Linear):
 
 
 class NF4Linear(QuantizedLinear):
-    """4 bits a weight, one 8-bit scale for 64 of them, one fp32 scale for 256 of those.
+    """NF4 with double quantization: 4 bits a weight, one 8-bit scale for 64 of them, one fp32 scale
+    for 256 of those.
 
-    The scales, a thirtieth of the whole, are not divided among ranks.
+    The scales, a thirtieth of the whole, are not sharded.
     """
 
     state: Any = None
@@ -99,7 +100,8 @@ class NF4Linear(QuantizedLinear):
 
 
 class Int8Linear(QuantizedLinear):
-    """8 bits a weight: whole numbers from -127 to 127, and one scale for each output."""
+    """Int8 with row-wise absmax scaling: `s = max|w| / 127`, `q = round(w / s)`, one scale for each
+    output."""
 
     def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
         super().__init__(linear, compute_dtype)
@@ -125,7 +127,7 @@ class Int8Linear(QuantizedLinear):
 
 
 def dequantized(layer: nn.Linear) -> Tensor:
-    """The weights of a frozen layer as they are multiplied."""
+    """The weights of a frozen layer in the compute dtype."""
     return layer.dequantize() if isinstance(layer, QuantizedLinear) else layer.weight
 
 
@@ -139,8 +141,9 @@ def dequantized_for_backward(layer: nn.Linear, gradient: Tensor) -> Tensor:
 
 
 class _DequantizedMatmul(torch.autograd.Function):
-    """Input times weights. Keeps neither the weights nor a copy of them for the backward pass: an
-    engine that gathers them again puts them into the layer, and nothing else holds them longer."""
+    """`x W^T` with dequantized weights. Saves neither them nor the packed ones for the backward
+    pass: an engine that gathers them again puts them into the layer, and nothing else holds them
+    longer."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -159,7 +162,7 @@ def _for_backward(stored: Tensor, gradient: Tensor) -> Tensor:
     return _clone_for_backward(stored, gradient) if torch.compiler.is_compiling() else stored
 
 
-@torch.library.custom_op("shardtune::copy_after", mutates_args=())
+@torch.library.custom_op("shardtune::clone_for_backward", mutates_args=())
 def _clone_for_backward(stored: Tensor, gradient: Tensor) -> Tensor:
     return stored.clone()
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.core.model.parallel_plan import Family, family_of, require_stages
+from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.pipeline_schedule import Pipelining, split_layers, stage_costs
 from shardtune.core.step import IGNORED
 from shardtune.engine.loss import loss_sum
@@ -39,8 +40,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
-        unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
-        causal: Any = unwrap() if unwrap else model
+        causal: Any = unwrap_model(model)
         family = family_of(causal.config)
         base = getattr(causal, family.base)
         ends = [name for name in (family.embedding, family.positions) if name]

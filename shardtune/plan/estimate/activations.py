@@ -6,6 +6,7 @@ copies those are depends on how the small operations run and on what is trained.
 
 from __future__ import annotations
 
+from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.model.adapter_size import targeted
 from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.plan.estimate.constants import MemoryConstants
@@ -19,12 +20,9 @@ from shardtune.plan.estimate.saved_tensors import (
 )
 from shardtune.plan.estimate.workload import Workload
 
-LOSS_PIECE_BYTES = 1 << 28
 ON_DEVICE = 2
 """Layers of which the saved tensors are on the GPU while others wait in main memory: one on its way
 and one at work (`engine/activation_offload.py`)."""
-LEAST_ROWS = 256
-"""Logits of a piece, and the fewest rows of one, in `kernels/linear_cross_entropy.py`."""
 
 
 def layer_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
@@ -134,14 +132,9 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: RankShare, k: MemoryCons
     return tokens * shape.vocab / cut.tensor * each
 
 
-def piece_rows(shape: ModelShape) -> int:
-    """Tokens whose logits our loss has at a time."""
-    return max(LEAST_ROWS, LOSS_PIECE_BYTES // shape.vocab // LEAST_ROWS * LEAST_ROWS)
-
-
 def _piece_bytes(shape: ModelShape, work: Workload, cut: RankShare, tokens: float) -> float:
     """A piece's logits, which become their gradient, and the next piece's; the head in 16 bits."""
-    rows = min(tokens, piece_rows(shape))
+    rows = min(tokens, loss_chunk_rows(shape.vocab))
     piece = rows * shape.vocab * work.widths.compute / cut.tensor
     head = shape.vocab * shape.hidden * work.widths.compute / cut.tensor
     total = (2 if tokens > rows else 1) * piece

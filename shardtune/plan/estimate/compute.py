@@ -7,13 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.fused_families import RESIDUAL_FAMILIES, ROPE_FAMILIES
 from shardtune.core.model.adapter_size import targeted
 from shardtune.core.model.flops import attention_flops
 from shardtune.core.model.quantized_size import quantizable
 from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.estimate.activations import mlp_width, norm_count, piece_rows, stream_readers
+from shardtune.plan.estimate.activations import mlp_width, norm_count, stream_readers
 from shardtune.plan.estimate.constants import Chip, TimeConstants
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import (
@@ -160,7 +161,7 @@ def loss_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates
         small += _casts(head, on, 1).both
     if work.loss == "pieces" and trained:
         # Each piece's share of the head's gradient is added to an fp32 sum.
-        small += -(-tokens // piece_rows(shape)) * head * 8 / on.bytes
+        small += -(-tokens // loss_chunk_rows(shape.vocab)) * head * 8 / on.bytes
     host = LOSS_LAUNCHES * on.time.launch
     return Busy(
         _slower(product + small / 2, host, on),

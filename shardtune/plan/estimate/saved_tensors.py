@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from shardtune.core.activation_memory import WIDE_MATMUL
 from shardtune.core.model.shape import LAYER_PARTS, MATMUL_KINDS, ModelShape, Weight
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.workload import Checkpointing, Workload
 
-WIDE = 2
-"""`mlp` drops products with results so many times wider than what goes in."""
 ATTENTION_INPUTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "q", "k", "v", "W_pack"}
 )
@@ -62,7 +61,7 @@ def is_repeated(weight: Weight, level: Checkpointing) -> bool:
     outputs, inputs = weight.features
     if level == "full":
         return True
-    wide = outputs > WIDE * inputs
+    wide = outputs > WIDE_MATMUL * inputs
     return not is_last(weight) and (level == "most" or (level == "mlp" and wide))
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from shardtune.config.job import Job
-from shardtune.kernels import linear_cross_entropy as fused_loss
+from shardtune.core.activation_memory import loss_chunk_rows
+from shardtune.kernels import linear_cross_entropy
 from shardtune.measure.dry_run import dry_run
 from shardtune.models.builder import MetaModelBuilder
 from shardtune.models.load import config_from
 from shardtune.parallel.ddp import single_gpu
 from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.estimate import activations
 from shardtune.plan.estimate import memory_timeline as moments
 from shardtune.plan.forecast import forecast
 from shardtune.plan.model_config import config_of, shape_of
@@ -135,14 +135,13 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
     )
     # On a GPU logits become their own gradient; a dry run, which has none, counts them twice.
     twice = closed.work.loss == "pieces" and seen.moment == "forward"
-    rows = min(closed.work.tokens, activations.piece_rows(closed.shape))
+    rows = min(closed.work.tokens, loss_chunk_rows(closed.shape.vocab))
     counted = seen.peak - (rows * closed.shape.vocab * 2 if twice else 0)
     assert closed.memory.allocated == pytest.approx(counted, rel=0.03)
 
 
 def test_the_closed_form_has_the_pieces_of_the_loss() -> None:
-    assert activations.LOSS_PIECE_BYTES == fused_loss.PIECE
     assert moments.FEW_TOKENS == single_gpu.ROUNDED_GRADIENT_TOKENS
     shape = shape_of(job(SMALL, 1, 8).model)
-    first = next(fused_loss._pieces(1 << 20, shape.vocab))
-    assert activations.piece_rows(shape) == first.stop
+    first = next(linear_cross_entropy._chunks(1 << 20, shape.vocab))
+    assert loss_chunk_rows(shape.vocab) == first.stop
