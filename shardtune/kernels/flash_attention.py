@@ -24,7 +24,7 @@ from shardtune.errors import ModelError, Problem
 PACKAGE = "flash_attn.cute.interface"
 COMPUTE_CAPABILITIES = (9, 10)
 """Major compute capabilities with forward and backward kernels."""
-PROBE_TOKENS = 1024
+_PROBE_TOKENS = 1024
 """Tokens of the probe: several blocks."""
 PROBE_DOCUMENTS = 512
 """Documents from which on its scheduler uses other kernels, and some more."""
@@ -85,23 +85,23 @@ def _probe_error(device: str, dtype: torch.dtype, heads: int, head_dim: int) -> 
     """Output and gradients beside those in fp32: rows of one document, of two, and of a list with
     room for many. Gradients that differ the second time are as far off as can be."""
     draw = torch.Generator(device).manual_seed(0)
-    shapes = [(1, PROBE_TOKENS, count, head_dim) for count in (heads, 1, 1, heads)]
+    shapes = [(1, _PROBE_TOKENS, count, head_dim) for count in (heads, 1, 1, heads)]
     *given, grad_output = (
         torch.randn(s, generator=draw, device=device, dtype=dtype) for s in shapes
     )
-    place = torch.arange(PROBE_TOKENS, device=device)
+    place = torch.arange(_PROBE_TOKENS, device=device)
     farthest = 0.0
     for slots in (None, 2, PROBE_DOCUMENTS):
         seen = place[:, None] >= place
         ends = None
         if slots is not None:
-            middle = PROBE_TOKENS // 3
+            middle = _PROBE_TOKENS // 3
             seen = seen & ((place[:, None] < middle) == (place < middle))
-            ends = torch.full((slots + 1,), PROBE_TOKENS, device=device, dtype=torch.int32)
+            ends = torch.full((slots + 1,), _PROBE_TOKENS, device=device, dtype=torch.int32)
             ends[:2] = torch.tensor([0, middle])
         ours = [each.clone().requires_grad_() for each in given]
         right = [each.float().requires_grad_() for each in given]
-        output, _ = flash_attention(*ours, ends, PROBE_TOKENS, None)
+        output, _ = flash_attention(*ours, ends, _PROBE_TOKENS, None)
         gradients, again = (
             torch.autograd.grad(output, ours, grad_output, retain_graph=True) for _ in range(2)
         )

@@ -144,7 +144,7 @@ def test_sums_are_not_rounded_to_16_bits() -> None:
 )
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(77, 96, 160), (256, 512, 256)])
 def test_8_bit_products_as_float64(rows: int, inputs: int, outputs: int) -> None:
-    assert describe_fp8_matmul("cuda") == "frozen weights: held in 8 bits and multiplied as such"
+    assert describe_fp8_matmul("cuda") == "frozen weights: stored and multiplied in fp8"
     layer = FP8Linear(nn.Linear(inputs, outputs, bias=False), torch.bfloat16)
     exact = (some((outputs, inputs), 0) / inputs**0.5).bfloat16().cuda()
     layer.quantize(exact)

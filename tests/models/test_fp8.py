@@ -662,13 +662,17 @@ def test_other_precisions_ask_for_no_texts(folder: Path) -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    told = "frozen weights: held in 8 bits, multiplied as wider numbers, which saves no time"
+    told = "frozen weights: stored in fp8, multiplied in bf16, which saves memory but no time"
     assert describe_fp8_matmul("cpu") == f"{told} (there is no GPU)"
 
 
 @pytest.mark.parametrize(
     ("capability", "words"),
-    [((8, 0), "compute capability 8.0, of 8.9"), ((8, 9), "as such"), ((9, 0), "as such")],
+    [
+        ((8, 0), "compute capability 8.0, of 8.9"),
+        ((8, 9), "multiplied in fp8"),
+        ((9, 0), "multiplied in fp8"),
+    ],
 )
 def test_an_older_gpu_is_named(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], words: str

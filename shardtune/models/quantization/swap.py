@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import nn
 
+from shardtune.core.setup import Quantization
 from shardtune.errors import ModelError, Problem
 from shardtune.models.quantization.fp8 import FP8Linear
 from shardtune.models.quantization.linear import QUANTIZATION_KEY, Int8Linear, NF4Linear
-
-Quantization = Literal["nf4", "int8", "fp8"]
 
 
 def quantizable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Module]:
