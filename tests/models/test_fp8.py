@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
 from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.core.lr_schedule import Schedule
-from shardtune.core.model import shape
+from shardtune.core.model import quantized_size
 from shardtune.core.model.quantized_size import gptq_bytes
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Quantization
 from shardtune.core.world import World
@@ -539,7 +539,7 @@ def test_the_forecast_counts_what_rounding_takes(
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2}
     written = write(tmp_path, "qwen2", **sizes)
     written.bfloat16().save_pretrained(tmp_path)
-    for module in (calibration, shape):
+    for module in (calibration, quantized_size):
         monkeypatch.setattr(module, "HESSIAN_BUDGET", room)
     taken: list[int] = []
 
