@@ -109,6 +109,7 @@ def their_losses(job: Job, inputs: Inputs, folder: Path) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("default")  # theirs, not ours
 def test_the_loss_curves_are_equal(tmp_path: Path) -> None:
     rows = Path(__file__).parents[2] / "data" / "code.jsonl"
