@@ -78,7 +78,8 @@ def strategies_named(root: Path) -> list[str]:
     a string: what it wants to know of one is declared in its capabilities.
 
     Docstrings may name them, and so may paths (`recipes/zero1.yaml`). Axes of the mesh, schedules
-    and `auto` are called as strategies are, and are no strategies.
+    and `auto` are called as strategies are, and are no strategies; nor are the libraries that
+    `compat/` changes.
     """
     folders = {path.parent.name for path in (root / "parallel").glob("*/strategy.py")}
     words = "|".join([*sorted(folders - NO_STRATEGIES), r"zero[0-3]"])
@@ -86,7 +87,7 @@ def strategies_named(root: Path) -> list[str]:
     part = re.compile(rf"(^|_)({words})(_|$)", re.IGNORECASE)
     found = []
     for module, (path, tree) in _files(root).items():
-        if path.is_relative_to(root / "parallel"):
+        if path.relative_to(root).parts[0] in ("parallel", "compat"):
             continue
         shown = path.relative_to(root).as_posix()
         for target, line in _imports(tree, module, path, root, set(_files(root))):
