@@ -41,7 +41,7 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    arguments = _parse(argv)
+    arguments = parse(argv)
     quiet_bitsandbytes()
     try:
         return int(arguments.run(arguments))
@@ -105,8 +105,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {_printable(str(Problem(self.prog, message, fix)))}\n")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes a command's KEY=VALUE words only before its options; people mix them."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line says. argparse takes a command's KEY=VALUE words only before its
+    options; people mix them."""
     arguments, rest = _parser().parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
         known = did_you_mean(unknown[0], arguments.parser.options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,6 @@ from shardtune.cli.arguments import Commands, add_command, add_job, add_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardtune.config.auto import Planner, ResolvedJob
-    from shardtune.config.job import Job
     from shardtune.config.job_file import LoadedJob
     from shardtune.core.model.shape import ModelShape
     from shardtune.core.yaml_document import KeyPath
@@ -80,10 +77,11 @@ def estimate(arguments: argparse.Namespace) -> int:
     """One job on one cluster. Exit code 1 if it doesn't fit."""
     from shardtune.config.rules import check
     from shardtune.plan.forecast import forecast
+    from shardtune.plan.on_cluster import resolve_as_asked
     from shardtune.plan.this_machine import offer, shortage
 
     loaded, shape, cluster = _given(arguments)
-    job = _resolved(loaded, cluster, partial(_spread, shape=shape, cluster=cluster))
+    job = resolve_as_asked(loaded.job, shape, cluster)
     check(job, _place(loaded))
     found = forecast(job, shape, cluster)
     seen = _dry_run(found) if arguments.dry_run else None
@@ -158,14 +156,15 @@ def _dry_run(found: Forecast) -> DryRunSummary:
 def plan(arguments: argparse.Namespace) -> int:
     """Every strategy on one cluster, the best first. Exit code 1 if none fits."""
     from shardtune.config.rules import check
+    from shardtune.plan.on_cluster import resolve_as_asked, resolve_on
     from shardtune.plan.search import rank
     from shardtune.plan.this_machine import offer
 
     loaded, shape, cluster = _given(arguments)
-    ranking = rank(_resolved(loaded, cluster), shape, cluster, arguments.minimise)
+    ranking = rank(resolve_on(loaded.job, cluster), shape, cluster, arguments.minimise)
     best, fix = ranking.best, ""
     if best is None:
-        as_asked = _resolved(loaded, cluster, partial(_spread, shape=shape, cluster=cluster))
+        as_asked = resolve_as_asked(loaded.job, shape, cluster)
         if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
             check(as_asked, _place(loaded))
         fix = offer(as_asked, shape, cluster)
@@ -251,31 +250,6 @@ def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluste
     return loaded, shape_of(loaded.job.model), cluster
 
 
-def _resolved(loaded: LoadedJob, cluster: Cluster, planner: Planner | None = None) -> Job:
-    """The job as it would run on all GPUs of the cluster."""
-    from shardtune.config.auto import resolve
-    from shardtune.core.machine import Machine
-
-    machine = Machine(cores=16 * cluster.gpus_per_node, gpus=cluster.gpus)
-    return resolve(loaded.job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner).job
-
-
 def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:
     """Where to look for a value: how many ranks there are is said by the cluster."""
     return lambda path: "--cluster" if path[0] == "launch" else loaded.place(path)
-
-
-def _spread(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
-    """The job with the strategy that it asks for; `auto` is the best, or the default where nothing
-    fits. Likewise with its micro-batch and what it computes again."""
-    from shardtune.config.auto import ResolvedJob
-    from shardtune.parallel import DEFAULT
-    from shardtune.plan.memory_budget import within_memory
-    from shardtune.plan.search import rank
-
-    if not job.strategy.planned:
-        return within_memory(job, shape, cluster)
-    best = rank(job, shape, cluster).best
-    if best is not None and best.found is not None:
-        return ResolvedJob(best.found.job, {})
-    return ResolvedJob(job.model_copy(update={"strategy": DEFAULT}), {})

@@ -77,7 +77,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     from shardtune.models.model_files import ModelFiles
 
     widen_products()
-    run, job = _open(directory)
+    run, job = open_result(directory)
     model = load_result(str(run.result), ModelFiles(job.model), job.train.precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
@@ -110,7 +110,7 @@ def merge(directory: Path, target: Path) -> float:
     from shardtune.models.model_files import ModelFiles
 
     widen_products()
-    run, job = _open(directory)
+    run, job = open_result(directory)
     if isinstance(job.adapter, NoAdapter):
         fact = "this run trained all weights: there is no adapter to merge"
         raise RunError(Problem(str(directory), fact, f"{run.result} is the whole model already"))
@@ -132,7 +132,8 @@ def _plain(job: Job, tokenizer: Any) -> bool:
     )
 
 
-def _open(directory: Path) -> tuple[RunDir, Job]:
+def open_result(directory: Path) -> tuple[RunDir, Job]:
+    """The run and its job; RunError if it has no result."""
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.checkpoint.run_guards import require_run
     from shardtune.config.job_file import load_job

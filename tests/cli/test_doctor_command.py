@@ -154,7 +154,7 @@ def test_every_strategy_says_what_it_sends(
 ) -> None:
     """On two nodes, from the strategy's own declaration."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    arguments = cli._parse(["doctor", str(recipe)])
+    arguments = cli.parse(["doctor", str(recipe)])
     job, _ = _job(arguments, nodes=2)
     assert job is not None
     job = job.model_copy(update={"launch": job.launch.with_processes(4)})

@@ -83,7 +83,7 @@ def test_help_shows_examples_that_work(command: str, capsys: pytest.CaptureFixtu
         words = words[words.index("shardtune") + 1 :]
         if command:
             assert words[: len(command.split())] == command.split() or command == "models"
-        cli._parse(words)  # leaves the program if it doesn't understand
+        cli.parse(words)  # leaves the program if it doesn't understand
         for option, word in pairwise(words):
             if word.endswith(".yaml") and option not in ("--out", "--write"):
                 assert (ROOT / word).is_file()
@@ -151,7 +151,7 @@ def test_a_wrong_command_line_is_told(words: str, capsys: pytest.CaptureFixture[
     ],
 )
 def test_overrides_and_options_may_be_mixed(words: str) -> None:
-    arguments = cli._parse(["train", *words.split()])
+    arguments = cli.parse(["train", *words.split()])
     assert arguments.job == Path("job.yaml")
     assert arguments.overrides == ["train.seed=1", "train.steps=3"]
     assert arguments.resume

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardtune.cli.main import _parse, main
+from shardtune.cli.main import main, parse
 from shardtune.config.job import RayLaunch
 from shardtune.config.job_file import load_job
 from tests.docs.test_readme import ROOT, blocks
@@ -27,7 +27,7 @@ def words(line: str) -> list[str]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_command_parses(line: str) -> None:
-    _parse(words(line))
+    parse(words(line))
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if " slurm " in line])
@@ -60,7 +60,7 @@ def test_the_manifest_starts_a_job_on_ray(tmp_path: Path) -> None:
     manifest = yaml.safe_load(MANIFEST.read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
     command = words(manifest["spec"]["entrypoint"])
-    overrides = _parse(command).overrides
+    overrides = parse(command).overrides
     (tmp_path / "job.yaml").write_text(job_text().replace("launch: {processes: 1}\n", ""))
     launch = load_job(tmp_path / "job.yaml", overrides).job.launch
     assert isinstance(launch, RayLaunch)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.cli.main import _parse, main
+from shardtune.cli.main import main, parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -29,7 +29,7 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_command_parses(command: list[str]) -> None:
-    _parse(command)
+    parse(command)
 
 
 @pytest.mark.slow
