@@ -17,7 +17,7 @@ def praise_or_blame(found: Forecast, best: Forecast | None) -> str:
     longer = found.speed.step.total / best.speed.step.total - 1
     if longer < ALIKE:
         more = (found.memory.peak - best.memory.peak) / GIB
-        return f"as fast, and takes {more:+.1f} GiB"
+        return f"as fast, with {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     return f"fits, {longer:.0%} slower: {_slower(found, best)}{provided(found)}"
 
 
@@ -39,7 +39,7 @@ def _too_large(found: Forecast) -> str:
         share = found.memory.gpu[largest] / GIB
         return f"{found.over / GIB:.1f} GiB over at {at}; {_WORDS[largest]} are {share:.1f} GiB"
     room = found.cluster.host_gib or 0.0
-    return f"a node needs {found.host / GIB:.0f} GiB of main memory and has {room:.0f}"
+    return f"a node needs {found.host / GIB:.0f} GiB of CPU memory and has {room:.0f}"
 
 
 def _praise(found: Forecast) -> str:
@@ -55,7 +55,7 @@ def provided(found: Forecast) -> str:
     states = found.memory.host * min(found.mesh.size, found.cluster.gpus_per_node)
     if not states or found.cluster.host_gib is not None:
         return ""
-    return f", if a node has {found.host / GIB:,.0f} GiB of main memory"
+    return f", if a node has {found.host / GIB:,.0f} GiB of CPU memory"
 
 
 def _slower(found: Forecast, best: Forecast) -> str:
@@ -84,7 +84,7 @@ def _named(part: str, found: Forecast) -> str:
     if part == "optimizer":
         return "each rank updates more weights"
     if part == "offload":
-        return "states that travel between main memory and the GPU"
+        return "states that travel between CPU memory and the GPU"
     if part == "bubble":
         return "stages that wait for each other"
     if not found.speed.sent:

@@ -68,13 +68,13 @@ class Forecast:
 
     @property
     def host(self) -> float:
-        """Bytes of main memory that the ranks of a node need together."""
+        """Bytes of CPU memory that the ranks of a node need together."""
         per_rank = max(self.memory.host, self.memory.host_building)
         return per_rank * min(self.mesh.size, self.cluster.gpus_per_node)
 
     @property
     def host_over(self) -> float:
-        """Bytes of main memory that are missing on a node; negative where some are left."""
+        """Bytes of CPU memory that are missing on a node; negative where some are left."""
         room = self.cluster.host_gib
         return -1.0 if room is None else self.host - room * GIB
 

@@ -77,7 +77,7 @@ def shortage(found: Forecast) -> str:
     """What is needed, what there is, and what takes most of it."""
     if found.over <= 0:
         room = found.cluster.host_gib or 0.0
-        return f"a node needs {found.host / GIB:.1f} GiB of main memory and has {room:.1f}"
+        return f"a node needs {found.host / GIB:.1f} GiB of CPU memory and has {room:.1f}"
     largest = sorted(found.memory.gpu.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     gpu, room = found.cluster.gpu, found.capacity / GIB

@@ -87,7 +87,7 @@ def _memory(found: Forecast) -> Table:
     for name, size in sizes.items():
         bar = "█" * round(BAR * size / max(found.capacity, memory.required))
         table.add_row(name, f"{size / GIB:.2f}", bar)
-    table.add_row("main memory of a node", f"{found.host / GIB:.2f}", "")
+    table.add_row("CPU memory of a node", f"{found.host / GIB:.2f}", "")
     if memory.nvme:
         table.add_row("disk of a rank", f"{memory.nvme / GIB:.2f}", "")
     return table
