@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardtune.cli.main import leave, parse
 from shardtune.cli.train_command import start
+from shardtune.compat.quiet import quiet_bitsandbytes
 from shardtune.core.parent_death import die_with_parent
 from shardtune.errors import ShardtuneError
 from shardtune.launch import INTERRUPTED
@@ -21,6 +22,7 @@ from shardtune.launch import INTERRUPTED
 def launch(parent: int, errors: Path, words: Sequence[str]) -> int:
     """Trains; what is wrong goes to the file `errors`. Returns the exit code."""
     die_with_parent(parent)
+    quiet_bitsandbytes()
     try:
         return start(parse(["train", *words]))
     except ShardtuneError as error:
