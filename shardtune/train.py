@@ -10,7 +10,6 @@ from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.core.cache import cache_dir
-from shardtune.core.machine import Machine
 from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
 from shardtune.core.run_report import RunReport
@@ -26,7 +25,7 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import describe_attention, same_on_all_ranks
 from shardtune.models.packing_check import require_document_isolation
 from shardtune.models.quantization.fp8 import describe_fp8_matmul
-from shardtune.plan.this_machine import forecast_here
+from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
 from shardtune.training.agreement import require_agreement
 from shardtune.training.engine_setup import make_plan
@@ -38,15 +37,23 @@ from shardtune.training.rehearsal import rehearse
 from shardtune.training.run import Run
 
 
-def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunReport | None:
+def train(
+    job: Job,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    predicted: RunForecast | None = None,
+) -> RunReport | None:
     """Trains `job` on the ranks of which this process is one; returns the report, which is empty
-    if the run was preempted. With `overwrite` an earlier run makes room for it."""
+    if the run was preempted. With `overwrite` an earlier run makes room for it. Whoever
+    starts the ranks has `predicted` what the run will take; only the first rank needs it."""
     inputs = open_inputs(job, quiet=True)
     with join_process_group(int(job.launch.threads)) as world:
         require_agreement(world, job)
         files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
         if overwrite and world.is_main:
             files.prepare(overwrite=True)  # only now: what is wrong must not cost the old run
+        files.write_forecast(predicted)
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
         plan = make_plan(job, world.size, steps)
@@ -79,10 +86,7 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunRepo
             )
             keep, background = job.save.keep, job.save.background
             saver = AsyncSaver(files.checkpoints, world, keep=keep, background=background)
-            digests, predicted = (
-                inputs.data.digests(),
-                forecast_here(job, Machine.here(), world.nodes),
-            )
+            digests = inputs.data.digests()
             run = Run(
                 job, world, inputs.model, engine, evaluator, files, view, digests, saver, predicted
             )

@@ -22,6 +22,7 @@ from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
+from shardtune.core.machine import Machine
 from shardtune.core.progress import Progress
 from shardtune.core.run_report import RunReport
 from shardtune.core.step import LateResult, MicroBatch, StepResult
@@ -33,6 +34,8 @@ from shardtune.launch.process_group import JoinedWorld
 from shardtune.models import tiny
 from shardtune.models.hf_folder import write_folder
 from shardtune.models.model_files import ModelFiles
+from shardtune.plan.run_forecast import RunForecast
+from shardtune.plan.this_machine import forecast_here
 from shardtune.report.live import RunView
 from shardtune.train import due, fit, train
 from shardtune.training.evaluation import Evaluator
@@ -261,7 +264,8 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train_here(job: Job) -> RunReport:
     threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
-    report = train(job)
+    found = forecast_here(job, Machine.here())
+    report = train(job, predicted=RunForecast.of(found) if found is not None else None)
     torch.set_num_threads(threads)
     assert signal.getsignal(signal.SIGINT) is handler
     assert report is not None

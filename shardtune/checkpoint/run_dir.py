@@ -1,6 +1,7 @@
 """The run directory.
 
 job.yaml           the job with every value resolved; training it again repeats the run
+forecast.json      what was predicted for it
 environment.json   versions, machine, git revision
 metrics.jsonl      one line per step and per evaluation
 trace.jsonl        one line per step, to the bit (save.trace)
@@ -31,9 +32,11 @@ from shardtune.core.atomic_write import atomic_write
 from shardtune.core.run_report import RunReport
 from shardtune.core.yaml_document import dump_document
 from shardtune.errors import Problem, RunError
+from shardtune.plan.run_forecast import RunForecast
 
 _FILES = (
     "job.yaml",
+    "forecast.json",
     "environment.json",
     "metrics.jsonl",
     "trace.jsonl",
@@ -162,6 +165,23 @@ class RunDir:
         if self.writes:
             self.forget_report()
             self.jsonl.forget_after(step)
+
+    def write_forecast(self, predicted: RunForecast | None) -> None:
+        """Keeps what was predicted, in the place of what was for an earlier part of the run."""
+        path = self.path / "forecast.json"
+        if self.writes and predicted is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, predicted.to_json(indent=2) + "\n")
+        elif self.writes:
+            path.unlink(missing_ok=True)
+
+    def read_forecast(self) -> RunForecast | None:
+        """What was predicted; None where nothing was, or by another version."""
+        try:
+            text = (self.path / "forecast.json").read_text(encoding="utf-8")
+            return RunForecast.model_validate_json(text)
+        except (OSError, ValueError):
+            return None
 
     def write_answers(self, answers: Sequence[str]) -> None:
         """Keeps what the model said before training, for the report at the end."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardtune.launch.restart_policy import RestartPolicy
     from shardtune.models.model_files import ModelFiles
     from shardtune.plan.forecast import Forecast
+    from shardtune.plan.run_forecast import RunForecast
     from shardtune.train import Inputs
 
 
@@ -111,8 +112,11 @@ def start(arguments: argparse.Namespace) -> int:
     run = _run_directory(arguments, loaded, job, first=first)
     predicted = _predicted(arguments, job, nodes)
 
+    from shardtune.core.machine import Machine
     from shardtune.core.yaml_document import dump_document
     from shardtune.launch.supervisor import run_local
+    from shardtune.plan.run_forecast import RunForecast
+    from shardtune.plan.this_machine import forecast_here
     from shardtune.report.summary import print_summary
 
     with (
@@ -124,19 +128,28 @@ def start(arguments: argparse.Namespace) -> int:
             inputs = _open(job, resolved, predicted if first else None, quiet=not first)
             if first:
                 run.prepare(overwrite=arguments.overwrite)
+                run.write_forecast(RunForecast.of(predicted) if predicted is not None else None)
             _agree_on(launchers, job, inputs, run)
-        # The ranks get the job as it was checked here: a file that is edited meanwhile, or that
-        # lies in the directory that was just cleared, must not matter.
+        # The ranks get the job as it was resolved and checked here: a file that is edited
+        # meanwhile, or that lies in the directory that was just cleared, must not matter.
         checked = Path(temp) / arguments.job.name
         checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
         command = ["-m", "shardtune", "train", str(checked)]
+
+        def again(halvings: int) -> list[str]:
+            if halvings and first:  # another micro-batch takes another amount of memory
+                found = forecast_here(_smaller(job, halvings), Machine.here(), nodes)
+                run.write_forecast(RunForecast.of(found) if found is not None else None)
+            change = [f"train.micro_batch={_smaller(job, halvings).train.micro_batch}"]
+            return [*command, "--resume", *(change if halvings else [])]
+
         code = run_local(
             [*command, *(["--resume"] * arguments.resume)],
             processes=int(job.launch.processes) // nodes,
             threads=int(job.launch.threads),
             logs=run.logs,
             policy=_policy(loaded.job, job, predicted, resume=arguments.resume),
-            again=lambda halvings: [*command, "--resume", *_smaller(job, halvings)],
+            again=again,
             launchers=launchers,
         )
     if first and (report := run.read_report()) is not None:
@@ -206,9 +219,10 @@ def _policy(asked: Job, job: Job, predicted: Forecast | None, *, resume: bool) -
     )
 
 
-def _smaller(job: Job, halvings: int) -> list[str]:
-    """The change to a job whose micro-batch had to be halved so often."""
-    return [f"train.micro_batch={int(job.train.micro_batch) >> halvings}"] if halvings else []
+def _smaller(job: Job, halvings: int) -> Job:
+    """The job with a micro-batch that was halved so often."""
+    rows = int(job.train.micro_batch) >> halvings
+    return job.model_copy(update={"train": job.train.model_copy(update={"micro_batch": rows})})
 
 
 def _model_reasons(model: ModelFiles) -> dict[KeyPath, str]:
@@ -263,6 +277,7 @@ def _locked(run: RunDir, first: bool) -> AbstractContextManager[None]:
 
 def _as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, torchrun or Slurm has started."""
+    from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.job_file import load_job
     from shardtune.core.parent_death import die_with_parent
     from shardtune.launch.error_file import reporting_errors
@@ -271,17 +286,30 @@ def _as_rank(arguments: argparse.Namespace) -> int:
         die_with_parent(int(launcher))
     with reporting_errors():
         loaded = load_job(arguments.job, arguments.overrides)
-        resolved = resolve_here(loaded, runs_here=True, resume=arguments.resume)
-        if LAUNCHER_PID not in os.environ:
-            _look_first(arguments, loaded, resolved.job)
+        if LAUNCHER_PID in os.environ:  # our launcher has resolved, checked, predicted and cleared
+            job, clears = loaded.job, False
+            predicted = RunDir(Path(job.save.directory).expanduser()).read_forecast()
+        else:
+            job = resolve_here(loaded, runs_here=True, resume=arguments.resume).job
+            _run_directory(arguments, loaded, job)
+            predicted = _predicted_by_rank_0(arguments, job)
+            clears = arguments.overwrite  # only after all ranks have joined
 
         from shardtune.train import train
 
-        # Our launcher has cleared the directory already; any other rank only after all have met.
-        clears = arguments.overwrite and LAUNCHER_PID not in os.environ
-        with _alone(resolved.job):
-            train(resolved.job, resume=arguments.resume, overwrite=clears)
+        with _alone(job):
+            train(job, resume=arguments.resume, overwrite=clears, predicted=predicted)
     return 0
+
+
+def _predicted_by_rank_0(arguments: argparse.Namespace, job: Job) -> RunForecast | None:
+    """The first rank refuses what doesn't fit, and writes down what was predicted."""
+    from shardtune.plan.run_forecast import RunForecast
+
+    if os.environ["RANK"] != "0":
+        return None
+    found = _predicted(arguments, job, outside_nodes())
+    return RunForecast.of(found) if found is not None else None
 
 
 def _alone(job: Job) -> AbstractContextManager[None]:
@@ -291,12 +319,6 @@ def _alone(job: Job) -> AbstractContextManager[None]:
     if LAUNCHER_PID in os.environ or os.environ["RANK"] != "0":
         return nullcontext()
     return RunDir(Path(job.save.directory).expanduser()).locked()
-
-
-def _look_first(arguments: argparse.Namespace, loaded: LoadedJob, job: Job) -> None:
-    """What our own launcher does before it starts ranks. No rank writes before all have joined."""
-    _run_directory(arguments, loaded, job)
-    _predicted(arguments, job, outside_nodes())
 
 
 # Several nodes -----------------------------------------------------------------------------------

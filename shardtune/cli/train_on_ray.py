@@ -14,11 +14,14 @@ from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, RayLaunch
 from shardtune.config.rules import check
 from shardtune.core.machine import Machine
+from shardtune.core.world import outside_nodes
 from shardtune.errors import LaunchError, Problem
 from shardtune.launch.error_file import reporting_errors
 from shardtune.launch.ray import RayResources, ray_cluster, run_ray
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.memory_budget import leanest
+from shardtune.plan.run_forecast import RunForecast
+from shardtune.plan.this_machine import forecast_here
 from shardtune.report.opening import print_opening
 from shardtune.report.summary import print_summary
 from shardtune.train import open_inputs, train
@@ -88,8 +91,11 @@ def on_worker(config: dict[str, Any]) -> None:
         micro_batch = int(job.train.micro_batch) >> config["halvings"]
         smaller = job.train.model_copy(update={"micro_batch": micro_batch})
         job = job.model_copy(update={"train": smaller})
+    first = os.environ.get("RANK", "0") == "0"  # only here is it known what a worker has
     with reporting_errors():
-        train(job, resume=config["resume"])
+        found = forecast_here(job, Machine.here(), outside_nodes()) if first else None
+        predicted = RunForecast.of(found) if found is not None else None
+        train(job, resume=config["resume"], predicted=predicted)
 
 
 def _last_step(run: RunDir) -> int:

@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass
 
 from shardtune.config.job import IA3, AdamW, Job, LoRA, NoAdapter
 from shardtune.core.footprint import Held, predict_held
-from shardtune.core.layout import Layout, State
+from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.run_report import Compared, ForecastCheck, HeldBytes
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import Sent, group_of
@@ -141,21 +140,6 @@ class Forecast:
             hours=self.hours,
             cost=self.cost,
             reasons=self.reasons,
-        )
-
-    def compare(
-        self, held: Held, *, peak: float | None, tokens_per_second: float | None
-    ) -> ForecastCheck:
-        """Predicted beside measured, for a run's report. `peak` is in bytes; None where the device
-        doesn't count what is allocated on it."""
-        states: tuple[State, ...] = ("params", "grads", "optim")
-        speed = self.speed.tokens_per_second
-        return ForecastCheck(
-            held_bytes=HeldBytes(
-                **{s: Compared.of(self.held.of(s), held.of(s)) for s in states},
-            ),
-            peak_gib=None if peak is None else Compared.of(self.memory.allocated / GIB, peak / GIB),
-            tokens_per_second=Compared.of(speed, tokens_per_second) if tokens_per_second else None,
         )
 
     def traffic(self) -> Traffic:

@@ -46,7 +46,7 @@ from shardtune.models.load import COMPUTE_DTYPES, held_precision
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.gptq import E4M3
-from shardtune.plan.forecast import Forecast
+from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
 from shardtune.training.environment import describe_environment
 from shardtune.training.evaluation import Evaluator
@@ -70,7 +70,7 @@ class Run:
     data: Mapping[str, str]
     """The digest of each data set."""
     saver: AsyncSaver
-    predicted: Forecast | None = None
+    predicted: RunForecast | None = None
     """What was predicted for it; None for a model or a device that the planner doesn't know."""
 
     def begin(self) -> Progress:
