@@ -139,7 +139,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     nan: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(veto) == 0.0:
-        place = tl.program_id(0).to(tl.int64) * UPDATE_BLOCK + tl.arange(0, UPDATE_BLOCK)
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < size
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) / tl.load(divisor)
         m = tl.load(first + place, mask=inside, other=0.0)
