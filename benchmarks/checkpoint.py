@@ -29,6 +29,7 @@ from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
 from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.core.lr_schedule import Schedule
+from shardtune.core.progress import Progress
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.core.world import World
@@ -144,7 +145,7 @@ def _around(steps: list[Step], number: int) -> float:
 
 
 def _save(engine: NativeEngine, saver: AsyncSaver, step: int) -> None:
-    saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.shards(), {})
+    saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.shards(), Progress())
 
 
 def _step(engine: NativeEngine, saver: AsyncSaver, batch: MicroBatch) -> None:
@@ -165,7 +166,9 @@ def timed(act: Callable[[], object]) -> float:
 def ours(engine: NativeEngine, folder: Path) -> tuple[float, float, int]:
     saver = AsyncSaver(folder, JoinedWorld(), keep=1, background=False)
     pieces, numbers = engine.shards()
-    write = timed(lambda: saver.save(CheckpointIdentity("run", 1, "ddp", ""), pieces, numbers, {}))
+    write = timed(
+        lambda: saver.save(CheckpointIdentity("run", 1, "ddp", ""), pieces, numbers, Progress())
+    )
 
     def load() -> None:
         found = latest_checkpoint(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config.job import Job
+from shardtune.core.run_environment import RunEnvironment
 
 SECTIONS = {
     "model": "{name: tiny}",
@@ -35,3 +36,19 @@ def make_job(**sections: dict[str, Any]) -> Job:
     """The smallest job, with these sections; `data` may be left out."""
     data = {"train": [{"path": "a.jsonl", "format": "completion"}]} | sections.pop("data", {})
     return Job.model_validate_json(json.dumps({"model": {"name": "tiny"}, "data": data} | sections))
+
+
+def make_environment(run: str = "a" * 16) -> RunEnvironment:
+    """What a run directory is told about where its run was made."""
+    return RunEnvironment(
+        shardtune="0",
+        python="3",
+        packages={},
+        platform="Linux",
+        cores=1,
+        gpus=(),
+        ranks=1,
+        git=None,
+        run=run,
+        data={},
+    )

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from shardtune.checkpoint import directory as store
 from shardtune.checkpoint.manifest import Manifest, merge_tensors
@@ -27,6 +27,7 @@ from shardtune.checkpoint.rank_files import (
     write_rank_files,
 )
 from shardtune.checkpoint.snapshot import BufferSpec, Snapshot
+from shardtune.core.progress import Progress
 from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.units import MIB
 from shardtune.errors import Problem, RunError
@@ -98,7 +99,7 @@ class _Writing(threading.Thread):
 @dataclass(frozen=True)
 class _Facts:
     identity: CheckpointIdentity
-    progress: Mapping[str, Any]
+    progress: Progress
     numbers: Mapping[str, float]
 
 
@@ -133,7 +134,7 @@ class AsyncSaver:
         identity: CheckpointIdentity,
         shards: Sequence[TensorShard],
         numbers: Mapping[str, float],
-        progress: Mapping[str, Any],
+        progress: Progress,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins to save what `shards` are now. An earlier save has to be through: see `wait`.
@@ -148,7 +149,7 @@ class AsyncSaver:
             store.begin(self.folder, step)
 
         self._on_main(step, begin)
-        facts = _Facts(identity, dict(progress), dict(numbers))
+        facts = _Facts(identity, progress, dict(numbers))
         if not self.background:
             writing = self._writing = _Writing(self, shards, facts)
             writing.run()

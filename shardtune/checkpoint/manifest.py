@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.hashed_file import FileDigest
+from shardtune.core.progress import Progress
 from shardtune.core.tensor_shards import Region
 
 FORMAT = 1
@@ -89,7 +90,7 @@ class Manifest:
     strategy: str
     job: str
     """Digest of the job that ran."""
-    progress: Mapping[str, Any]
+    progress: Progress
     numbers: Mapping[str, float]
     files: Mapping[str, FileDigest]
     tensors: Mapping[str, StoredTensor]
@@ -142,7 +143,8 @@ def _canonical(body: Mapping[str, Any]) -> str:
 
 def render(manifest: Manifest) -> str:
     """The text of manifest.json."""
-    return seal({"format": FORMAT, "kind": "checkpoint", **asdict(manifest)})
+    body = asdict(manifest) | {"progress": manifest.progress.facts()}
+    return seal({"format": FORMAT, "kind": "checkpoint", **body})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -160,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
             ranks=int(body["ranks"]),
             strategy=str(body["strategy"]),
             job=str(body["job"]),
-            progress=dict(body["progress"]),
+            progress=Progress.resumed(int(body["step"]), dict(body["progress"])),
             numbers={str(key): float(value) for key, value in body["numbers"].items()},
             files={name: FileDigest(**each) for name, each in body["files"].items()},
             tensors={key: tensor_from(each) for key, each in body["tensors"].items()},

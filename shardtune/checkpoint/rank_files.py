@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from shardtune.checkpoint.hashed_file import FileDigest
 from shardtune.checkpoint.manifest import (
@@ -28,14 +27,6 @@ class RankFiles:
 
     files: Mapping[str, FileDigest]
     tensors: Mapping[str, StoredTensor]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(body: Mapping[str, Any]) -> RankFiles:
-        files = {name: FileDigest(**each) for name, each in body["files"].items()}
-        return RankFiles(files, {key: tensor_from(each) for key, each in body["tensors"].items()})
 
 
 def write_rank_files(
@@ -93,9 +84,12 @@ def _name(shard: TensorShard) -> str:
 
 def encode_answer(answer: RankFiles | str) -> str:
     """A rank's report as text for the others: its share, or what went wrong."""
-    return json.dumps(answer if isinstance(answer, str) else answer.to_json())
+    return json.dumps(answer if isinstance(answer, str) else asdict(answer))
 
 
 def decode_answer(text: str) -> RankFiles | str:
     body = json.loads(text)
-    return body if isinstance(body, str) else RankFiles.from_json(body)
+    if isinstance(body, str):
+        return body
+    files = {name: FileDigest(**each) for name, each in body["files"].items()}
+    return RankFiles(files, {key: tensor_from(each) for key, each in body["tensors"].items()})

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +29,7 @@ from shardtune.checkpoint.run_logs import RunLogs
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
 from shardtune.core.atomic_write import atomic_write
+from shardtune.core.run_environment import RunEnvironment
 from shardtune.core.run_report import RunReport
 from shardtune.core.yaml_document import dump_document
 from shardtune.errors import Problem, RunError
@@ -151,14 +152,14 @@ class RunDir:
         for name in RUN_FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
-    def begin(self, job: Job, environment: Mapping[str, Any]) -> None:
+    def begin(self, job: Job, environment: RunEnvironment) -> None:
         """Writes down what is about to run, from its first step on."""
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
             self.forget_report()  # and what else is of an attempt that came to no checkpoint
             self.jsonl.clear()
             atomic_write(self.job, dump_document(job.model_dump(mode="json")))
-            _write_json(self.path / "environment.json", environment)
+            atomic_write(self.path / "environment.json", environment.to_json(indent=2) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drops the lines of steps that a resumed run will take again, and the old report."""

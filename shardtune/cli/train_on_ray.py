@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.auto import ResolvedJob, resolve
@@ -17,7 +17,7 @@ from shardtune.core.machine import Machine
 from shardtune.core.world import outside_nodes
 from shardtune.errors import LaunchError, Problem
 from shardtune.launch.error_file import reporting_errors
-from shardtune.launch.ray import RayResources, ray_cluster, run_ray
+from shardtune.launch.ray import RayResources, RayTask, ray_cluster, run_ray
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.memory_budget import leanest
 from shardtune.plan.run_forecast import RunForecast
@@ -42,16 +42,12 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
             sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
             print_opening(job, resolved.reasons, sources)
         run.prepare(overwrite=arguments.overwrite)
-        config = {
-            "job": job.model_dump_json(),
-            "resume": arguments.resume,
-            "folder": str(Path.cwd()),
-        }
+        task = RayTask(job.model_dump_json(), arguments.resume, str(Path.cwd()))
         reduce = job.train.on_oom == "reduce_micro_batch"
         halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
         run_ray(
             on_worker,
-            config,
+            task,
             launch,
             workers,
             logs=run.logs.absolute(),
@@ -81,21 +77,21 @@ def _resolved(loaded: LoadedJob, workers: RayResources, *, here: bool) -> Resolv
     return resolved
 
 
-def on_worker(config: dict[str, Any]) -> None:
+def on_worker(task: RayTask) -> None:
     """One rank, on a worker of Ray."""
-    if Path(config["folder"]).is_dir():
-        os.chdir(config["folder"])  # paths in a job are relative to where it was started
+    if Path(task.folder).is_dir():
+        os.chdir(task.folder)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    job = Job.model_validate_json(config["job"])
-    if config["halvings"]:
-        micro_batch = int(job.train.micro_batch) >> config["halvings"]
+    job = Job.model_validate_json(task.job)
+    if task.halvings:
+        micro_batch = int(job.train.micro_batch) >> task.halvings
         smaller = job.train.model_copy(update={"micro_batch": micro_batch})
         job = job.model_copy(update={"train": smaller})
     first = os.environ.get("RANK", "0") == "0"  # only here is it known what a worker has
     with reporting_errors():
         found = forecast_here(job, Machine.here(), outside_nodes()) if first else None
         predicted = RunForecast.of(found) if found is not None else None
-        train(job, resume=config["resume"], predicted=predicted)
+        train(job, resume=task.resume, predicted=predicted)
 
 
 def _last_step(run: RunDir) -> int:
@@ -116,5 +112,5 @@ def _copy(folder: Path, target: str) -> None:
         system.put(f"{folder}/", f"{path}/", recursive=True)
     except (OSError, ImportError, ValueError) as error:
         fact = f"{folder} could not be copied to {target}: {error}"
-        fix = "the run itself is complete; copy it by hand, or mend launch.storage"
+        fix = "the run itself is complete; copy it by hand, or fix launch.storage"
         raise LaunchError(Problem("launch.storage", fact, fix)) from error

@@ -33,7 +33,7 @@ class Progress:
     preempted: bool = False
     """Preempted: nothing but a checkpoint was made."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, float | None]:
         """What a checkpoint keeps besides the step; a loss that is no number is left out."""
         found = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}
         return {

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from shardtune.core.heartbeat import Heartbeats
 from shardtune.errors import LaunchError, Problem
@@ -38,7 +37,7 @@ class MultiNode:
     ) -> None:
         self.node, self.processes, self.wait, self._say = node, processes, wait, say
         self.number = node.number
-        self.must_match: Mapping[str, Any] = {}
+        self.must_match: Mapping[str, str | int] = {}
         """What has to be equal on all nodes; set it before `wait_for_nodes`."""
         self._shared: SharedFolder | None = None
         self._heartbeats = NodeHeartbeats(node, processes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from shardtune.launch.node import Node
 from shardtune.launch.node_heartbeats import NodeHeartbeats
@@ -75,7 +74,7 @@ class NodeStore:
     def head_is_lost(self, now: float) -> bool:
         return not self.is_kept_here and self.head_silence(now) > LOST_AFTER
 
-    def set_ready(self, must_match: Mapping[str, Any]) -> None:
+    def set_ready(self, must_match: Mapping[str, str | int]) -> None:
         """Says that this node is ready for the attempt."""
         key = f"ready/{self.attempt}/{self.node.number}"
         self.put(key, json.dumps([self._me, dict(must_match)]))
@@ -85,7 +84,7 @@ class NodeStore:
         told = self.get(f"ready/{self.attempt}/{number}")
         return told is not None and json.loads(told)[0] == self.get(f"hello/{number}")
 
-    def must_match(self, number: int) -> dict[str, Any]:
+    def must_match(self, number: int) -> dict[str, str | int]:
         """What a node says that has to match on all of them."""
         told = self.get(f"ready/{self.attempt}/{number}")
         return dict(json.loads(told)[1]) if told else {}

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,21 @@ class RayResources:
     gpu: bool
     cpus: int
     """Of each."""
+
+
+@dataclass(frozen=True)
+class RayTask:
+    """What each worker is given to do."""
+
+    job: str
+    """The resolved job, as JSON."""
+    resume: bool
+    folder: str
+    """Where the run was started: paths in a job are relative to it."""
+    logs: str = ""
+    """The folder for what this attempt prints and for error reports."""
+    halvings: int = 0
+    """How often the micro-batch was halved, because memory ran out."""
 
 
 @contextmanager
@@ -119,8 +134,8 @@ def _workers(launch: RayLaunch, has: Mapping[str, float]) -> RayResources:
 
 
 def run_ray(
-    body: Callable[[dict[str, Any]], None],
-    config: dict[str, Any],
+    body: Callable[[RayTask], None],
+    task: RayTask,
     launch: RayLaunch,
     workers: RayResources,
     *,
@@ -129,19 +144,22 @@ def run_ray(
     step: Callable[[], int],
     say: Callable[[str], None],
 ) -> None:
-    """Runs `body(config)` on each worker, and shows what rank 0 prints; LaunchError if it failed.
+    """Runs `body(task)` on each worker, and shows what rank 0 prints; LaunchError if it failed.
 
-    `config` gets the keys `resume` and `halvings` for an attempt that goes on. `step` tells how far
-    the run has come. `logs` has to be seen by all workers, and here.
+    An attempt that goes on is given `resume` and `halvings`. `step` tells how far the run has come.
+    `logs` has to be seen by all workers, and here.
     """
     failures: list[Failure] = []
     earlier = past_attempts(logs)
     while True:
         folder = logs / f"attempt-{earlier + len(failures)}"
         folder.mkdir(parents=True, exist_ok=True)
-        given = config | {"logs": str(folder), "halvings": halvings(failures, policy)}
-        if failures:
-            given["resume"] = True
+        given = replace(
+            task,
+            logs=str(folder),
+            halvings=halvings(failures, policy),
+            resume=task.resume or bool(failures),
+        )
         try:
             with _shown(folder / _PRINTED):
                 _fit(body, given, launch, workers)
@@ -158,15 +176,15 @@ def run_ray(
 
 
 def _fit(
-    body: Callable[[dict[str, Any]], None],
-    config: dict[str, Any],
+    body: Callable[[RayTask], None],
+    task: RayTask,
     launch: RayLaunch,
     workers: RayResources,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:  # for Ray's own notes: the run directory is ours
         trainer = TorchTrainer(
             _worker,
-            train_loop_config={"body": body, "config": config},
+            train_loop_config={"body": body, "task": task},
             torch_config=_Addresses(),
             scaling_config=ScalingConfig(
                 num_workers=workers.count,
@@ -183,12 +201,12 @@ def _fit(
 
 
 def _worker(given: dict[str, Any]) -> None:
-    config, rank = given["config"], get_context().get_world_rank()
-    logs = Path(config["logs"])
+    task: RayTask = given["task"]
+    rank, logs = get_context().get_world_rank(), Path(task.logs)
     os.environ[ERROR_FILE] = str(logs / f"error-{rank}.json")
     printed = logs / (f"rank-{rank}.log" if rank else _PRINTED)
     with printed.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
-        given["body"](config)
+        given["body"](task)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardtune.core.model.tiny_config import TINY_CONFIG
 from shardtune.models.hf_folder import cached_model, write_folder
 
 if TYPE_CHECKING:
@@ -23,8 +24,13 @@ SEED = 20_240_229
 SPECIAL_TOKENS = ("<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD, END = 256, 259  # ids: the 256 bytes come first, then the special tokens in their order
 
-VOCABULARY = 256 + len(SPECIAL_TOKENS)
-LAYERS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, POSITIONS = 2, 64, 176, 4, 2, 4096
+VOCABULARY: int = TINY_CONFIG["vocab_size"]
+LAYERS: int = TINY_CONFIG["num_hidden_layers"]
+HIDDEN: int = TINY_CONFIG["hidden_size"]
+INNER: int = TINY_CONFIG["intermediate_size"]
+HEADS: int = TINY_CONFIG["num_attention_heads"]
+KEY_VALUE_HEADS: int = TINY_CONFIG["num_key_value_heads"]
+POSITIONS: int = TINY_CONFIG["max_position_embeddings"]
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -52,14 +58,7 @@ def config() -> Any:
 
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        vocab_size=VOCABULARY,
-        num_hidden_layers=LAYERS,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_VALUE_HEADS,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
+        **{key: value for key, value in TINY_CONFIG.items() if key != "model_type"},
         bos_token_id=None,
         eos_token_id=END,
         pad_token_id=PAD,

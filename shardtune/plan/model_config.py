@@ -10,14 +10,9 @@ from shardtune.config.job import ModelSection
 from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.known_models import MODEL_NAME, find_model, is_known
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.model.tiny_config import TINY_CONFIG
 from shardtune.errors import ModelError, Problem
 
-TINY: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 260, "num_hidden_layers": 2, "hidden_size": 64,
-    "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
-"""Of the built-in model of this name (`models/tiny.py`), which isn't in the catalogue."""
 SHAPED_LIKE = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
 """Names of our own, and the published model of the same shape."""
 
@@ -34,7 +29,7 @@ def config_of(section: ModelSection) -> dict[str, Any]:
     if file.name.endswith(".json") and file.is_file():
         return _read(file)
     if section.name == "tiny":
-        return TINY
+        return TINY_CONFIG
     name = SHAPED_LIKE.get(section.name, section.name)
     if "/" not in name or (section.revision is None and is_known(name)):
         return find_model(name).config

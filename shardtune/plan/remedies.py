@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.section import Section
 from shardtune.parallel import STRATEGIES, Strategy
 from shardtune.plan.cluster import Cluster, find_gpu, parse_cluster
 from shardtune.plan.forecast import Forecast
@@ -17,15 +18,18 @@ from shardtune.plan.search import Candidate, rank, tried
 OTHER_RESULT = ("adapter", "model", "data", "train.precision")
 """Keys whose values decide what is learnt."""
 MOST_NODES = 1024
-HOST_GIB = 256  # of main memory for each GPU, in a node that nobody has described
+HOST_GIB = 256  # of CPU memory for each GPU, in a node that nobody has described
 LARGE_GPUS = ("A100-80GB", "H200-141GB")  # which people rent when a layer is too large for theirs
+
+Setting: TypeAlias = bool | int | float | str | None
+"""The value of one key, as it is written behind `key=`."""
 
 
 @dataclass(frozen=True)
 class Change:
     """Changes of a job, by key, after which it fits."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Setting]
     found: Forecast
     same_result: bool
     """Whether training gives the same as before."""
@@ -41,78 +45,105 @@ class Change:
 
 def smallest_change(job: Job, shape: ModelShape, cluster: Cluster) -> Change | None:
     """The least that makes the job fit: first what leaves its result alone, then what doesn't."""
-    for values, changed in _changes(job, cluster):
-        found = tried(changed, shape, cluster)
+    for changed in _changes(job, cluster):
+        found = tried(changed.job, shape, cluster)
         if isinstance(found, Forecast) and found.fits:
-            same = not any(key.startswith(OTHER_RESULT) for key in values)
-            return Change(values, found, same)
+            same = not any(key.startswith(OTHER_RESULT) for key in changed.values)
+            return Change(changed.values, found, same)
     return None
 
 
-def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[dict[str, Any], Job]]:
+@dataclass(frozen=True)
+class _Changed:
+    """A job, and the keys in which it differs from the one that was asked for."""
+
+    job: Job
+    values: Mapping[str, Setting]
+
+    def train(self, **update: Setting) -> _Changed:
+        train = self.job.train.model_copy(update=update)
+        return self._with("train", train, {f"train.{key}": each for key, each in update.items()})
+
+    def paged(self) -> _Changed:
+        """Optimizer states in CPU memory."""
+        told: dict[str, Setting] = {
+            "train.optimizer.type": "adamw",
+            "train.optimizer.paged": True,
+        }
+        return self._with_optimizer(True, told)
+
+    def unpaged(self) -> _Changed:
+        """For what can't have them there."""
+        rule = self.job.train.optimizer
+        if not isinstance(rule, AdamW) or not rule.paged:
+            return self
+        return self._with_optimizer(False, {"train.optimizer.paged": False})
+
+    def quantized(self, kind: str) -> _Changed:
+        """Frozen weights stored in another way."""
+        if self.job.model.quantization == kind:
+            return self
+        model = self.job.model.model_copy(update={"quantization": kind})
+        return self._with("model", model, {"model.quantization": kind})
+
+    def without_fp8(self) -> _Changed:
+        """The same with frozen weights stored as they are computed with."""
+        return self.quantized("none") if self.job.model.quantization == "fp8" else self
+
+    def lora(self) -> _Changed:
+        return self._with("adapter", LoRA(), {"adapter.type": "lora"})
+
+    def strategy(self, strategy: Strategy) -> _Changed:
+        """Under another strategy, with those of its settings that aren't the default."""
+        settings = strategy.model_dump(exclude_defaults=True, exclude={"type"})
+        told = {"strategy.type": strategy.type, **_written("strategy", settings)}
+        return self._with("strategy", strategy, told)
+
+    def sequence_length(self, length: int) -> _Changed:
+        data = self.job.data.model_copy(update={"sequence_length": length})
+        return self._with("data", data, {"data.sequence_length": length})
+
+    def _with_optimizer(self, paged: bool, told: Mapping[str, Setting]) -> _Changed:
+        rule = self.job.train.optimizer.model_copy(update={"paged": paged})
+        return self._with("train", self.job.train.model_copy(update={"optimizer": rule}), told)
+
+    def _with(self, name: str, section: Section, told: Mapping[str, Setting]) -> _Changed:
+        return _Changed(self.job.model_copy(update={name: section}), {**self.values, **told})
+
+
+def _changes(job: Job, cluster: Cluster) -> Iterator[_Changed]:
     """Each with what was tried before it: smaller micro-batches cost least, offload most."""
-
-    def train(update: dict[str, Any]) -> tuple[dict[str, Any], Job]:
-        names = {f"train.{key}": value for key, value in update.items()}
-        return names, job.model_copy(update={"train": job.train.model_copy(update=update)})
-
+    asked = _Changed(job, {})
     micro = int(job.train.micro_batch) if job.train.micro_batch != "auto" else 1
-    smaller = {"micro_batch": 1} if micro > 1 else {}
+    smaller: dict[str, Setting] = {"micro_batch": 1} if micro > 1 else {}
     while micro > 1:
         micro //= 2
-        yield train({"micro_batch": micro})
+        yield asked.train(micro_batch=micro)
     fused = {**smaller, "loss": "fused"} if job.train.loss != "fused" else smaller
     if fused != smaller:
-        yield train(fused)
-    level, excepted = job.train.gradient_checkpointing, {}
+        yield asked.train(**fused)
+    level = job.train.gradient_checkpointing
+    excepted: dict[str, Setting] = {}
     if job.train.keep_layers and level in BETWEEN:
         excepted = {"keep_layers": 0}
-        yield train({**fused, **excepted})
+        yield asked.train(**fused, **excepted)
     lean, levels = fused, []
     own = {key: value for key, value in fused.items() if key != "micro_batch"}
     for more in LEVELS if level == "auto" else LEVELS[LEVELS.index(level) + 1 :]:
         again = {**excepted, "gradient_checkpointing": more}
         levels.append({**own, **again})
         if smaller:  # the batch may be what it is; and several are added up in fp32
-            yield train({**own, **again})
+            yield asked.train(**own, **again)
         lean = {**fused, **again}
-        yield train(lean)
-    names, leaner = _without_fp8(*train(lean))  # what follows divides weights, or packs them
+        yield asked.train(**lean)
+    leaner = asked.train(**lean).without_fp8()  # what follows divides weights, or packs them
     if job.splits_weights(cluster.gpus) and cluster.gpu.name != "CPU":
         for update in ({}, own, *levels, lean):  # the least beside it that is enough
-            yield _paged(*train(update))
-    names, leaner = _unpaged(names, leaner)
+            yield asked.train(**update).paged()
+    leaner = leaner.unpaged()
     for strategy in _sharded(cluster):
-        yield (
-            {**names, "strategy.type": strategy.type, **_settings(strategy)},
-            leaner.model_copy(update={"strategy": strategy}),
-        )
-    yield from _other_results(names, leaner, cluster)
-
-
-def _paged(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
-    """What the update remembers lies in main memory."""
-    told = {"train.optimizer.type": "adamw", "train.optimizer.paged": True}
-    rule = job.train.optimizer.model_copy(update={"paged": True})
-    train = job.train.model_copy(update={"optimizer": rule})
-    return {**names, **told}, job.model_copy(update={"train": train})
-
-
-def _unpaged(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
-    """For what can't have them."""
-    rule = job.train.optimizer
-    if not isinstance(rule, AdamW) or not rule.paged:
-        return names, job
-    train = job.train.model_copy(update={"optimizer": rule.model_copy(update={"paged": False})})
-    return {**names, "train.optimizer.paged": False}, job.model_copy(update={"train": train})
-
-
-def _without_fp8(names: dict[str, Any], job: Job) -> tuple[dict[str, Any], Job]:
-    """The same with frozen weights stored as they are computed with."""
-    if job.model.quantization != "fp8":
-        return names, job
-    model = job.model.model_copy(update={"quantization": "none"})
-    return {**names, "model.quantization": "none"}, job.model_copy(update={"model": model})
+        yield leaner.strategy(strategy)
+    yield from _other_results(leaner, cluster)
 
 
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:
@@ -121,43 +152,33 @@ def _sharded(cluster: Cluster) -> Iterator[Strategy]:
         yield from kind.remedies(cluster.devices)
 
 
-def _other_results(
-    names: dict[str, Any], job: Job, cluster: Cluster
-) -> Iterator[tuple[dict[str, Any], Job]]:
+def _other_results(changed: _Changed, cluster: Cluster) -> Iterator[_Changed]:
     """An adapter in place of all weights; then a frozen model in 4 bits; then shorter rows."""
-    if isinstance(job.adapter, NoAdapter):
-        job = job.model_copy(update={"adapter": LoRA()})
-        names = {**names, "adapter.type": "lora"}
-        yield names, job
-    if job.model.quantization != "nf4":
-        model = job.model.model_copy(update={"quantization": "nf4"})
-        job = job.model_copy(update={"model": model})
-        names = {**names, "model.quantization": "nf4"}
-        yield names, job
+    if isinstance(changed.job.adapter, NoAdapter):
+        changed = changed.lora()
+        yield changed
+    if changed.job.model.quantization != "nf4":
+        changed = changed.quantized("nf4")
+        yield changed
     for strategy in _sharded(cluster):
         if not strategy.layout().home:  # nothing is offloaded, which costs more
-            yield (
-                {**names, "strategy.type": strategy.type, **_settings(strategy)},
-                job.model_copy(update={"strategy": strategy}),
-            )
-    length = job.data.sequence_length
+            yield changed.strategy(strategy)
+    length = changed.job.data.sequence_length
     while length > 512:
         length //= 2
-        data = job.data.model_copy(update={"sequence_length": length})
-        yield {**names, "data.sequence_length": length}, job.model_copy(update={"data": data})
+        yield changed.sequence_length(length)
 
 
-def _settings(strategy: Strategy) -> dict[str, Any]:
-    """What isn't its default."""
-    return _written("strategy", strategy.model_dump(exclude_defaults=True, exclude={"type"}))
-
-
-def _written(prefix: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def _written(prefix: str, value: Mapping[str, object]) -> dict[str, Setting]:
     """A section as the `key=value` words that a person would write."""
-    found: dict[str, Any] = {}
+    found: dict[str, Setting] = {}
     for key, child in value.items():
         name = f"{prefix}.{key}"
-        found |= _written(name, child) if isinstance(child, Mapping) else {name: child}
+        if isinstance(child, Mapping):
+            found |= _written(name, child)
+        else:
+            assert child is None or isinstance(child, bool | int | float | str)
+            found[name] = child
     return found
 
 

@@ -76,8 +76,8 @@ class Run:
     def begin(self) -> Progress:
         """Writes down what is about to run, and evaluates the model as it is."""
         self._require_disk_space()
-        facts = {"run": secrets.token_hex(8), "data": dict(self.data)}
-        self.files.begin(self.job, describe_environment(self.world) | facts)
+        environment = describe_environment(self.world, secrets.token_hex(8), self.data)
+        self.files.begin(self.job, environment)
         self.evaluate(Progress())
         answers = self.evaluator.answers()
         if self.world.is_main:
@@ -100,7 +100,7 @@ class Run:
         self.files.forget_after(manifest.step)
         by = f"written by {manifest.strategy} on {manifest.ranks} ranks"
         self.view.say(f"resuming after step {manifest.step}, from {path} ({by})")
-        return Progress.resumed(manifest.step, manifest.progress)
+        return manifest.progress
 
     def _latest(self) -> LatestCheckpoint | None:
         """What to go on from. Damaged checkpoints are named, and put where none is looked for."""
@@ -197,7 +197,7 @@ class Run:
         identity = CheckpointIdentity(run, progress.step, self.job.strategy.type, job)
         with self._failing_softly():
             shards, numbers = self.engine.shards()
-            self.saver.save(identity, shards, numbers, progress.facts(), self.files.jsonl.sync)
+            self.saver.save(identity, shards, numbers, progress, self.files.jsonl.sync)
 
     def keep_saving(self) -> None:
         """Completes a checkpoint that all ranks have written meanwhile. Call it after each step."""

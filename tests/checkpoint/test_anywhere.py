@@ -15,6 +15,7 @@ from shardtune.checkpoint.digest import digest_tensors
 from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.core.lr_schedule import Schedule
+from shardtune.core.progress import Progress
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.launch.process_group import JoinedWorld
@@ -62,7 +63,7 @@ def hop(world: World, model: str, strategy: str, folder: str, steps: int) -> dic
         steps += begin
         results = [engine.step(given) for given in data.steps(begin, steps)]
         saver = AsyncSaver(Path(folder), ranks, keep=2, background=True)
-        saver.save(CheckpointIdentity("run", steps, strategy, ""), *engine.shards(), {})
+        saver.save(CheckpointIdentity("run", steps, strategy, ""), *engine.shards(), Progress())
         saver.wait()
         return {
             "read": before,

@@ -19,6 +19,7 @@ from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
 from shardtune.checkpoint.digest import digest_tensors
 from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.reader import Reader
+from shardtune.core.progress import Progress
 from shardtune.core.tensor_shards import Region, TensorShard, round_robin
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
@@ -52,7 +53,10 @@ def test_what_ranks_save_in_pieces_comes_back_whole(
     found = reader(tmp_path)
     assert digest_tensors(found) == digest_tensors(state(7))
     assert (found.manifest.step, found.manifest.ranks) == (7, ranks)
-    assert (found.manifest.numbers, found.manifest.progress) == ({"taken": 7}, {"tokens": 7})
+    assert (found.manifest.numbers, found.manifest.progress) == (
+        {"taken": 7},
+        Progress(7, tokens=7),
+    )
     for path in found.folder.glob("*.safetensors"):
         load_file(path)  # the library itself can read what we wrote
 
@@ -78,7 +82,7 @@ def test_memory_that_was_made_before_is_what_the_first_copy_uses(tmp_path: Path)
     assert saver._preparing is not None
     saver._preparing.join()
     (place,) = (kept.data_ptr() for kept in saver.snapshot._kept.values())
-    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(tensor)], {}, {})
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(tensor)], {}, Progress())
     saver.wait()
     assert [kept.data_ptr() for kept in saver.snapshot._kept.values()] == [place]
     assert torch.equal(reader(tmp_path)["weight.a"], tensor)
@@ -91,7 +95,7 @@ def test_a_rank_without_memory_for_its_copy_is_named_on_all(tmp_path: Path) -> N
     def act(rank: ThreadRank) -> str:
         saver = AsyncSaver(tmp_path, rank, keep=1, background=True)
         own = piece(huge) if rank.rank else piece(torch.ones(3))
-        saver.save(CheckpointIdentity("run", 1, "ddp", ""), [own], {}, {})
+        saver.save(CheckpointIdentity("run", 1, "ddp", ""), [own], {}, Progress())
         with pytest.raises(RunError) as raised:
             saver.wait()
         return str(raised.value)
@@ -105,7 +109,7 @@ def test_what_was_prepared_for_other_pieces_is_let_go(tmp_path: Path) -> None:
     """Moments that came later, say."""
     saver = AsyncSaver(tmp_path, ALONE, keep=1, background=True)
     saver.prepare([piece(torch.ones(3))])
-    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(torch.ones(5))], {}, {})
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(torch.ones(5))], {}, Progress())
     saver.wait()
     assert [tuple(kept.shape) for kept in saver.snapshot._kept.values()] == [(5,)]
     assert torch.equal(reader(tmp_path)["weight.a"], torch.ones(5))
@@ -164,7 +168,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
     monkeypatch.setattr(os, "fsync", slow)
     weight = torch.arange(8.0)
     saver = AsyncSaver(tmp_path, ALONE, keep=2, background=True)
-    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(weight)], {}, {})
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(weight)], {}, Progress())
     before = weight.clone()
     for _ in range(3):
         weight += 1
@@ -197,7 +201,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
         pieces = [*WAYS["rows"](state(4), rank.rank, rank.size)]
         if rank.rank == 1:
             pieces.append(piece(torch.ones(1, dtype=torch.complex64)))  # the format has none
-        saver.save(CheckpointIdentity("run", 4, "ddp", ""), pieces, {}, {})
+        saver.save(CheckpointIdentity("run", 4, "ddp", ""), pieces, {}, Progress())
         with pytest.raises(RunError) as caught:
             saver.wait()
         assert saver.failure is caught.value
@@ -211,18 +215,20 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_grow_fails_the_save_and_the_next_succeeds(tmp_path: Path) -> None:
     saver = AsyncSaver(tmp_path, ALONE, keep=1, background=True)
-    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(torch.zeros(9))], {}, {})
+    saver.save(CheckpointIdentity("run", 1, "ddp", ""), [piece(torch.zeros(9))], {}, Progress())
     saver.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        saver.save(CheckpointIdentity("run", 2, "ddp", ""), [piece(torch.zeros(9000))], {}, {})
+        saver.save(
+            CheckpointIdentity("run", 2, "ddp", ""), [piece(torch.zeros(9000))], {}, Progress()
+        )
         with pytest.raises(RunError, match="rank 0: File too large"):
             saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step-000001"]
-    saver.save(CheckpointIdentity("run", 3, "ddp", ""), [piece(torch.zeros(9000))], {}, {})
+    saver.save(CheckpointIdentity("run", 3, "ddp", ""), [piece(torch.zeros(9000))], {}, Progress())
     saver.wait()
     assert saver.failure is None
     assert names(tmp_path) == ["step-000003"]
@@ -241,7 +247,7 @@ def test_tensors_that_are_not_whole_are_not_committed(tmp_path: Path) -> None:
     for said, pieces in cases.items():
         saver = AsyncSaver(tmp_path, ALONE, keep=1, background=False)
         with pytest.raises(RunError, match=said):
-            saver.save(CheckpointIdentity("run", 1, "ddp", ""), pieces, {}, {})
+            saver.save(CheckpointIdentity("run", 1, "ddp", ""), pieces, {}, Progress())
         assert latest_checkpoint(tmp_path, "run", ALONE).checkpoint is None
 
 

@@ -18,6 +18,7 @@ from shardtune.cli.result_command import ask, merge
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import RunError
 from shardtune.models import tiny
+from tests.jobs import make_environment
 from tests.synthetic import batch, load_model, make_job, trained
 
 STOPS = frozenset({tiny.END, 10})
@@ -37,7 +38,7 @@ def changed(adapter: Adapter) -> Any:
 def finished_run(folder: Path, adapter: Adapter) -> RunDir:
     """A run directory as training leaves it, as far as merging reads it."""
     run = RunDir(folder)
-    run.begin(make_job(str(folder), adapter=adapter.model_dump()), {})
+    run.begin(make_job(str(folder), adapter=adapter.model_dump()), make_environment())
     model = changed(adapter)
     save_result(model, trained(model), tiny.tokens(), STOPS, run.result, dtype=torch.float32)
     return run
@@ -101,7 +102,7 @@ def test_a_run_of_all_weights_has_nothing_to_merge(tmp_path: Path) -> None:
 
 def test_a_run_without_a_result_is_refused(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    run.begin(make_job(str(tmp_path / "run"), adapter={"type": "lora"}), {})
+    run.begin(make_job(str(tmp_path / "run"), adapter={"type": "lora"}), make_environment())
     with pytest.raises(RunError, match="the run has no result") as caught:
         merge(tmp_path / "run", tmp_path / "merged")
     assert caught.value.problems[0].fix.endswith(f"shardtune train {run.job} --resume")

@@ -18,6 +18,7 @@ from shardtune.checkpoint.run_guards import require_run, require_same_job, requi
 from shardtune.config.job_file import load_job
 from shardtune.core.run_report import EvalFigures
 from shardtune.errors import RunError
+from tests.jobs import make_environment
 from tests.reports import evaluation_line, make_report, step_line
 from tests.synthetic import make_job
 
@@ -26,7 +27,7 @@ PLACE = "job.yaml:9: save.directory"
 
 def begun(folder: Path, **sections: dict[str, Any]) -> RunDir:
     run = RunDir(folder)
-    run.begin(make_job(str(folder), **sections), {"python": "3"})
+    run.begin(make_job(str(folder), **sections), make_environment())
     return run
 
 
@@ -46,7 +47,7 @@ def test_the_job_that_is_written_can_be_read_and_is_the_same(tmp_path: Path) -> 
 
 def test_a_rank_that_does_not_write_writes_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run", writes=False)
-    run.begin(make_job("run"), {})
+    run.begin(make_job("run"), make_environment())
     run.jsonl.log(step_line(1))
     run.forget_after(0)
     assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.errors import RunError
 from shardtune.models import tiny
 from tests.checkpoint.together import save
+from tests.jobs import make_environment
 from tests.synthetic import load_model, make_job, trained
 
 
@@ -24,7 +25,7 @@ from tests.synthetic import load_model, make_job, trained
 def run(tmp_path: Path) -> RunDir:
     """Two checkpoints and a result."""
     run = RunDir(tmp_path / "run")
-    run.begin(make_job(str(run.path)), {"run": "run"})
+    run.begin(make_job(str(run.path)), make_environment("run"))
     save(run.checkpoints, 2, 4)
     model = load_model(ModelSection(name="tiny"), LoRA(rank=2), TrainSection(precision="fp32"))
     save_result(

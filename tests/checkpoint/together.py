@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.core.progress import Progress
 from shardtune.core.tensor_shards import Region, TensorShard
 
 Answer = TypeVar("Answer")
@@ -145,7 +146,7 @@ def save(
                 CheckpointIdentity(run, step, "ddp", "job"),
                 pieces,
                 {"taken": step},
-                {"tokens": step},
+                Progress(step, tokens=step),
             )
             saver.wait()
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job, Source
 from shardtune.config.job_file import load_job
-from tests.jobs import make_job
+from tests.jobs import make_environment, make_job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +62,7 @@ def test_a_job_survives_its_own_file(name: str, tmp_path: Path) -> None:
 def test_a_job_survives_the_run_directory(name: str, tmp_path: Path) -> None:
     sources = [{"path": "08.jsonl", "format": "chat", "name": "08"}]
     job = JOBS.get(name) or make_job(model={"name": "1e5"}, data={"train": sources})
-    RunDir(tmp_path).begin(job, {})
+    RunDir(tmp_path).begin(job, make_environment())
     assert load_job(tmp_path / "job.yaml").job == job
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 from pathlib import Path
@@ -10,28 +9,34 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardtune.core.run_environment import GitRevision, RunEnvironment
 from shardtune.core.world import World
 from shardtune.training.environment import describe_environment
 
 
+def describe(world: World) -> RunEnvironment:
+    return describe_environment(world, "a" * 16, {"train": "b" * 64})
+
+
 def test_versions_and_machine() -> None:
-    found = describe_environment(World(rank=0, size=3))
-    assert found["python"] == platform.python_version()
-    assert torch.__version__.startswith(found["packages"]["torch"].partition("+")[0])
-    assert found["ranks"] == 3
-    assert found["cores"] >= 1
-    json.dumps(found)
+    found = describe(World(rank=0, size=3))
+    assert found.python == platform.python_version()
+    assert torch.__version__.startswith(found.packages["torch"].partition("+")[0])
+    assert found.ranks == 3
+    assert found.cores >= 1
+    assert (found.run, found.data) == ("a" * 16, {"train": "b" * 64})
+    assert RunEnvironment.model_validate_json(found.to_json()) == found
 
 
 def test_secrets_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
-    assert "hf_very_secret" not in json.dumps(describe_environment(World()))
+    assert "hf_very_secret" not in describe(World()).to_json()
 
 
 def test_the_revision_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert describe_environment(World())["git"] is None
+    assert describe(World()).git is None
 
     def git(*arguments: str) -> str:
         settings = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
@@ -45,11 +50,11 @@ def test_the_revision_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     git("add", "a")
     git("commit", "-m", "first")
     revision = git("rev-parse", "HEAD")
-    assert describe_environment(World())["git"] == {"revision": revision, "changed": False}
+    assert describe(World()).git == GitRevision(revision=revision, changed=False)
     (tmp_path / "a").write_text("b")
-    assert describe_environment(World())["git"] == {"revision": revision, "changed": True}
+    assert describe(World()).git == GitRevision(revision=revision, changed=True)
 
 
 def test_without_git_there_is_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert describe_environment(World())["git"] is None
+    assert describe(World()).git is None
