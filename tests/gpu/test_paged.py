@@ -86,7 +86,7 @@ def test_a_copy_waits_for_the_update_and_the_next_update_for_the_copy() -> None:
         torch.cuda._sleep(CYCLES)
     copies = snapshot.take(engine.shards()[0])
     engine.step([batch(2, rows=2, length=512)])
-    snapshot.settle()
+    snapshot.wait()
     other = make(host_mapped=True)
     states = []
     for number in range(3):
