@@ -53,7 +53,7 @@ def _case(number: int, source: str, name: str, row: Row) -> Case:
     except KeyError:
         raise Missing("the model's shape") from None
     if row["metric"] == "peak_mem_GB" and "CPU" in row["unit"]:
-        raise Missing("main memory of a run without settings")
+        raise Missing("CPU memory of a run without settings")
     settings = reader(row)
     memory = row["metric"] == "peak_mem_GB"
     return Case(

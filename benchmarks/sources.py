@@ -99,7 +99,7 @@ def _torchtune(row: Row) -> Settings:
         adapter = AdapterSize(8, targets)
     widths = PURE_BF16
     if "8bit" in optimizer:
-        # Paged states lie in main memory until they are needed.
+        # Paged states lie in CPU memory until they are needed.
         widths = replace(widths, optimizer=0 if "Paged" in optimizer else BITS_8)
     flags = row["strategy"]
     kernels = "eager" if flags.endswith("+packed") else "compiled"

@@ -68,7 +68,7 @@ def _row(each: Candidate) -> str:
     return (
         f"| {each.name} | {took[0]} | {took[1]} | {found.memory.required / GIB:.1f} / "
         f"{found.capacity / GIB:.1f} | {found.work.micro_batch} | "
-        f"{found.recomputes} | {each.why} |"
+        f"{found.checkpointing} | {each.why} |"
     )
 
 

@@ -1,8 +1,8 @@
 """Writes the tables of docs/strategies.md and docs/planner.md: `python -m docs.make_tables`.
 
-Sizes come from the layouts, what combines from the conformance table, what is refused from jobs
-that really are, and forecasts from the planner. `--check` says whether the pages are up to date,
-for a test.
+Sizes come from the layouts, what a strategy can do from its capabilities, what combines from the
+conformance table, what is refused from jobs that really are, and forecasts from the planner.
+`--check` says whether the pages are up to date, for a test.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from pydantic import TypeAdapter
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
 from shardtune.config.rules import check
+from shardtune.core.capabilities import Can, Capabilities
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
 from shardtune.core.machine import Machine
 from shardtune.core.units import GIB
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, Problem
+from shardtune.parallel import STRATEGIES as KINDS
 from shardtune.parallel import Strategy
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from shardtune.plan.cluster import parse_cluster
@@ -110,6 +112,49 @@ def memory_and_traffic() -> str:
         "sent, model sizes",
     ]
     return table(headings, rows, "lrrrrr")
+
+
+# What each can do --------------------------------------------------------------------------------
+
+STATE_NAMES = {"params": "weights", "grads": "gradients", "optim": "optimizer states"}
+ABILITIES: dict[str, Callable[[Capabilities], str]] = {
+    "`train.precision`": lambda can: listed(can.precisions.values),
+    "`model.quantization`": lambda can: listed(can.quantizations.values),
+    "`adapter.type`": lambda can: listed(can.adapters.values),
+    "`adapter.variant`": lambda can: listed(can.variants.values),
+    "`train.optimizer.bits`": lambda can: listed(can.optimizer_bits.values),
+    "`train.gradient_checkpointing`": lambda can: listed(can.checkpointing.values),
+    "`train.offload_activations`": lambda can: yes(can.activation_offload),
+    "`train.kernels: compiled`": lambda can: yes(can.compiled_layers),
+    "`train.loss: fused`": lambda can: yes(can.fused_loss),
+    "offloads, by its own fields": lambda can: "; ".join(
+        f"{STATE_NAMES[state]}: {listed(homes)}" for state, homes in can.offload.items()
+    ),
+    "combines, by its own fields, with": lambda can: listed(sorted(can.combines)),
+    "`estimate --dry-run`": lambda can: yes(can.dry_run),
+    "needs": lambda can: ", ".join(f"`{need.command}`" for need in can.needs),
+}
+"""The rows of the table, and what stands in them."""
+
+
+def listed(values: Sequence[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+def yes(able: Can) -> str:
+    return "yes" if able else "no"
+
+
+def abilities() -> str:
+    """The capabilities that each strategy declares, with two ranks where it asks for a number."""
+    columns = {}
+    for name, kind in KINDS.items():
+        if kind.planned or not kind.__module__.startswith("shardtune."):
+            continue
+        asked = {key: 2 for key, field in kind.model_fields.items() if field.is_required()}
+        columns[name] = kind.model_validate(asked).capabilities
+    lines = [[row, *(show(can) for can in columns.values())] for row, show in ABILITIES.items()]
+    return table(["", *(f"`{name}`" for name in columns)], lines)
 
 
 # What combines -----------------------------------------------------------------------------------
@@ -315,6 +360,7 @@ def waiting() -> str:
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "strategies.md": {
         "memory": memory_and_traffic,
+        "capabilities": abilities,
         "combinations": combinations,
         "refusals": refusals,
         "waiting": waiting,

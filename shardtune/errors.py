@@ -9,7 +9,7 @@
     ├── OutOfMemory             a step didn't fit; a smaller micro-batch may
     └── LaunchError             a process of the run died (carries that process's own report)
 
-An error is a list of problems, because a person who mends one wants to see the others too.
+An error is a list of problems, because a person who fixes one wants to see the others too.
 Each problem names the place, states the fact with its numbers, and offers the fix.
 """
 

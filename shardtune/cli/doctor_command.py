@@ -147,7 +147,7 @@ def _links(launchers: MultiNode) -> list[MeasuredLink]:
                 link = send(source, target, address, port)
         except OSError as error:
             fact = f"the link from node {source} to node {target} failed: {error}"
-            fix = "open all ports between the nodes, or mend the network"
+            fix = "open all ports between the nodes, or fix the network"
             raise LaunchError(Problem("link", fact, fix)) from None
         mine = json.dumps(asdict(link) if link is not None else None)
         found.append(MeasuredLink(**json.loads(launchers.all_gather(f"link {name}", mine)[source])))

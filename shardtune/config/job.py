@@ -266,20 +266,20 @@ class TrainSection(Section):
     """Of the computation. Weights that are trained are kept in fp32 in any case; how frozen ones
     are stored is `model.quantization`."""
     gradient_checkpointing: Auto | Recompute = "none"
-    """What the backward pass computes once more instead of keeping it: `none` keeps the result of
-    every product (small operations between them are repeated where layers are compiled), `mlp`
-    drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but each layer's
-    input: least memory, about a third more time. `mlp` and `most` are for `ddp` and `fsdp`.
-    `auto` computes again as little as fits into the memory, by the forecast, and sets
+    """Activation checkpointing: what the backward pass recomputes instead of keeping it. `none`
+    keeps the result of every matmul (small operations between them are recomputed where layers are
+    compiled), `mlp` drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but
+    each layer's input: least memory, about a third more time. `mlp` and `most` are for `ddp` and
+    `fsdp`. `auto` takes the lowest level that fits into the memory, by the forecast, and sets
     `keep_layers` too."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
     """What a rank may take of its GPU, in GiB: the forecast, and what is chosen by it, keep to it.
     Null: all that the GPU has."""
     keep_layers: NotNegative = 0
-    """So many of the layers, the last ones, keep what `gradient_checkpointing: mlp` or `most` would
-    compute again: memory that is left buys time."""
+    """So many of the layers, the last ones, are exempt from `gradient_checkpointing: mlp` or
+    `most`: memory that is left buys time."""
     offload_activations: bool = False
-    """What the forward pass saves waits for the backward pass in pinned main memory, copied beside
+    """What the forward pass saves waits for the backward pass in pinned CPU memory, copied beside
     the computation: the GPU keeps about two layers of it. With `gradient_checkpointing: full` it is
     little; without, computing often waits for the link to the host. On a GPU, under
     `strategy: ddp`."""
@@ -313,7 +313,7 @@ class TrainSection(Section):
 
     @property
     def recompute(self) -> Recompute:
-        """What is computed again, once `auto` is replaced."""
+        """The level of activation checkpointing, once `auto` is replaced."""
         assert self.gradient_checkpointing != "auto"
         return self.gradient_checkpointing
 
@@ -425,7 +425,7 @@ class SaveSection(Section):
     keep: Positive = 2
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
     background: bool = True
-    """Copy the state to main memory and write the copy while training goes on. Each rank needs
+    """Copy the state to CPU memory and write the copy while training goes on. Each rank needs
     memory for its share of a checkpoint, from the first step on if `every` says so; false needs
     none, and trains on when all is written."""
     on_failure: Literal["continue", "stop"] = "continue"

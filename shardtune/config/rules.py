@@ -85,7 +85,7 @@ def _paged(job: Job) -> bool:
 
 
 def _not_all(job: Job) -> str:
-    """What keeps one rank from training all weights with halves of them in main memory."""
+    """What keeps one rank from training all weights with halves of them in CPU memory."""
     reasons = {
         f"an adapter ({job.adapter.type}) is trained": not isinstance(job.adapter, NoAdapter),
         f"precision is {job.train.precision}": job.train.precision != "bf16",

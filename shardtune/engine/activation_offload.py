@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in main memory.
+"""Activations that wait for the backward pass in CPU memory.
 
 What the forward pass of a micro-batch saves is copied out beside the computation and comes back
 one layer ahead of need. Nothing makes the host wait: streams wait for each other. The GPU's copy is
@@ -236,7 +236,7 @@ class _Pass:
 
 
 class _Pool:
-    """Main memory for what one micro-batch saves, used again by the next."""
+    """CPU memory for what one micro-batch saves, used again by the next."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned

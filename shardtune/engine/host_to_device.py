@@ -1,4 +1,4 @@
-"""Moves small things between main memory and a GPU without anybody waiting for them.
+"""Moves small things between CPU memory and a GPU without anybody waiting for them.
 
 Only from and to page-locked memory does a copy run beside the program: from any other the driver
 first waits for whatever the GPU has been given before.
@@ -79,7 +79,7 @@ class Staging:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of main memory on the device."""
+    """A tensor of CPU memory on the device."""
     if device.type == "cpu":
         return tensor
     locked = torch.empty_like(tensor, pin_memory=True)  # pin_memory() has no fake form: dry runs

@@ -22,7 +22,7 @@ def kept_positions(batch: MicroBatch) -> Tensor:
     """The positions at which some row has a label.
 
     The output head runs only there. On data with long prompts that saves most of its work, and the
-    memory of its logits. They are found in main memory, where the batch lies: asking a GPU would
+    memory of its logits. They are found in CPU memory, where the batch lies: asking a GPU would
     mean to wait for it.
     """
     kept = (batch.targets != IGNORED).any(dim=0).nonzero().squeeze(1)

@@ -24,7 +24,7 @@ def cached_model(name: str, write: Callable[[Path], None]) -> Path:
     try:
         return made_once(folder, write)
     except OSError as error:
-        fix = "free the disk or mend the permissions, or set XDG_CACHE_HOME to another folder"
+        fix = "free the disk or fix the permissions, or set XDG_CACHE_HOME to another folder"
         raise ModelError(Problem(str(folder), f"can't be written: {error}", fix)) from error
 
 

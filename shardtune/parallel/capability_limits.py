@@ -28,7 +28,7 @@ def divided(found: Capabilities, name: str) -> Capabilities:
     """The same where an engine divides what a rank would hold, be it layer by layer."""
     fp8 = f"fp8 multiplies with whole weights, each with a scale for its rows; {name} divides them"
     waiting = (
-        "activations wait in main memory where each rank has the whole model; "
+        "activations wait in CPU memory where each rank has the whole model; "
         f"{name} saves weights and messages among them"
     )
     return replace(

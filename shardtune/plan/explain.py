@@ -33,7 +33,7 @@ _WORDS = {
 
 def _too_large(found: Forecast) -> str:
     at = f"micro-batch {found.work.micro_batch}"
-    at += ", with recomputation" if found.work.checkpointing != "none" else ""
+    at += ", with activation checkpointing" if found.work.checkpointing != "none" else ""
     if found.over > 0:
         largest = max(found.memory.gpu, key=lambda name: found.memory.gpu[name])
         share = found.memory.gpu[largest] / GIB
@@ -65,7 +65,7 @@ def _slower(found: Forecast, best: Forecast) -> str:
     part = max(lost, key=lambda name: lost[name])
     if part == "compute":
         if found.work.checkpointing not in ("none", best.work.checkpointing):
-            return "it has to compute activations again to fit"
+            return "it needs activation checkpointing to fit"
         if found.work.kernels != best.work.kernels:
             return "its layers can't be compiled"
         return f"micro-batches of {found.work.micro_batch} keep the GPU less busy"

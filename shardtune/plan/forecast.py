@@ -82,8 +82,8 @@ class Forecast:
         return self.over <= 0 and self.host_over <= 0
 
     @property
-    def recomputes(self) -> str:
-        """The level of recomputation, and how many layers are excepted."""
+    def checkpointing(self) -> str:
+        """The level of activation checkpointing, and how many layers are exempt from it."""
         kept = self.work.kept_layers
         return self.work.checkpointing + (f", not {kept} layers" if kept else "")
 

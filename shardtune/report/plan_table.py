@@ -63,7 +63,7 @@ def _verdict(found: Forecast) -> Text:
         words,
         f": {needed:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
         (f"\n{found.job.strategy.type}, {_mesh(found)}, {_rows(found)}", "dim"),
-        (f", recompute: {found.recomputes}", "dim"),
+        (f", activation checkpointing: {found.checkpointing}", "dim"),
     )
 
 
@@ -145,9 +145,9 @@ def print_ranking(ranking: Ranking, console: Console) -> None:
     """The best first; of every other, why it isn't."""
     table = Table(box=box.SIMPLE)
     priced = any(each.found and each.found.cost is not None for each in ranking.candidates)
-    headings = ["strategy", "step", "tokens/s", "GPU, GiB", "micro-batch", "recompute"]
+    headings = ["strategy", "step", "tokens/s", "GPU, GiB", "micro-batch", "checkpointing"]
     for heading in headings + ["cost"] * priced:
-        words = heading in ("strategy", "recompute")
+        words = heading in ("strategy", "checkpointing")
         table.add_column(heading, justify="left" if words else "right")
     for each in ranking.candidates:
         found = each.found
@@ -160,7 +160,7 @@ def print_ranking(ranking: Ranking, console: Console) -> None:
             f"{speed.tokens_per_second:,.0f}" if each.fits else "",
             f"{found.memory.required / GIB:.1f} / {found.capacity / GIB:.0f}",
             str(found.work.micro_batch),
-            found.recomputes,
+            found.checkpointing,
             *([f"{cost:,.2f}" if each.fits else ""] if cost is not None else []),
             style="" if each.fits else "dim",
         )

@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},
         Problem(
             "train.offload_activations",
-            "activations wait in main memory where each rank has the whole model; fsdp saves "
+            "activations wait in CPU memory where each rank has the whole model; fsdp saves "
             "weights and messages among them",
             "leave it out: gradient_checkpointing: full saves most, or use strategy: {type: ddp}",
         ),

@@ -1,4 +1,4 @@
-"""Activations that wait in main memory come back as they were. On a CPU the copies are plain ones;
+"""Activations that wait in CPU memory come back as they were. On a CPU the copies are plain ones;
 everything else is what runs on a GPU, but for the streams."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The optimizer's states in main memory, which a real GPU reads and writes over its bus."""
+"""The optimizer's states in CPU memory, which a real GPU reads and writes over its bus."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_memory_that_can_not_be_had_is_said_with_its_size(monkeypatch: pytest.Mo
         raise RuntimeError("can't allocate memory: you tried")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(JobError, match=r"no 60 bytes of main memory more.*can't allocate"):
+    with pytest.raises(JobError, match=r"no 60 bytes of CPU memory more.*can't allocate"):
         host_mapped_zeros(torch.empty(3, 5), torch.float32)
 
 

@@ -38,7 +38,7 @@ class SplitAdamW(torch.optim.AdamW):
         self.places: dict[nn.Parameter, list[Tensor]] = {}
         if host_mapped:
             if triton is None and any(weight.is_cuda for weight in lower):
-                fact = "Triton is missing, and only its kernel reads main memory"
+                fact = "Triton is missing, and only its kernel reads CPU memory"
                 raise JobError(Problem("train.optimizer.paged", fact, "pip install triton"))
             self.places = {
                 weight: [host_mapped_zeros(weight, torch.float32) for _ in MOMENTS]

@@ -41,7 +41,7 @@ def take_step(optimizer: Any, norm: Tensor, limit: float | None) -> Tensor:
     them. So the GPU clips and decides, in its one pass over the gradients; nobody waits for it.
     """
     where = next((each.device for each in _parameters(optimizer)), norm.device)
-    if norm.device != where:  # weights kept in main memory: torch would read before it is there
+    if norm.device != where:  # weights kept in CPU memory: torch would read before it is there
         norm = norm.to(where)
     applied = norm.isfinite()
     if is_8bit(optimizer):

@@ -35,6 +35,6 @@ def host_mapped_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _none(like: Tensor, dtype: torch.dtype, reason: str) -> JobError:
     size = like.numel() * dtype.itemsize
-    fact = f"no {size:,} bytes of main memory more for what the update remembers: {reason}"
-    fix = "free main memory (10 bytes a weight), raise a container's limit, or set it to false"
+    fact = f"no {size:,} bytes of CPU memory more for optimizer states: {reason}"
+    fix = "free CPU memory (10 bytes a weight), raise a container's limit, or set it to false"
     return JobError(Problem("train.optimizer.paged", fact, fix))

@@ -32,7 +32,7 @@ def split(number: Tensor, upper: Tensor, lower: Tensor) -> None:
 def _split(number: Tensor, upper: Tensor, lower: Tensor) -> None:
     bits = torch.where(number.isnan(), NAN, number.contiguous().view(torch.int32))
     last = bits.to(torch.int16)
-    lower.copy_(last)  # which may lie in main memory
+    lower.copy_(last)  # which may lie in CPU memory
     upper.view(torch.int16).copy_((bits - last.to(torch.int32)) >> 16)
 
 
@@ -43,5 +43,5 @@ def joined(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def _beside(lower: Tensor, upper: Tensor) -> Tensor:
-    """It may lie in main memory, pinned: nobody has to wait for it."""
+    """It may lie in CPU memory, pinned: nobody has to wait for it."""
     return lower.to(upper.device, non_blocking=True)

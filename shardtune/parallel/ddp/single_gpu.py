@@ -76,7 +76,7 @@ class SplitWeightEngine(NativeEngine):
 
     def _moments(self, name: str) -> Mapping[str, Tensor]:
         if self.setup.optimizer.host_mapped and self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # a GPU may still write to main memory
+            torch.cuda.current_stream().synchronize()  # a GPU may still write to CPU memory
         return super()._moments(name)
 
     def held(self) -> Held:
@@ -107,7 +107,7 @@ class SplitWeightEngine(NativeEngine):
 
 def split_weights(model: nn.Module, *, host_mapped: bool = False) -> dict[str, Tensor]:
     """Leaves the upper half of each trained weight in the model; returns the lower ones by name, in
-    main memory where they are `host_mapped`."""
+    CPU memory where they are `host_mapped`."""
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     first: dict[nn.Parameter, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):

@@ -24,7 +24,7 @@ class OffloadOptimizer(Section):
     """Where the optimizer states live between steps."""
 
     device: Device = "none"
-    """`cpu` is main memory, `nvme` files in a folder. The update itself is then done by the CPU."""
+    """`cpu` is CPU memory, `nvme` files in a folder. The update itself is then done by the CPU."""
     nvme_path: str | None = None
     """The folder for `nvme`. Its files are removed when the run ends."""
     pin_memory: bool | None = None
@@ -45,7 +45,7 @@ class OffloadParam(Section):
     """Where the weights' shares live when they aren't computed with. Stage 3 only."""
 
     device: Device = "none"
-    """`cpu` is main memory, `nvme` files in a folder."""
+    """`cpu` is CPU memory, `nvme` files in a folder."""
     nvme_path: str | None = None
     """The folder for `nvme`. Its files are removed when the run ends."""
     pin_memory: bool | None = None
@@ -55,7 +55,7 @@ class OffloadParam(Section):
     buffer_size: Size | None = None
     """Elements of a buffer for `nvme`; at least as many as the largest weight."""
     max_in_cpu: Count | None = None
-    """Elements that stay in main memory with `nvme`."""
+    """Elements that stay in CPU memory with `nvme`."""
 
 
 class ZeRO(Section):
@@ -77,7 +77,7 @@ class ZeRO(Section):
     zero_quantized_gradients: bool = False
     """ZeRO++: send gradients as 4-bit numbers. It changes the result slightly. GPU only."""
     round_robin_gradients: bool | None = None
-    """Spread the copying of gradients to main memory evenly (stages 1 and 2 with offload)."""
+    """Spread the copying of gradients to CPU memory evenly (stages 1 and 2 with offload)."""
     reduce_bucket_size: Size | None = None
     """Elements of gradients that are reduced at once."""
     allgather_bucket_size: Size | None = None

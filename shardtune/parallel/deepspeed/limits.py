@@ -32,7 +32,7 @@ def anywhere(zero: ZeRO) -> list[Problem]:
         fact = "stage 0 has no divided optimizer states to move"
         refuse("offload_optimizer.device", fact, "set stage: 1 or higher")
     if optimizer.device == "nvme" and zero.stage in (1, 2):
-        # DeepSpeed takes it and keeps the states in main memory, without a word.
+        # DeepSpeed takes it and keeps the states in CPU memory, without a word.
         fact = f"stage {zero.stage} can't put optimizer states into files"
         refuse("offload_optimizer.device", fact, "set stage: 3, or device: cpu")
     others = {

@@ -124,9 +124,9 @@ class DeepSpeed(DeepSpeedFields):
             yield cls._choice("zero3 + hpZ", 21, stage=3, zero_hpz_partition_size=size)
         if devices.gpu:
             cpu = {"device": "cpu"}
-            name = "zero2, optimizer in main memory"
+            name = "zero2, optimizer in CPU memory"
             yield cls._choice(name, 40, stage=2, offload_optimizer=cpu)
-            name = "zero3, all in main memory"
+            name = "zero3, all in CPU memory"
             yield cls._choice(name, 42, stage=3, offload_optimizer=cpu, offload_param=cpu)
 
     @classmethod

@@ -42,7 +42,7 @@ class FSDP(StrategyBase):
     replicas: Annotated[int, Field(ge=1)] | None = None
     """How many groups `hybrid` forms; each has ranks / replicas ranks."""
     offload: Literal["none", "cpu"] = "none"
-    """Keep the shares in main memory and bring them to the device when needed: slow, but fits."""
+    """Keep the shares in CPU memory and bring them to the device when needed: slow, but fits."""
     reshard_after_forward: bool = True
     """Let a layer's gathered weights go after the forward pass. False keeps them for the backward
     pass: half the gathering, at the price of memory for all weights."""
@@ -132,7 +132,7 @@ class FSDP(StrategyBase):
             if n < devices.count:
                 yield Choice("fsdp + pipeline", f"fsdp + pipeline({n})", cls(pipeline=n), 33)
         if devices.gpu:
-            name = "fsdp, all in main memory"
+            name = "fsdp, all in CPU memory"
             yield Choice(name, name, cls(offload="cpu"), 41)
 
     @classmethod

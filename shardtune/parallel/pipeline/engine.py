@@ -106,7 +106,7 @@ class PipelineEngine(NativeEngine):
     # The step ----------------------------------------------------------------------------------
 
     def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        return microbatches  # they are brought to one shape first, in main memory
+        return microbatches  # they are brought to one shape first, in CPU memory
 
     def _backward(self, microbatches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         for stage in self.stages.values():

@@ -21,7 +21,7 @@ from shardtune.plan.estimate.saved_tensors import (
 from shardtune.plan.estimate.workload import Workload
 
 ON_DEVICE = 2
-"""Layers of which the saved tensors are on the GPU while others wait in main memory: one on its way
+"""Layers of which the saved tensors are on the GPU while others wait in CPU memory: one on its way
 and one at work (`engine/activation_offload.py`)."""
 
 
@@ -75,7 +75,7 @@ def stack_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
 
 
 def waiting_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
-    """What waits in main memory for the backward pass: all layers but the last."""
+    """What waits in CPU memory for the backward pass: all layers but the last."""
     if not work.offloaded:
         return 0.0
     layers, more = shape.layers + shape.encoder_layers, _kept_layer(shape, work, cut)

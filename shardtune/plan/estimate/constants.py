@@ -69,7 +69,7 @@ class TimeConstants:
     host: float = 0.87
     """Of the link to the host, what pinned copies reach: 54.6 of 63 GB/s beside an H200."""
     host_mapped: float = 0.72
-    """Of such a copy, what a kernel reaches that reads and writes main memory at once. From one
+    """Of such a copy, what a kernel reaches that reads and writes CPU memory at once. From one
     step beside an H200, 306 ms longer than without: 39 of 55 GB/s in either direction, if the
     update itself takes 10 ms (which was not timed)."""
     disk_read_gbs: float = 5.6

@@ -1,4 +1,4 @@
-"""Bytes on one GPU by class, the peak and the moment it happens; bytes in main memory and on disk.
+"""Bytes on one GPU by class, the peak and the moment it happens; bytes in CPU memory and on disk.
 
 States come from the layout (`predict_held`), what comes and goes from `moments`. What this module
 adds is what lies around it: the allocator's losses, CUDA's own memory, the host.
@@ -39,9 +39,9 @@ class Memory:
     moments: dict[MemoryPhase, float]
     """What is allocated at each moment."""
     host: float
-    """Main memory of a rank for states that live there, and for activations that wait there."""
+    """CPU memory of a rank for states that live there, and for activations that wait there."""
     host_building: float
-    """Main memory of a rank while its share of the model comes into being."""
+    """CPU memory of a rank while its share of the model comes into being."""
     host_building_whole: float
     """The same where every rank builds the whole model first."""
     nvme: float

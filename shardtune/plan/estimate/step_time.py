@@ -40,7 +40,7 @@ class StepTime:
     optimizer: float
     offload: float
     """States that live elsewhere: their way, and the processor's or the disk's work. Activations
-    that wait in main memory: what of their way no computing hides."""
+    that wait in CPU memory: what of their way no computing hides."""
     bubble: float
     """Stages of a pipeline that wait for others."""
     data: float = 0.0
@@ -269,7 +269,7 @@ class _Step:
         return 1 / read + 1 / ((measured.disk_write_gbs or time.disk_write_gbs) * 1e9)
 
     def _from_host(self) -> float:
-        """Weights that live in main memory come to the GPU twice for each micro-batch."""
+        """Weights that live in CPU memory come to the GPU twice for each micro-batch."""
         if self.layout.home.get("params", "gpu") == "gpu":
             return 0.0
         whole = sent_bytes(self.shape, self.work).params * held_share(self.shape, self.cut)
@@ -277,7 +277,7 @@ class _Step:
         return took * self.work.microbatches * (self.on.chip.clash if self.work.overlap else 1.0)
 
     def _waiting(self, layer: Busy) -> float:
-        """Activations go to main memory in the forward pass and come back in the backward pass."""
+        """Activations go to CPU memory in the forward pass and come back in the backward pass."""
         way = waiting_bytes(self.shape, self.work, self.cut) / self._host / self._layers
         unhidden = max(0.0, way - layer.forward) + max(0.0, way - layer.backward)
         return self._layers * unhidden

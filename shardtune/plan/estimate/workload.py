@@ -109,11 +109,11 @@ class Workload:
     kept_layers: int = 0
     """Layers, the last ones, that keep what `mlp` or `most` would compute again."""
     offloaded_checkpoints: bool = False
-    """What flows between the layers waits in main memory for the backward pass."""
+    """What flows between the layers waits in CPU memory for the backward pass."""
     offloaded: bool = False
-    """What our own engine's layers save waits in main memory, copied beside the computation."""
+    """What our own engine's layers save waits in CPU memory, copied beside the computation."""
     host_mapped: bool = False
-    """The GPU updates what the optimizer keeps in main memory."""
+    """The GPU updates what the optimizer keeps in CPU memory."""
     attention: Attention = "sdpa"
     loss: LossKind = "plain"
     scored: float = 1.0
