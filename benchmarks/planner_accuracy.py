@@ -73,7 +73,7 @@ CAVEATS = (
 
 
 def headline(found: Judgement) -> list[tuple[str, int, float, str]]:
-    """What issue 4 asks for: name, measurements, value, and what is wanted."""
+    """What we promise: name, measurements, value, and what is wanted."""
     memory, rate = found.memory[-1], found.throughput[-1]
     times = {each.name: each for each in found.iterations}
     one, several = times[SINGLE], times[SEVERAL]

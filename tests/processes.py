@@ -34,6 +34,8 @@ STARTERS = {
 """Calls by which the code of the tests starts processes."""
 OF_THE_PACKAGE = {"shardtune.launch.supervisor.run_local"}
 """Functions of the package that always start some."""
+QUESTIONS = {"git", "ldconfig", "nvidia-smi"}
+"""Commands that only ask the machine something and end at once: they don't count."""
 OURS = "tests."
 """The code that is followed, by the beginning of its modules' names."""
 
@@ -48,6 +50,8 @@ def watch() -> None:
         if event in EVENTS and os.getpid() == own:
             command = arguments[1] if event == "subprocess.Popen" else arguments[:1]
             words = command if isinstance(command, str) else " ".join(map(str, command))
+            if os.path.basename(words.split(" ", 1)[0]) in QUESTIONS:  # noqa: PTH119
+                return
             _started.append(f"{event} {words[:200]}".strip())
 
     sys.addaudithook(hear)

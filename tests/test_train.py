@@ -316,7 +316,7 @@ def test_8_bit_frozen_weights_from_the_start_to_the_end(
         save={"directory": str(tmp_path / "run"), "every": 2, "keep": 3},
     )
     report = train_here(job)
-    assert "multiplied as wider numbers" in capsys.readouterr().out.replace("\n", " ")
+    assert "stored in fp8, multiplied in bf16" in capsys.readouterr().out.replace("\n", " ")
     assert report.finished
     assert report.result.kind == "lora"
     result = tmp_path / "run" / "result" / "adapter_model.safetensors"

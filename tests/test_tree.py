@@ -131,6 +131,11 @@ def test_a_strategy_that_is_named_elsewhere_is_told(house: Path, text: str, told
     assert told in fault
 
 
+def test_no_public_name_with_two_meanings() -> None:
+    faults = repeated_names(PACKAGE)
+    assert not faults, "\n".join(faults)
+
+
 def test_no_import_circle() -> None:
     faults = import_circles(PACKAGE)
     assert not faults, "\n".join(faults)

@@ -384,4 +384,5 @@ def _lacking(job: Job, machine: Machine) -> list[Problem]:
         for place, need in needed
         if find_spec(need.package) is None
     ]
-    return [*problems, *job.strategy.problems_here(gpu=machine.gpus > 0)]
+    here = job.strategy.problems_here(gpu=machine.gpus > 0, precision=job.train.precision)
+    return [*problems, *here]

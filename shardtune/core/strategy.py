@@ -135,8 +135,8 @@ class StrategyBase(Section, ABC):
             return list(error.problems)
         return []
 
-    def problems_here(self, *, gpu: bool) -> list[Problem]:
-        """What it can't do on this machine."""
+    def problems_here(self, *, gpu: bool, precision: Precision) -> list[Problem]:
+        """What it can't do on this machine, in this precision."""
         return []
 
     # What it knows of `auto` ------------------------------------------------------------------

@@ -126,7 +126,7 @@ def replay(
 def _beside(engine: Engine) -> list[Tensor]:
     """What the optimizer has before its first step."""
     places = getattr(getattr(engine, "optimizer", None), "places", {})
-    return [*getattr(engine, "beside", {}).values(), *chain.from_iterable(places.values())]
+    return [*getattr(engine, "lower_halves", {}).values(), *chain.from_iterable(places.values())]
 
 
 def micro_batch(rows: int, length: int, *, packed: bool) -> MicroBatch:

@@ -148,6 +148,7 @@ def test_alone(
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
+@pytest.mark.process  # DeepSpeed asks the compiler for libaio
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_strategy_says_what_it_sends(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

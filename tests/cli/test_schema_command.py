@@ -73,6 +73,7 @@ def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require_valid("estimate", text, capsys)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_what_a_run_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

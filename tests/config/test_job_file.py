@@ -171,7 +171,7 @@ WRONG = {
     ),
     "train.steps=[1": (
         "command line: train.steps: not valid YAML: while parsing a flow sequence, expected ',' or "
-        "']', but got '<stream end>'\n    fix: mend the syntax"
+        "']', but got '<stream end>'\n    fix: fix the syntax"
     ),
     "train.steps=!!python/name:os.system": (
         "command line: train.steps: the tag !!python/name:os.system is refused: a job file holds "

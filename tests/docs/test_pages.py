@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardtune.cli.main import _parse
+from shardtune.cli.main import parse
 from shardtune.config.job_file import load_job
 from tests.docs.test_readme import PAGES, ROOT, blocks
 from tests.jobs import job_text
@@ -39,4 +39,4 @@ def test_a_block_is_of_commands(block: str) -> None:
     for line in block.replace("\\\n", "").splitlines():
         words = shlex.split(line.partition(" > ")[0], comments=True)
         if "shardtune" in words:
-            _parse(words[words.index("shardtune") + 1 :])
+            parse(words[words.index("shardtune") + 1 :])

@@ -19,6 +19,7 @@ from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
+from shardtune.parallel.deepspeed.limits import fp16_on_this_cpu
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from tests.ranks import on_ranks
 
@@ -167,12 +168,24 @@ def test_nothing_is_clipped_where_the_job_says_so() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_16_bits_track_fp32(stage: int, precision: Precision) -> None:
+    if precision == "fp16" and not fp16_on_this_cpu():
+        pytest.skip("DeepSpeed says that this CPU has no instructions for fp16")
     # 8 and 11 bits of mantissa; weights, too, are computed with in 16 bits here.
     curve, _ = reference("lora")
     for found in on_ranks(2, run, {"stage": stage}, "lora", 1.0, precision):
         for (loss, norm), (wanted, wanted_norm) in zip(found["curve"], curve, strict=True):
             assert loss == pytest.approx(wanted, rel=5e-3)
             assert norm == pytest.approx(wanted_norm, rel=5e-2)
+
+
+def test_fp16_is_refused_where_the_cpu_has_none() -> None:
+    """Before a rank is started, with the same answer that DeepSpeed's accelerator gives there."""
+    strategy = DeepSpeed.model_validate({"zero_optimization": {"stage": 2}})
+    found = strategy.problems_here(gpu=False, precision="fp16")
+    assert [each.place for each in found] == ([] if fp16_on_this_cpu() else ["train.precision"])
+    assert all("fp16" in each.fact and "bf16" in each.fix for each in found)
+    assert strategy.problems_here(gpu=True, precision="fp16") == []
+    assert strategy.problems_here(gpu=False, precision="bf16") == []
 
 
 def halves(world: World, zero: Mapping[str, Any], precision: Precision) -> dict[str, Any]:

@@ -155,13 +155,13 @@ def test_what_deepspeed_cannot_do_is_refused(zero: dict[str, Any], key: str) -> 
 def test_quantized_collectives_need_a_gpu() -> None:
     chosen = strategy(stage=3, zero_quantized_weights=True)
     with pytest.raises(JobError, match="written for GPUs"):
-        chosen.require(World(size=2))
-    chosen.require(World(size=2, device="cuda:0"))
+        chosen.require(World(size=2), "bf16")
+    chosen.require(World(size=2, device="cuda:0"), "bf16")
 
 
 def test_groups_have_to_divide_the_ranks() -> None:
     with pytest.raises(JobError, match="groups of 3 don't divide 4 ranks"):
-        strategy(stage=3, zero_hpz_partition_size=3).require(World(size=4))
+        strategy(stage=3, zero_hpz_partition_size=3).require(World(size=4), "bf16")
 
 
 @pytest.mark.parametrize("zero", [{"stage": 4}, {"stagee": 2}, {"reduce_bucket_size": 0.5}])

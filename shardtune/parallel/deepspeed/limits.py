@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ctypes.util import find_library
+from importlib.util import find_spec
 
+from shardtune.core.setup import Precision
 from shardtune.errors import Problem
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 
@@ -57,9 +59,13 @@ def on_ranks(zero: ZeRO, ranks: int) -> list[Problem]:
     return [Problem(f"{PLACE}.zero_hpz_partition_size", fact, fix)]
 
 
-def here(zero: ZeRO, *, gpu: bool) -> list[Problem]:
+def here(zero: ZeRO, *, gpu: bool, precision: Precision) -> list[Problem]:
     """What this machine lacks."""
     problems = []
+    if precision == "fp16" and not gpu and not fp16_on_this_cpu():
+        fact = "DeepSpeed computes in fp16 only on CPUs with instructions for it; this one has none"
+        fix = "set train.precision: bf16 or fp32, or run on a GPU"
+        problems.append(Problem("train.precision", fact, fix))
     quantized = {
         "zero_quantized_weights": zero.zero_quantized_weights,
         "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
@@ -74,3 +80,17 @@ def here(zero: ZeRO, *, gpu: bool) -> list[Problem]:
             fix = "apt-get install libaio-dev, or set device: cpu"
             problems.append(Problem(f"{PLACE}.{key}.device", fact, fix))
     return problems
+
+
+def fp16_on_this_cpu() -> bool:
+    """Whether DeepSpeed's own CPU accelerator says that it computes in fp16 here. That it isn't
+    installed is told elsewhere."""
+    if find_spec("deepspeed") is None:
+        return True
+    from shardtune.compat.deepspeed_process import choose_accelerator, quiet_deepspeed
+
+    choose_accelerator("cpu", 0)
+    from deepspeed.accelerator import get_accelerator
+
+    quiet_deepspeed()
+    return bool(get_accelerator().is_fp16_supported())

@@ -15,7 +15,7 @@ from shardtune.core.capabilities import Capabilities, Need, Refusal
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.model_builder import ModelBuilder
-from shardtune.core.setup import EngineSetup
+from shardtune.core.setup import EngineSetup, Precision
 from shardtune.core.strategy import Choice, Devices, JobFacts, ResolvedStrategy
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
@@ -85,15 +85,15 @@ class DeepSpeed(DeepSpeedFields):
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.deepspeed.engine import DeepSpeedEngine
 
-        self.require(world)
+        self.require(world, setup.precision)
         layout = self.layout()
         config = to_deepspeed(layout, self.mesh(world.size), self, setup, world)
         return DeepSpeedEngine(builder, setup, world, layout, config)
 
-    def require(self, world: World) -> None:
+    def require(self, world: World, precision: Precision) -> None:
         """Refuses what DeepSpeed can't do, on these ranks or at all."""
-        gpu = world.device != "cpu"
-        problems = [*self.problems(world.size), *self.problems_here(gpu=gpu)]
+        here = self.problems_here(gpu=world.device != "cpu", precision=precision)
+        problems = [*self.problems(world.size), *here]
         if problems:
             raise JobError(problems)
 
@@ -133,9 +133,9 @@ class DeepSpeed(DeepSpeedFields):
     def _choice(cls, name: str, order: int, **zero: Any) -> Choice:
         return Choice(name, name, cls.model_validate({"zero_optimization": zero}), order)
 
-    def problems_here(self, *, gpu: bool) -> list[Problem]:
-        """What it can't do on this machine."""
-        return limits.here(self.zero_optimization, gpu=gpu)
+    def problems_here(self, *, gpu: bool, precision: Precision) -> list[Problem]:
+        """What it can't do on this machine, in this precision."""
+        return limits.here(self.zero_optimization, gpu=gpu, precision=precision)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The errors against published measurements stay within what issue 4 asks for."""
+"""The errors against published measurements stay within the bounds that we promise."""
 
 from __future__ import annotations
 

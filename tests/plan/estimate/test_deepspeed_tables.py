@@ -1,6 +1,6 @@
 """DeepSpeed's published tables for T5-3B on eight GPUs, under its own conventions.
 
-Source: docs/code-docs/source/memory.rst of DeepSpeed (issue 4 names the figures). Its tables say
+Source: docs/code-docs/source/memory.rst of DeepSpeed. Its tables say
 GB and divide by 2^30.
 """
 

@@ -115,7 +115,7 @@ LONG = {
     "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)]
 )
 def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
-    """Within 3 %, which issue 4 asks for; most are within half a percent."""
+    """Within 3 %; most are within half a percent."""
     what = (QUICK | LONG)[name]
     if what.model.quantization != "none":
         pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardtune.config.job import Job
+from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.known_models import known_model
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import parse_cluster
@@ -134,7 +135,7 @@ def test_products_that_are_not_wide_are_kept() -> None:
         "intermediate_size": 2048,
         "vocab_size": 1000,
     }
-    shape = type(SHAPE).from_config(config, "narrow")
+    shape = read_shape(config, "narrow")
     none, mlp = (replace(COMPILED, checkpointing=level) for level in ("none", "mlp"))
     assert saved_bytes(shape, none, RankShare()) == saved_bytes(shape, mlp, RankShare())
     assert stack_bytes(shape, none, RankShare()) == 2 * saved_bytes(shape, none, RankShare())
