@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardtune.core.mesh import MODEL_AXES, Mesh
 from shardtune.core.world import World
-from shardtune.engine.native import Peers
+from shardtune.engine.data_peers import Peers
 
 
 def device_mesh(mesh: Mesh, world: World) -> DeviceMesh:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 
 from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.setup import EngineSetup
-from shardtune.engine.native import COMPUTE
+from shardtune.engine.forward_pass import COMPUTE
 
 
 def sharing(

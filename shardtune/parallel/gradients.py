@@ -10,10 +10,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardtune.core.world import World
 from shardtune.engine.dtensor import local
+from shardtune.engine.gradient_reduction import GradientReduction
+from shardtune.engine.trained_parameters import TrainedParameters
+from shardtune.engine.unsharded import Unsharded
 
 MESSAGE = 1 << 26
 """Numbers of one message, a quarter of a GiB: enough for any link, little beside the gradients."""
+
+
+class ShardedGradients(GradientReduction):
+    """Gradients of which every rank has shards."""
+
+    def __init__(
+        self, parameters: TrainedParameters, sharded: Unsharded | None, world: World
+    ) -> None:
+        super().__init__(parameters, sharded)
+        self.world = world
+
+    def norm(self) -> Tensor:
+        """The norm of the gradient that all ranks have together."""
+        total = square(self.parameters.gradients().values(), self.world.size)
+        dist.all_reduce(total)
+        return total.sqrt()
 
 
 def add_up(

@@ -289,8 +289,9 @@ def alike(mine: NativeEngine, theirs: NativeEngine) -> bool:
 
 
 def watch(made: NativeEngine) -> Watched:
-    assert made._activation_offload is not None
-    made._activation_offload._lanes = lanes = Watched()
+    offload = made.forward_pass.activation_offload
+    assert offload is not None
+    offload._lanes = lanes = Watched()
     return lanes
 
 

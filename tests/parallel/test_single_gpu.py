@@ -67,7 +67,7 @@ def taken(engine: NativeEngine, count: int) -> list[tuple[float, float]]:
 def gradients(engine: NativeEngine, *given: MicroBatch) -> dict[str, Tensor]:
     engine._begin()
     engine._backward(given, torch.ones(()))
-    return {name: each.clone() for name, each in engine._gradients().items()}
+    return {name: each.clone() for name, each in engine.parameters.gradients().items()}
 
 
 def rounded(engine: NativeEngine) -> bool:

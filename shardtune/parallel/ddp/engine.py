@@ -29,6 +29,7 @@ class DDPEngine(NativeEngine):
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
             model, gradient_as_bucket_view=True
         )
+        self.forward_pass.module = self._ddp
         self._settle()
 
     def _spread_small(self, model: nn.Module) -> list[str]:
@@ -49,10 +50,6 @@ class DDPEngine(NativeEngine):
             self._pass(MicroBatch(ids, ids, ids, (), 2, 2), 1.0, last=True)
         self._begin()
 
-    def _module(self) -> nn.Module:
-        assert self._ddp is not None
-        return self._ddp
-
     def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
         assert self._ddp is not None
         return contextlib.nullcontext() if last else self._ddp.no_sync()
@@ -63,7 +60,8 @@ class DDPEngine(NativeEngine):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ddp = None  # lets go of its buckets before the process group ends
+        # Lets go of its buckets before the process group ends.
+        self._ddp, self.forward_pass.module = None, self.model
 
 
 def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeEngine:

@@ -22,10 +22,15 @@ from shardtune.core.step import MicroBatch
 from shardtune.core.tensor_shards import Region, TensorShard
 from shardtune.core.world import World
 from shardtune.engine.dtensor import size_of
-from shardtune.engine.native import COMPUTE, NativeEngine
+from shardtune.engine.forward_pass import COMPUTE
+from shardtune.engine.gradient_reduction import GradientReduction
+from shardtune.engine.native import NativeEngine
 from shardtune.engine.optim.adamw_split_bf16 import SplitAdamW
+from shardtune.engine.optim.build_optimizer import make_optimizer
 from shardtune.engine.optim.host_mapped import host_mapped_zeros
 from shardtune.engine.optim.split_fp32 import joined, split
+from shardtune.engine.trained_parameters import TrainedParameters
+from shardtune.engine.training_state import TrainingState
 from shardtune.kernels.autocast_forward import autocast_forward
 
 ROUNDED_GRADIENT_TOKENS = 3072
@@ -40,44 +45,29 @@ class SplitWeightEngine(NativeEngine):
         self.lower_halves = split_weights(model, host_mapped=setup.optimizer.host_mapped)
         add_up_rows(model)
         autocast_forward(model, torch.bfloat16)  # buffers are in fp32
-        super().__init__(model, setup, world)
-
-    def _make_optimizer(self) -> SplitAdamW:
-        lower = {self.trained[name]: half for name, half in self.lower_halves.items()}
-        return SplitAdamW(
-            super()._make_optimizer(), lower, host_mapped=self.setup.optimizer.host_mapped
+        parameters = TrainedParameters.of(model)
+        rule = setup.optimizer
+        optimizer = SplitAdamW(
+            make_optimizer(parameters.local_shards, rule, setup.schedule.peak),
+            {parameters.named[name]: half for name, half in self.lower_halves.items()},
+            host_mapped=rule.host_mapped,
+        )
+        self.split_state = SplitTrainingState(
+            parameters,
+            optimizer,
+            self.lower_halves,
+            may_be_written=rule.host_mapped and torch.device(world.device).type == "cuda",
+        )
+        super().__init__(
+            model,
+            setup,
+            world,
+            gradients=SplitWeightGradients(parameters, torch.device(world.device)),
+            training_state=self.split_state,
         )
 
-    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, upper in self.trained.items():
-            yield name, joined(upper.detach(), self.lower_halves[name])
-
     def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
-        """Weights are put together when they are copied, one at a time."""
-        found = []
-        for name, upper in self.trained.items():
-            shape, made = (
-                tuple(upper.shape),
-                partial(joined, upper.detach(), self.lower_halves[name]),
-            )
-            form = upper.new_empty((), dtype=torch.float32).expand(shape)
-            found.append(TensorShard(f"weight.{name}", shape, Region.whole(shape), form, made))
-            for kind, moment in self._moments(name).items():
-                whole = Region.whole(tuple(moment.shape))
-                found.append(TensorShard(f"{kind}.{name}", tuple(moment.shape), whole, moment))
-        return sorted(found, key=lambda shard: shard.key), self._numbers()
-
-    def _put(self, name: str, weight: Tensor) -> None:
-        split(weight, self.trained[name], self.lower_halves[name])
-
-    def _remember(self, name: str, moments: dict[str, Tensor]) -> None:
-        assert isinstance(self.optimizer, SplitAdamW)
-        self.optimizer.take_over(self.trained[name], moments)
-
-    def _moments(self, name: str) -> Mapping[str, Tensor]:
-        if self.setup.optimizer.host_mapped and self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # a GPU may still write to CPU memory
-        return super()._moments(name)
+        return self.split_state.joined_shards(), self._numbers()
 
     def held(self) -> Held:
         found = dict(super().held().bytes)
@@ -95,9 +85,66 @@ class SplitWeightEngine(NativeEngine):
                     weight.grad = weight.grad.float()
         return loss
 
-    def _norm(self) -> Tensor:
+
+class SplitTrainingState(TrainingState):
+    """Weights and moments of split fp32 weights, saved as the fp32 weights that they are."""
+
+    optimizer: SplitAdamW
+
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        optimizer: SplitAdamW,
+        lower_halves: Mapping[str, Tensor],
+        *,
+        may_be_written: bool,
+    ) -> None:
+        """`may_be_written`: moments lie in CPU memory, and a GPU may still write to them."""
+        super().__init__(parameters, optimizer)
+        self.lower_halves = lower_halves
+        self.may_be_written = may_be_written
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, upper in self.parameters.named.items():
+            yield name, joined(upper.detach(), self.lower_halves[name])
+
+    def moments(self, name: str) -> Mapping[str, Tensor]:
+        if self.may_be_written:
+            torch.cuda.current_stream().synchronize()
+        return super().moments(name)
+
+    def joined_shards(self) -> list[TensorShard]:
+        """All of it. Weights are put together when they are copied, one at a time."""
+        found = []
+        for name, upper in self.parameters.named.items():
+            shape, made = (
+                tuple(upper.shape),
+                partial(joined, upper.detach(), self.lower_halves[name]),
+            )
+            form = upper.new_empty((), dtype=torch.float32).expand(shape)
+            found.append(TensorShard(f"weight.{name}", shape, Region.whole(shape), form, made))
+            for kind, moment in self.moments(name).items():
+                whole = Region.whole(tuple(moment.shape))
+                found.append(TensorShard(f"{kind}.{name}", tuple(moment.shape), whole, moment))
+        return sorted(found, key=lambda shard: shard.key)
+
+    def _load_weight(self, name: str, weight: Tensor) -> None:
+        split(weight, self.parameters.named[name], self.lower_halves[name])
+
+    def _load_moments(self, name: str, moments: dict[str, Tensor]) -> None:
+        self.optimizer.take_over(self.parameters.named[name], moments)
+
+
+class SplitWeightGradients(GradientReduction):
+    """Gradients in 16 bits, whose norm has 32."""
+
+    def __init__(self, parameters: TrainedParameters, device: torch.device) -> None:
+        super().__init__(parameters)
+        self.device = device
+
+    def norm(self) -> Tensor:
         """In fp32: by itself the norm of a 16-bit tensor has 16 bits."""
-        found = list(self._gradients().values())
+        found = list(self.parameters.gradients().values())
         if not found:
             return torch.zeros((), device=self.device)
         parts = torch._foreach_norm(found, 2, torch.float32)

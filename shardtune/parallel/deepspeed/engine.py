@@ -7,7 +7,6 @@ and checkpoints are those of the fp32 masters, as everywhere.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 import tempfile
@@ -28,7 +27,8 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.tensor_shards import TensorShard, by_weight
 from shardtune.core.world import World
-from shardtune.engine.native import COMPUTE, NativeEngine
+from shardtune.engine.forward_pass import COMPUTE
+from shardtune.engine.native import NativeEngine
 from shardtune.parallel.deepspeed.rank_shards import flat_shards
 from shardtune.parallel.deepspeed.startup import (
     require_async_io,
@@ -42,6 +42,7 @@ class DeepSpeedEngine(NativeEngine):
     """One optimizer step by DeepSpeed. `config` was derived from `layout`."""
 
     alone = False
+    autocasts = False
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class DeepSpeedEngine(NativeEngine):
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=dict(config), dist_init_required=False
             )
+        self.forward_pass.module = self.engine
         self.states: States = states_of(self.engine, self.optimizer, layout, self._swap)
         self._passing = Held({})
 
@@ -77,7 +79,7 @@ class DeepSpeedEngine(NativeEngine):
         # DeepSpeed's own division by the accumulation is switched off: a step may have any number
         # of micro-batches, and the scale says it all.
         self.engine.set_gradient_accumulation_boundary(last)
-        loss = self._loss(batch)
+        loss = self.forward_pass.loss(batch)
         self.world.heartbeat.enter("backward")
         self.engine.backward(self.states.scaled(loss * scale), scale_wrt_gas=False)
         self._passing = _larger(self._passing, self.states.passing())
@@ -89,13 +91,9 @@ class DeepSpeedEngine(NativeEngine):
         self._begin()
         for index, batch in enumerate(microbatches[:1]):
             torch.manual_seed(self._seed_of(index))
-            self._loss(batch)
+            self.forward_pass.loss(batch)
         self.engine.eval()
         self.engine.empty_partition_cache()
-
-    def _module(self) -> nn.Module:
-        engine: nn.Module = self.engine
-        return engine
 
     def _update(self, rate: float) -> tuple[Tensor, Tensor]:
         norm, applied = self._waited_for(rate)
@@ -167,9 +165,6 @@ class DeepSpeedEngine(NativeEngine):
 
     def _numbers(self) -> dict[str, float]:
         return {"taken": float(self.taken), **self.states.scale_state()}
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # the weights themselves are in 16 bits
 
 
 def _larger(one: Held, other: Held) -> Held:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardtune.core.layout import Home, Layout
@@ -19,9 +19,11 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
+from shardtune.engine.trained_parameters import TrainedParameters
 from shardtune.parallel.device_mesh import device_mesh, peers
 from shardtune.parallel.fully_shard import sharing
-from shardtune.parallel.tensor.engine import build_tensor_parallel, norm_of_sharded
+from shardtune.parallel.gradients import ShardedGradients
+from shardtune.parallel.tensor.engine import build_tensor_parallel
 
 
 class FSDPEngine(NativeEngine):
@@ -52,13 +54,13 @@ class FSDPEngine(NativeEngine):
             model = builder.in_parts(home, divide)
         _prefetch(model)
         self._offload = offload
-        super().__init__(model, setup, world, peers(mesh, groups, world), sharded)
+        gradients = ShardedGradients(TrainedParameters.of(model), sharded, world)
+        super().__init__(
+            model, setup, world, peers(mesh, groups, world), sharded, gradients=gradients
+        )
 
     def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
-        return self._sharded_state(), self._numbers()
-
-    def _norm(self) -> Tensor:
-        return norm_of_sharded(self._gradients().values(), self.world)
+        return self.training_state.shards(), self._numbers()
 
     def _home(self) -> Home:
         return "cpu" if self._offload else "gpu"

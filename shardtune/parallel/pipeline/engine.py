@@ -7,7 +7,7 @@ updating. `layers` is the same with one micro-batch at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,19 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.world import World
+from shardtune.engine.data_peers import Peers
 from shardtune.engine.dtensor import reshard
-from shardtune.engine.native import COMPUTE, NativeEngine, Peers
+from shardtune.engine.forward_pass import COMPUTE
+from shardtune.engine.native import NativeEngine
+from shardtune.engine.trained_parameters import TrainedParameters
 from shardtune.parallel.device_mesh import device_mesh, peers
 from shardtune.parallel.fully_shard import sharing
 from shardtune.parallel.gather_named import in_turn, union
-from shardtune.parallel.gradients import add_up, square
 from shardtune.parallel.pipeline.build_stages import Divide, Parts
 from shardtune.parallel.pipeline.pad_batches import Block, alike
 from shardtune.parallel.pipeline.schedules import TimedStage, make_schedule
 from shardtune.parallel.pipeline.stage import Stage
+from shardtune.parallel.pipeline.stage_gradients import StageGradients
 from shardtune.parallel.pipeline.whole_model import Relay
 
 
@@ -78,30 +81,35 @@ class PipelineEngine(NativeEngine):
             model
         ):  # schedules hand on rows of tensors, and boundaries run over all rows
             model.set_attn_implementation("sdpa")
-        self.anatomy, self.division, self._aliases = parts.anatomy, parts.division, parts.aliases
+        self.anatomy, self.division = parts.anatomy, parts.division
         # Shares are gathered in the precision of the computation; else it is as weights are held.
         self._flowing = COMPUTE[setup.precision] if share else self.anatomy.dtype
-        super().__init__(model, setup, world, peers(mesh, groups, world), parts.sharded)
+        rows = peers(mesh, groups, world)
+        self._replicated = "data" in dict(mesh.axes)
+        self._stage_gradients = StageGradients(
+            _trained_here(model, parts.aliases),
+            parts.sharded,
+            world,
+            self._line,
+            self.division.ranks,
+            tied={first for name, first in parts.aliases.items() if name != first},
+            peers=rows if self._replicated else Peers(0, 1),
+        )
+        super().__init__(model, setup, world, rows, parts.sharded, gradients=self._stage_gradients)
         self.stages = {
             number: Stage(
-                self.anatomy, self.division, number, self._autocast, self.sharded, self._flowing
+                self.anatomy,
+                self.division,
+                number,
+                self.forward_pass.autocast,
+                self.sharded,
+                self._flowing,
             )
             for number in self.division.mine(self._place)
         }
         self._relay = Relay(self.anatomy, self.division, self._line, self._place, self._flowing)
-        self._ends: dist.ProcessGroup | None = None
-        self._tied = self._tied_weights()
-        self._replicated = "data" in dict(mesh.axes)
         self._schedule: tuple[tuple[int, ...], Any] | None = None
         self._scale = torch.ones(())
-
-    def _find_trained(self) -> dict[str, nn.Parameter]:
-        """By the name in the whole model; a tied weight has one name on both of its ranks."""
-        return {
-            self._aliases[name]: parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and not parameter.is_meta
-        }
 
     # The step ----------------------------------------------------------------------------------
 
@@ -181,38 +189,6 @@ class PipelineEngine(NativeEngine):
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss.sum() * self._scale
 
-    def _reduce_gradients(self) -> None:
-        """Gradients of the same weights, computed by several ranks, become one."""
-        super()._reduce_gradients()
-        gradients = self._gradients()
-        tied = [gradients[name] for name in self._tied if name in gradients]
-        if tied:
-            add_up(tied, self._ends)
-        if self._replicated and self.peers.size > 1:
-            add_up(gradients.values(), self.peers.group, over=self.peers.size)
-
-    def _norm(self) -> Tensor:
-        """Over all stages; a tied weight's gradient lies on two of them, and counts once."""
-        twice = self._had_by_another()
-        mine = [each for name, each in self._gradients().items() if name not in twice]
-        total = square(mine, self.world.size // self._size).to(self.device)
-        dist.all_reduce(total)
-        return total.sqrt()
-
-    def _tied_weights(self) -> frozenset[str]:
-        """Trained weights of which the first and the last stage have a copy each."""
-        ends = sorted({self.division.ranks[0], self.division.ranks[-1]})
-        tied = {first for name, first in self._aliases.items() if name != first}
-        if len(ends) == 1 or self._place not in ends:
-            return frozenset()
-        ranks = [dist.get_global_rank(self._line, end) for end in ends]
-        self._ends = dist.new_group(ranks, use_local_synchronization=True)
-        return frozenset(tied & self.trained.keys())
-
-    def _had_by_another(self) -> frozenset[str]:
-        """Trained weights that an earlier rank of the line has, too."""
-        return self._tied if self._place == self.division.ranks[-1] else frozenset()
-
     def _home(self) -> Home:
         return "cpu" if self._offload else "gpu"
 
@@ -250,7 +226,7 @@ class PipelineEngine(NativeEngine):
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         mine = {name: weight.detach() for name, weight in self.trained.items()}
-        return in_turn(mine, self._line, self._whole)
+        return in_turn(mine, self._line, self.training_state.whole)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         mine, numbers = super().state()
@@ -258,5 +234,16 @@ class PipelineEngine(NativeEngine):
 
     def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
         rows = self.peers if self._replicated else Peers(0, 1)
-        found = self._sharded_state(rows.rank, rows.size, without=self._had_by_another())
-        return found, self._numbers()
+        without = self._stage_gradients.had_by_another
+        return self.training_state.shards(rows.rank, rows.size, without), self._numbers()
+
+
+def _trained_here(model: nn.Module, aliases: Mapping[str, str]) -> TrainedParameters:
+    """By the name in the whole model; a tied weight has one name on both of its ranks."""
+    return TrainedParameters(
+        {
+            aliases[name]: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and not parameter.is_meta
+        }
+    )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtune.core.mesh import Mesh
@@ -19,9 +18,12 @@ from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.world import World
+from shardtune.engine.data_peers import Peers
 from shardtune.engine.native import NativeEngine
+from shardtune.engine.trained_parameters import TrainedParameters
+from shardtune.engine.unsharded import Unsharded
 from shardtune.parallel.device_mesh import device_mesh, peers
-from shardtune.parallel.gradients import add_up, square
+from shardtune.parallel.gradients import ShardedGradients, add_up
 from shardtune.parallel.pipeline.stage import Anatomy
 from shardtune.parallel.tensor.shard_layer import TensorParallelModel
 
@@ -34,18 +36,27 @@ class TensorEngine(NativeEngine):
     def __init__(self, builder: ModelBuilder, setup: EngineSetup, world: World, mesh: Mesh) -> None:
         groups = device_mesh(mesh, world)
         model, sharded = build_tensor_parallel(builder, world.device, groups["tensor"])
-        super().__init__(model, setup, world, peers(mesh, groups, world), sharded)
+        rows = peers(mesh, groups, world)
+        gradients = TensorGradients(TrainedParameters.of(model), sharded, world, rows)
+        super().__init__(model, setup, world, rows, sharded, gradients=gradients)
 
     def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
-        return self._sharded_state(self.peers.rank, self.peers.size), self._numbers()
+        return self.training_state.shards(self.peers.rank, self.peers.size), self._numbers()
 
-    def _reduce_gradients(self) -> None:
-        super()._reduce_gradients()
+
+class TensorGradients(ShardedGradients):
+    """Gradients of sharded layers, which every group of ranks computes of its own rows."""
+
+    def __init__(
+        self, parameters: TrainedParameters, sharded: Unsharded, world: World, peers: Peers
+    ) -> None:
+        super().__init__(parameters, sharded, world)
+        self.peers = peers
+
+    def reduce(self) -> None:
+        super().reduce()
         if self.peers.size > 1:
-            add_up(self._gradients().values(), self.peers.group, over=self.peers.size)
-
-    def _norm(self) -> Tensor:
-        return norm_of_sharded(self._gradients().values(), self.world)
+            add_up(self.parameters.gradients().values(), self.peers.group, over=self.peers.size)
 
 
 def build_tensor_parallel(
@@ -81,10 +92,3 @@ def build_tensor_parallel(
 
     model = builder.in_parts(device, divide, look)
     return model, seen[0][1]
-
-
-def norm_of_sharded(gradients: Any, world: World) -> Tensor:
-    """The norm of a gradient that all ranks have together; every rank gets the same."""
-    total: Tensor = square(gradients, world.size)
-    dist.all_reduce(total)
-    return total.sqrt()

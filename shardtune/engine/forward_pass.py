@@ -1,0 +1,90 @@
+"""The forward pass of one micro-batch: from tokens to its summed loss, or to its score."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+from shardtune.core.document_boundaries import takes_boundaries
+from shardtune.core.setup import EngineSetup
+from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.engine.activation_offload import Offload
+from shardtune.engine.host_to_device import Staging
+from shardtune.engine.loss import forward, loss_sum, selects_logits
+from shardtune.engine.unsharded import Unsharded
+from shardtune.kernels.linear_cross_entropy import fused_loss
+
+COMPUTE = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class ForwardPass:
+    """The model with its loss: autocast, activation offload and the fused output head."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setup: EngineSetup,
+        device: torch.device,
+        sharded: Unsharded,
+        *,
+        fuse: bool,
+        autocasts: bool = True,
+    ) -> None:
+        self.model = model
+        self.module = model
+        """What is called in training: the model, or a wrapper that synchronises its gradients."""
+        self.sharded = sharded
+        self._device = device
+        self._dtype = COMPUTE[setup.precision]
+        self._autocasts = autocasts
+        self._selects = selects_logits(model)
+        self._fused = fused_loss(model) if fuse else None
+        self.activation_offload = Offload(model, device) if setup.offload_activations else None
+        self.staging = Staging(device, told=takes_boundaries(model))
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch, ready for the backward pass."""
+        here, kept, targets = self._inputs(batch)
+        if self._fused is None:
+            logits = forward(self.module, here, kept)
+            return self.sharded.loss_sum(logits, targets.flatten())
+        with self._fused.returning_loss(targets):
+            return forward(self.module, here, kept)
+
+    def score(self, batch: MicroBatch) -> Tensor:
+        """The summed loss of a micro-batch, and how many of its targets the model would choose."""
+        here, kept, targets = self._inputs(batch)
+        if self._fused is not None:
+            with self._fused.evaluating(targets):
+                return forward(self.model, here, kept)
+        logits, targets = forward(self.model, here, kept), targets.flatten()
+        correct = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
+        return torch.stack([loss_sum(logits, targets), correct])
+
+    def _inputs(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor | None, Tensor]:
+        """The batch on this device, the positions at which it has labels, and those labels."""
+        here = self.staging.receive(batch)
+        if not self._selects:
+            return here, None, here.targets
+        return here, here.kept, here.targets[:, here.kept]
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Mixed precision, unless the weights themselves are in the precision of compute."""
+        if not self._autocasts:
+            return contextlib.nullcontext()
+        dtype = self._dtype
+        return torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32)
+
+    def saving(self) -> contextlib.AbstractContextManager[object]:
+        """Where the activations go that are saved for the backward pass."""
+        return (
+            contextlib.nullcontext()
+            if self.activation_offload is None
+            else self.activation_offload.saving()
+        )
