@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardtune.checkpoint import directory as store
+from shardtune.checkpoint import commit_by_rename as store
 from shardtune.checkpoint.manifest import Manifest, merge_tensors
 from shardtune.checkpoint.rank_files import (
     FILE_SIZE,

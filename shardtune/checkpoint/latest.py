@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.checkpoint.async_saver import Ranks
-from shardtune.checkpoint.directory import checkpoints
+from shardtune.checkpoint.commit_by_rename import checkpoints
 from shardtune.checkpoint.hashed_file import find_damage
 from shardtune.checkpoint.manifest import (
     MANIFEST_FILE,

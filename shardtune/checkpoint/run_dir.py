@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.directory import remove_partial
+from shardtune.checkpoint.commit_by_rename import remove_partial
 from shardtune.checkpoint.run_logs import RunLogs
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job

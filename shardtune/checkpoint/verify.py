@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.checkpoint.directory import checkpoints
+from shardtune.checkpoint.commit_by_rename import checkpoints
 from shardtune.checkpoint.latest import damaged_files, read_checked
 from shardtune.checkpoint.manifest import Damaged, NewerFormat
 from shardtune.checkpoint.run_dir import RunDir

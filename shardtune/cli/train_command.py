@@ -181,8 +181,8 @@ def _start_on_ray(
 
 def _open(job: Job, resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> Inputs:
     """Opens what the run reads, and prints what it will do."""
-    from shardtune.report.opening import print_opening
     from shardtune.report.plan_table import print_outlook
+    from shardtune.report.start_summary import print_opening
     from shardtune.train import count_steps, open_inputs, open_loader
     from shardtune.training.engine_setup import make_plan
 

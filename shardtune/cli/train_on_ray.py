@@ -22,7 +22,7 @@ from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.memory_budget import leanest
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.plan.this_machine import forecast_here
-from shardtune.report.opening import print_opening
+from shardtune.report.start_summary import print_opening
 from shardtune.report.summary import print_summary
 from shardtune.train import open_inputs, train
 

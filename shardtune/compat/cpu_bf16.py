@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.compat.change import change
+from shardtune.compat.versioned_change import change
 
 ROUNDED = {
     "mm": 1,

@@ -7,7 +7,7 @@ import os
 import warnings
 from typing import Any
 
-from shardtune.compat.change import TargetChanged, change
+from shardtune.compat.versioned_change import TargetChanged, change
 
 
 def choose_accelerator(device: str, local_rank: int) -> None:

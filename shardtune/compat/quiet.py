@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 
-from shardtune.compat.change import change
+from shardtune.compat.versioned_change import change
 
 
 def quiet_bitsandbytes() -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from shardtune.compat.change import TargetChanged, change
+from shardtune.compat.versioned_change import TargetChanged, change
 
 RECOMPILE_LIMIT = 64
 """How often the code of a layer may be compiled: with and without gradients, in training and

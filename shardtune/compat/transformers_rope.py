@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from shardtune.compat.change import TargetChanged, change
+from shardtune.compat.versioned_change import TargetChanged, change
 
 APPLY_ROPE = "apply_rotary_pos_emb"
 """What the code of each family calls the function that rotates queries and keys."""

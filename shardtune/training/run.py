@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.checkpoint.commit_by_rename import quarantine, remove_partial
 from shardtune.checkpoint.digest import digest_rng_state, digest_tensors, trace_line
-from shardtune.checkpoint.directory import quarantine, remove_partial
 from shardtune.checkpoint.disk_space import estimate_disk, require_disk_space
 from shardtune.checkpoint.export import check_result, probe_logits, save_result
 from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint

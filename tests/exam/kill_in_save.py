@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
+from shardtune.checkpoint.commit_by_rename import checkpoints, remove_partial
 from shardtune.checkpoint.digest import digest_tensors
-from shardtune.checkpoint.directory import checkpoints, remove_partial
 from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.reader import Reader

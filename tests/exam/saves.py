@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from shardtune.checkpoint.directory import checkpoint_name
+from shardtune.checkpoint.commit_by_rename import checkpoint_name
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.verify import verify_run
 from shardtune.config.job_file import load_job

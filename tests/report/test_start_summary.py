@@ -7,7 +7,7 @@ from typing import Any
 
 from shardtune.config.auto import resolve
 from shardtune.core.machine import Machine
-from shardtune.report.opening import print_opening
+from shardtune.report.start_summary import print_opening
 from tests.report.screen import plain_console, shown, squeezed
 from tests.synthetic import make_job, numbered, prepared
 

@@ -14,8 +14,8 @@ import pytest
 from torch.nn import functional
 
 from shardtune.compat import c_allocator, change, deepspeed_process, quiet
-from shardtune.compat.change import TargetChanged, require_version
 from shardtune.compat.transformers_rope import APPLY_ROPE, skip_if_rotated
+from shardtune.compat.versioned_change import TargetChanged, require_version
 
 
 @pytest.fixture(autouse=True)
