@@ -8,6 +8,6 @@
 - `c_allocator`: glibc's limits for memory that is freed (memory between tensors)
 - `quiet`: log levels, warnings and progress bars of others
 
-`versioned_change.py` has what they share: the versions that a change was written for, and the one line that
-says what is lost where its target is another one. Training then goes on without it.
+`versioned_change.py` has what they share: the versions that a change was written for, and the one
+line that says what is lost where its target is another one. Training then goes on without it.
 """
