@@ -61,7 +61,7 @@ class TensorParallelModel(Unsharded):
                 if hasattr(module, name):
                     setattr(module, name, getattr(module, name) // flow.size)
         rows = [name for name, style in family.styles.items() if style == "row"]
-        _compute_locally(layer, once=_biases_of(layer, rows), ranks=flow.size)
+        _compute_layer_locally(layer, _biases_of(layer, rows), flow.size)
         _before(layer, lambda hidden: flow.scatter(hidden) if first else hidden)
         layer.register_forward_pre_hook(self._note_tokens, with_kwargs=True, prepend=True)
         if first:
@@ -223,7 +223,21 @@ def _compute_locally(
 
     What is to be added `once` is divided by the ranks that will add it.
     """
-    places = [(owner, leaf) for owner in module.modules() for leaf, _ in _own(owner)]
+    _see_local_weights(module, list(module.modules()), once or set(), ranks)
+
+
+def _compute_layer_locally(layer: nn.Module, once: set[tuple[nn.Module, str]], ranks: int) -> None:
+    """The same for each block of a layer. Activation checkpointing may compute a layer again by its
+    `forward` alone (transformers from 5.23), which passes by the layer's own hooks."""
+    _see_local_weights(layer, [layer], once, ranks)
+    for block in layer.children():
+        _compute_locally(block, once, ranks)
+
+
+def _see_local_weights(
+    module: nn.Module, owners: Sequence[nn.Module], once: set[tuple[nn.Module, str]], ranks: int
+) -> None:
+    places = [(owner, leaf) for owner in owners for leaf, _ in _own(owner)]
     kept: list[nn.Parameter] = []
 
     def before(module: nn.Module, args: Any) -> None:
@@ -231,7 +245,7 @@ def _compute_locally(
             spread = cast(DTensor, owner._parameters[leaf])
             kept.append(cast(nn.Parameter, spread))
             mine = spread.to_local()
-            mine = mine / ranks if once and (owner, leaf) in once else mine
+            mine = mine / ranks if (owner, leaf) in once else mine
             owner._parameters[leaf] = cast(nn.Parameter, mine)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -239,6 +253,8 @@ def _compute_locally(
             owner._parameters[leaf] = spread
         kept.clear()
 
+    if not places:
+        return
     module.register_forward_pre_hook(before)
     # Also when the forward pass is broken off, as it is when activations are computed again.
     module.register_forward_hook(after, always_call=True)
