@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardtune.checkpoint import directory as store
+from shardtune.checkpoint import commit_by_rename as store
 from shardtune.checkpoint import rank_files as share
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
 from shardtune.checkpoint.digest import digest_tensors

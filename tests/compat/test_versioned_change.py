@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from torch.nn import functional
 
-from shardtune.compat import c_allocator, change, deepspeed_process, quiet
+from shardtune.compat import c_allocator, deepspeed_process, quiet, versioned_change
 from shardtune.compat.transformers_rope import APPLY_ROPE, skip_if_rotated
 from shardtune.compat.versioned_change import TargetChanged, require_version
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change, "_said", set())
+    monkeypatch.setattr(versioned_change, "_said", set())
 
 
 def test_versions_are_compared_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ("2.9.1", "2.13.0+cpu", "2.15", "3.0.0.dev1"):
-        monkeypatch.setattr(change, "version", lambda _, found=found: found)
+        monkeypatch.setattr(versioned_change, "version", lambda _, found=found: found)
         if found.startswith("2.13"):
             require_version("torch", "2.10", "2.15")
         else:
@@ -45,7 +45,7 @@ def test_another_version_is_left_alone_and_one_line_says_what_is_lost(
 ) -> None:
     made = []
 
-    @change.change("torch", since="1.0", before="1.1", lost="it is slower")
+    @versioned_change.change("torch", since="1.0", before="1.1", lost="it is slower")
     def quicken() -> bool:
         made.append(1)
         return True
@@ -62,7 +62,7 @@ def test_another_version_is_left_alone_and_one_line_says_what_is_lost(
 def test_a_target_that_is_another_one_stops_nothing(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    @change.change("torch", since="2.0", before="9", lost="it is slower")
+    @versioned_change.change("torch", since="2.0", before="9", lost="it is slower")
     def quicken() -> bool:
         raise error("no such thing")
 

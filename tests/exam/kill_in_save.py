@@ -37,6 +37,7 @@ from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.reader import Reader
 from shardtune.config.job import LoRA
+from shardtune.core.progress import Progress
 from shardtune.core.tensor_shards import round_robin
 from shardtune.core.world import World
 from shardtune.launch.process_group import JoinedWorld
@@ -87,7 +88,7 @@ def advance(world: World, folder: str, until: int, meeting: str = "") -> str:
             engine.step([batch(10 * step + world.rank)])
             step += 1
             saver.wait()
-            saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.shards(), {})
+            saver.save(CheckpointIdentity("run", step, "ddp", ""), *engine.shards(), Progress())
         saver.wait()
         return digest_tensors(engine.state()[0])
 
@@ -100,7 +101,7 @@ def save_again(world: World, source: str, folder: str, background: bool, meeting
     saver = AsyncSaver(Path(folder), ranks, keep=1, background=background)
     _meet(world, meeting)
     identity = CheckpointIdentity("run", state.manifest.step, "ddp", "")
-    saver.save(identity, pieces, state.manifest.numbers, {})
+    saver.save(identity, pieces, state.manifest.numbers, Progress())
     saver.wait()
 
 
