@@ -200,8 +200,8 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_run_directory_is_complete(place: Place, whole: Done) -> None:
     found = {path.name for path in (place.path / "whole").iterdir()}
     assert found == {
-        "answers.json", "checkpoints", "environment.json", "job.yaml", "logs", "metrics.jsonl",
-        "report.json", "result",
+        "answers.json", "checkpoints", "environment.json", "forecast.json", "job.yaml", "logs",
+        "metrics.jsonl", "report.json", "result",
     }  # fmt: skip
     kept = sorted(path.name for path in (place.path / "whole" / "checkpoints").iterdir())
     assert kept == ["step-000030", "step-000040"]
