@@ -202,7 +202,7 @@ def test_a_ranks_memory_is_in_segments_that_grow() -> None:
         "for name in list(os.environ):\n"
         "    if name.endswith('ALLOC_CONF'): del os.environ[name]\n"
         "from shardtune.launch.process_group import join_process_group\n"
-        "with join(1) as world:\n"
+        "with join_process_group(1) as world:\n"
         "    kept = torch.ones(1 << 20, device=world.device)\n"
         "    print(all(each['is_expandable'] for each in torch.cuda.memory_snapshot()))\n"
     )
