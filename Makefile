@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
 
-# Tests that start no process run two at a time, those of one file in one place; the others start
+# Tests that start no process run two at a time, neighbours in one place; the others start
 # several ranks each and have the machine to themselves.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-TWO := -n 2 --dist loadfile
+TWO := -n 2 --dist worksteal
 
 .PHONY: demo quick test test-all check exam docs format clean
 

@@ -26,7 +26,7 @@ from benchmarks.table import DOCS, write_table
 from shardtune.config.job import ModelSection
 from shardtune.models.load import load_base
 from shardtune.models.model_files import ModelFiles
-from shardtune.models.quantization.fp8 import FP8Linear, quantize_fp8_rowwise
+from shardtune.models.quantization.fp8_linear import FP8Linear, quantize_fp8_rowwise
 from shardtune.models.quantization.gptq import as_bytes
 from shardtune.models.quantization.swap import swap
 

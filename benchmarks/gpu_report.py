@@ -22,7 +22,7 @@ HEADINGS = [
 OF_COMMAND = (
     " `shardtune train` is the command itself, with a job's defaults, on the same weights as files "
     "and the same rows, each with a stop token at its end, in an order of its own. Its figures are "
-    "those of its metrics: memory is the peak of the whole run, and what compiles is the rehearsal "
+    "those of its metrics: memory is the peak of the whole run, and what compiles is the preflight "
     "before the first step."
 )
 

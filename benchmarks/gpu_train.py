@@ -50,7 +50,7 @@ def measure_train(case: Case, *, warm: int, steps: int, device: str, tiny: bool)
         "flops_per_second": work * median(line["tokens"] / line["seconds"] for line in timed),
         "allocated_gib": done[-1]["memory_gib"] if device == "cuda" else None,
         "reserved_gib": None,
-        "first_step_seconds": None,  # what compiles is the rehearsal before it
+        "first_step_seconds": None,  # what compiles is the preflight before it
         "losses": [line["loss"] for line in done],
         "steps": steps,
     }

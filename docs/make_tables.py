@@ -31,9 +31,9 @@ from shardtune.errors import JobError, Problem
 from shardtune.parallel import STRATEGIES as KINDS
 from shardtune.parallel import Strategy
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.forecast import Forecast, forecast
-from shardtune.plan.memory_budget import within_memory
 from shardtune.plan.model_config import shape_of
 from shardtune.training.engine_setup import make_plan
 from tests.config.test_rules import BROKEN, OWN

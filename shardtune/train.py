@@ -24,16 +24,16 @@ from shardtune.models.load import check_fits_data, check_weights
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import describe_attention, same_on_all_ranks
 from shardtune.models.packing_check import require_document_isolation
-from shardtune.models.quantization.fp8 import describe_fp8_matmul
+from shardtune.models.quantization.fp8_linear import describe_fp8_matmul
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
-from shardtune.training.agreement import require_agreement
 from shardtune.training.engine_setup import make_plan
 from shardtune.training.evaluation import Evaluator
 from shardtune.training.health import explain_oom
 from shardtune.training.meter import Meter
 from shardtune.training.pending_steps import PendingSteps
-from shardtune.training.rehearsal import rehearse
+from shardtune.training.preflight import preflight
+from shardtune.training.ranks_agree import require_agreement
 from shardtune.training.run import Run
 
 
@@ -90,7 +90,7 @@ def train(
             run = Run(
                 job, world, inputs.model, engine, evaluator, files, view, digests, saver, predicted
             )
-            rehearse(run, data)
+            preflight(run, data)
             progress = run.resume() if resume else run.begin()
             progress = fit(run, data, progress, steps)
             world.heartbeat.enter("finish")

@@ -34,7 +34,7 @@ STARTERS = {
 """Calls by which the code of the tests starts processes."""
 OF_THE_PACKAGE = {"shardtune.launch.supervisor.run_local"}
 """Functions of the package that always start some."""
-QUESTIONS = {"git", "ldconfig", "nvidia-smi"}
+QUESTIONS = {"git", "ldconfig", "nvidia-smi", "uname"}
 """Commands that only ask the machine something and end at once: they don't count."""
 OURS = "tests."
 """The code that is followed, by the beginning of its modules' names."""

@@ -214,7 +214,7 @@ def test_the_run_directory_is_complete(place: Place, whole: Done) -> None:
 
 
 def test_a_run_says_what_it_is_at(whole: Done) -> None:
-    words = ("forecast: ", "loading the model", "rehearsed: ", "after step 0", "step 1/40")
+    words = ("forecast: ", "loading the model", "preflight: ", "after step 0", "step 1/40")
     places = [whole.out.index(word) for word in words]
     assert places == sorted(places), whole.out
 

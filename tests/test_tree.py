@@ -86,11 +86,12 @@ def strategies_named(root: Path) -> list[str]:
     spoken = re.compile(rf"(?<![\w/])({words})(?![\w:.])", re.IGNORECASE)
     part = re.compile(rf"(^|_)({words})(_|$)", re.IGNORECASE)
     found = []
-    for module, (path, tree) in _files(root).items():
+    files = _files(root)
+    for module, (path, tree) in files.items():
         if path.relative_to(root).parts[0] in ("parallel", "compat"):
             continue
         shown = path.relative_to(root).as_posix()
-        for target, line in _imports(tree, module, path, root, set(_files(root))):
+        for target, line in _imports(tree, module, path, root, set(files)):
             if target.split(".")[1:2] == ["parallel"] and target.split(".")[2:3] in (
                 [folder] for folder in folders
             ):

@@ -14,7 +14,7 @@ from shardtune.errors import Problem, RunError
 # What a resumed run may change: none of these alters what is computed.
 _FREE = {
     *(("train", key) for key in ("micro_batch", "gradient_checkpointing", "keep_layers")),
-    *(("train", key) for key in ("memory_gib", "log_every", "rehearse", "offload_activations")),
+    *(("train", key) for key in ("memory_gib", "log_every", "preflight", "offload_activations")),
     ("train", "optimizer", "paged"),
     ("data", "workers"),
 }

@@ -19,7 +19,7 @@ from shardtune.errors import LaunchError, Problem
 from shardtune.launch.error_file import reporting_errors
 from shardtune.launch.ray import RayResources, RayTask, ray_cluster, run_ray
 from shardtune.launch.restart_policy import RestartPolicy
-from shardtune.plan.memory_budget import leanest
+from shardtune.plan.auto_micro_batch import leanest
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.plan.this_machine import forecast_here
 from shardtune.report.start_summary import print_opening

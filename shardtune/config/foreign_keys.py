@@ -39,6 +39,7 @@ OTHERS_KEYS = {
     "output_dir": "here it is save.directory",
     "save_steps": "here it is save.every",
     "eval_steps": "here it is evaluate.every",
+    "rehearse": "it is called train.preflight now",
 }
 """What keys are called in the configurations that people bring, and where it is here."""
 

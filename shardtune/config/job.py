@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from shardtune.core.job_section import Section
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
-from shardtune.core.section import Section
 from shardtune.core.setup import (
     Bits,
     Loss,
@@ -294,7 +294,7 @@ class TrainSection(Section):
     logged then, for every step since but the one that a GPU has only just been given, so that it
     need not wait. What a step shows, such as a gradient that is not finite, is told at the look.
     Before an evaluation, a checkpoint and the end there is one, too, at every step."""
-    rehearse: bool = True
+    preflight: bool = True
     """Try the largest micro-batch, an evaluation and the disk before the first step, so that what
     doesn't fit shows at once and not hours later. It changes nothing that is computed."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -308,7 +308,7 @@ class TrainSection(Section):
     rank and the samples are named either way."""
     on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
     """What to do when memory runs out: stop and say what to change, or go on from the last
-    checkpoint with half the micro-batch, which changes nothing else. In the rehearsal of a new run
+    checkpoint with half the micro-batch, which changes nothing else. In the preflight of a new run
     one that the forecast has chosen is halved in any case, by our own launcher."""
 
     @property

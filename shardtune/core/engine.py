@@ -33,7 +33,7 @@ class Engine(Protocol):
         do too; `step` takes them as they are or as this returns them."""
         ...
 
-    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+    def preflight(self, microbatches: Sequence[MicroBatch]) -> None:
         """Takes the memory that a step of these micro-batches would take, and gives it back.
         Changes nothing."""
         ...

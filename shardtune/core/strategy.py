@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from shardtune.core.capabilities import Capabilities
+from shardtune.core.job_section import Section
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
-from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.world import World
 from shardtune.core.yaml_document import KeyPath

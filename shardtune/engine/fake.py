@@ -23,7 +23,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
         self.seen: list[tuple[str, ...]] = []
-        self.rehearsed: list[tuple[int, ...]] = []
+        self.preflighted: list[tuple[int, ...]] = []
 
     def step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         self.seen.append(tuple(sample for batch in microbatches for sample in batch.samples))
@@ -33,8 +33,8 @@ class FakeEngine:
     def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return microbatches
 
-    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
-        self.rehearsed = [tuple(batch.input_ids.shape) for batch in microbatches]
+    def preflight(self, microbatches: Sequence[MicroBatch]) -> None:
+        self.preflighted = [tuple(batch.input_ids.shape) for batch in microbatches]
 
     def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
         labels = sum(batch.labels for batch in microbatches)

@@ -122,7 +122,7 @@ class NativeEngine:
     def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return [self.forward_pass.staging.send(batch) for batch in microbatches]
 
-    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+    def preflight(self, microbatches: Sequence[MicroBatch]) -> None:
         """Forward and backward with what the optimizer will hold beside it; the gradient is let go.
 
         The second micro-batch meets the gradient of the first; a third would take no more.

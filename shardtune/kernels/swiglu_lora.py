@@ -323,7 +323,7 @@ def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
 
 def _autotuned(kernel: Any, *configs: tuple[int, int, int]) -> Any:
     """Autotuned over (BM, warps, stages); anew whenever the row count doubles, because a short
-    rehearsal before training would decide for all of it. A warp has 16 rows: with fewer, warps
+    preflight before training would decide for all of it. A warp has 16 rows: with fewer, warps
     would repeat each other's work."""
     tiles = [({"BM": rows}, warps, stages) for rows, warps, stages in configs]
     return autotuned(kernel, ("half", "R", "rows_log2"), tiles)

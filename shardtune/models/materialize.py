@@ -33,14 +33,14 @@ from shardtune.models.peft_adapters import (
     insert_adapters,
     reset_dora_magnitudes,
 )
+from shardtune.models.quantization.bitsandbytes_linear import QuantizedLinear
 from shardtune.models.quantization.calibration import (
     CalibrationPass,
     CalibrationSamples,
     calibration_groups,
     weight_holders,
 )
-from shardtune.models.quantization.fp8 import FP8Linear
-from shardtune.models.quantization.linear import QuantizedLinear
+from shardtune.models.quantization.fp8_linear import FP8Linear
 from shardtune.models.quantization.swap import quantizable, swap
 from shardtune.models.weight_files import NoFiles, WeightFiles
 from shardtune.parallel import strategies_that

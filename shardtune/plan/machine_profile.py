@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from shardtune.core.section import Section
+from shardtune.core.job_section import Section
 from shardtune.core.yaml_document import KeyPath, YamlDocument, dotted, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 

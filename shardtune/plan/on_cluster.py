@@ -9,8 +9,8 @@ from shardtune.config.job import Job
 from shardtune.core.machine import Machine
 from shardtune.core.model.shape import ModelShape
 from shardtune.parallel import DEFAULT
+from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.memory_budget import within_memory
 from shardtune.plan.search import rank
 
 CORES_PER_GPU = 16

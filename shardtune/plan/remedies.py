@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
+from shardtune.core.job_section import Section
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.section import Section
 from shardtune.parallel import STRATEGIES, Strategy
+from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS
 from shardtune.plan.cluster import Cluster, find_gpu, parse_cluster
 from shardtune.plan.forecast import Forecast
-from shardtune.plan.memory_budget import BETWEEN, LEVELS
 from shardtune.plan.search import Candidate, rank, tried
 
 OTHER_RESULT = ("adapter", "model", "data", "train.precision")

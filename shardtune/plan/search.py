@@ -18,10 +18,10 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.core.strategy import Choice, Devices
 from shardtune.errors import JobError, ModelError
 from shardtune.parallel import STRATEGIES, Strategy
+from shardtune.plan.auto_micro_batch import BETWEEN, at_level, filled, levels_of, powers
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.explain import ALIKE, praise_or_blame
 from shardtune.plan.forecast import Forecast, forecast
-from shardtune.plan.memory_budget import BETWEEN, at_level, filled, levels_of, powers
 
 Aim = Literal["time", "cost", "memory"]
 

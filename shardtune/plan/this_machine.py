@@ -14,11 +14,11 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.core.units import GIB
 from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, ModelError, Problem
+from shardtune.plan.auto_micro_batch import leanest, with_rows, within_memory
 from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import LinkKind
-from shardtune.plan.memory_budget import leanest, with_rows, within_memory
 from shardtune.plan.model_config import shape_of
 from shardtune.plan.remedies import smallest_change, smallest_cluster
 from shardtune.plan.search import rank

@@ -32,8 +32,8 @@ from shardtune.config.job import Job
 from shardtune.core.machine import Machine
 from shardtune.core.model.known_models import find_model, known_model
 from shardtune.core.step import IGNORED
+from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.memory_budget import within_memory
 
 BF16_NOISE = 1e-3  # seen on the CPU: 1e-4 with adapters over these steps
 

@@ -16,7 +16,7 @@ from shardtune.kernels.stacked_linear import stack_weights
 from shardtune.kernels.swiglu_backward import swiglu_backward
 from shardtune.kernels.swiglu_lora import swiglu_lora, swiglu_lora_backward
 from shardtune.models.fused.lora_autograd import LoRALinear, LoRASwiGLUMLP
-from shardtune.models.quantization.fp8 import (
+from shardtune.models.quantization.fp8_linear import (
     FP8Linear,
     describe_fp8_matmul,
     has_fp8_matmul,

@@ -24,8 +24,9 @@ from shardtune.models.fused.lora import FusedLoRALinear, LoRAMLP, LoRASharedInpu
 from shardtune.models.fused.lora_autograd import LoRALinear
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
-from shardtune.models.quantization import calibration, fp8
-from shardtune.models.quantization.fp8 import (
+from shardtune.models.quantization import calibration
+from shardtune.models.quantization import fp8_linear as fp8
+from shardtune.models.quantization.fp8_linear import (
     FP8Linear,
     StackedFP8Linear,
     describe_fp8_matmul,

@@ -18,8 +18,8 @@ from shardtune.kernels.stacked_linear import (
 )
 from shardtune.kernels.swiglu_lora import swiglu_lora, swiglu_lora_backward
 from shardtune.models.fused.lora_autograd import LoRALinear, LoRAQKVRoPE, LoRASwiGLUMLP
-from shardtune.models.quantization.fp8 import fp8_linear, quantize_fp8_rowwise
-from shardtune.models.quantization.linear import Int8Linear, QuantizedLinear
+from shardtune.models.quantization.bitsandbytes_linear import Int8Linear, QuantizedLinear
+from shardtune.models.quantization.fp8_linear import fp8_linear, quantize_fp8_rowwise
 from tests.kernels.test_rope import as_transformers
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients

@@ -26,7 +26,7 @@ from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.errors import JobError, ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
-from shardtune.models.quantization.linear import Int8Linear, NF4Linear, QuantizedLinear
+from shardtune.models.quantization.bitsandbytes_linear import Int8Linear, NF4Linear, QuantizedLinear
 from tests.models.families import write
 
 IDS = torch.arange(12).view(1, 12) * 5

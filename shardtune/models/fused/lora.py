@@ -35,8 +35,8 @@ from shardtune.models.fused.shared_input import (
     is_silu,
 )
 from shardtune.models.peft_adapters import ADAPTER_NAME
-from shardtune.models.quantization.fp8 import FP8Linear, StackedFP8Linear
-from shardtune.models.quantization.linear import QuantizedLinear
+from shardtune.models.quantization.bitsandbytes_linear import QuantizedLinear
+from shardtune.models.quantization.fp8_linear import FP8Linear, StackedFP8Linear
 
 DECODER_LAYER_FORWARD = [
     "residual = hidden_states",

@@ -32,8 +32,8 @@ from shardtune.kernels.stacked_linear import (
     stacked_linear_lora_a,
 )
 from shardtune.kernels.swiglu_lora import swiglu_lora, swiglu_lora_backward
-from shardtune.models.quantization.fp8 import FP8Linear, fp8_linear, quantize_fp8_rowwise
-from shardtune.models.quantization.linear import dequantized, dequantized_for_backward
+from shardtune.models.quantization.bitsandbytes_linear import dequantized, dequantized_for_backward
+from shardtune.models.quantization.fp8_linear import FP8Linear, fp8_linear, quantize_fp8_rowwise
 
 
 class LoRALinear(torch.autograd.Function):

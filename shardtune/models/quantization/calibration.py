@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.core.peft_wrapper import unwrap_model
-from shardtune.models.quantization.fp8 import FP8Linear
+from shardtune.models.quantization.fp8_linear import FP8Linear
 
 CalibrationSamples = Sequence[Sequence[int]]
 """Token ids of documents."""

@@ -9,8 +9,12 @@ from torch import nn
 
 from shardtune.core.setup import Quantization
 from shardtune.errors import ModelError, Problem
-from shardtune.models.quantization.fp8 import FP8Linear
-from shardtune.models.quantization.linear import QUANTIZATION_KEY, Int8Linear, NF4Linear
+from shardtune.models.quantization.bitsandbytes_linear import (
+    QUANTIZATION_KEY,
+    Int8Linear,
+    NF4Linear,
+)
+from shardtune.models.quantization.fp8_linear import FP8Linear
 
 
 def quantizable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Module]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardtune.core.section import Section
+from shardtune.core.job_section import Section
 from shardtune.core.strategy import StrategyBase
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardtune.core.job_section import Section
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.section import Section
 from shardtune.core.setup import EngineSetup
 from shardtune.core.world import World
 from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields

@@ -85,7 +85,7 @@ class DeepSpeedEngine(NativeEngine):
         self._passing = _larger(self._passing, self.states.passing())
         return loss.detach()
 
-    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+    def preflight(self, microbatches: Sequence[MicroBatch]) -> None:
         """The forward pass and its loss only: gradients that DeepSpeed has once summed up can't be
         taken from it again in every stage. Its moments exist from the start in most."""
         self._begin()

@@ -61,15 +61,15 @@ def job(
 
 
 QUICK = {
-    "all, plain": job(QWEN, 4, 1024),
-    "all, fused": job(SMALL, 4, 2048, loss="fused"),
-    "all, recomputed, plain": job(SMALL, 2, 4096, recompute="full"),
-    "all, few tokens, fused": job(SMALL, 1, 512, loss="fused", recompute="full"),
-    "all, paged": job(QWEN, 4, 1024, loss="fused", paged=True),
     "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
 }
 LONG = {
+    "all, paged": job(QWEN, 4, 1024, loss="fused", paged=True),
+    "all, plain": job(QWEN, 4, 1024),
+    "all, fused": job(SMALL, 4, 2048, loss="fused"),
+    "all, recomputed, plain": job(SMALL, 2, 4096, recompute="full"),
+    "all, few tokens, fused": job(SMALL, 1, 512, loss="fused", recompute="full"),
     "lora, mlp, fused": job(QWEN, 8, 1024, loss="fused", recompute="mlp", **LORA),
     "all, ddp on 4": job(QWEN, 2, 2048, ranks=4),
     "all, fsdp hybrid on 4": job(

@@ -16,9 +16,7 @@ from shardtune.core.units import GIB
 from shardtune.data.micro_batches import micro_batches
 from shardtune.data.sampler import DocumentRef
 from shardtune.errors import JobError
-from shardtune.plan.cluster import Cluster, parse_cluster
-from shardtune.plan.forecast import Forecast, forecast
-from shardtune.plan.memory_budget import (
+from shardtune.plan.auto_micro_batch import (
     ABOUT_AS_FAST,
     at_level,
     best_rows,
@@ -26,6 +24,8 @@ from shardtune.plan.memory_budget import (
     least,
     levels_of,
 )
+from shardtune.plan.cluster import Cluster, parse_cluster
+from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.this_machine import cluster_here, profile_path, require_fit
 from tests.jobs import make_job
 from tests.plan.test_this_machine import planned, write_config

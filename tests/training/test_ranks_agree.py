@@ -7,7 +7,7 @@ import pytest
 from shardtune.core.world import World
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
-from shardtune.training.agreement import require_agreement
+from shardtune.training.ranks_agree import require_agreement
 from tests.jobs import make_job
 from tests.ranks import on_ranks
 

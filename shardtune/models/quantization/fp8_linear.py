@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from shardtune.core.fp8_memory import outlier_columns
 from shardtune.kernels.lora_residual import add_lora_residual
 from shardtune.kernels.triton_import import jit, tl, triton
+from shardtune.models.quantization.bitsandbytes_linear import QuantizedLinear
 from shardtune.models.quantization.gptq import (
     E4M3,
     E4M3_MAX,
@@ -37,7 +38,6 @@ from shardtune.models.quantization.gptq import (
     as_bytes,
     gptq_quantize,
 )
-from shardtune.models.quantization.linear import QuantizedLinear
 
 _BLOCK = 32768
 """Numbers of a row that a streaming multiprocessor can hold."""

@@ -21,26 +21,26 @@ from shardtune.training.run import Run
 WRITTEN = 1 << 20  # bytes that show whether a folder can be written to
 
 
-def rehearse(run: Run, data: Loader) -> None:
+def preflight(run: Run, data: Loader) -> None:
     """Raises what the run would raise later: want of memory, a disk that can't be written to.
 
     Whether the disk has room for all checkpoints is looked at when the run begins.
     """
     job, world = run.job, run.world
-    if not job.train.rehearse:
+    if not job.train.preflight:
         return
     if world.is_main:
         require_writable(run.files.path)
     largest = data.largest()
     with (
         randomness_kept(world.device),
-        explain_oom(world, "in the rehearsal, before the first step", largest, job.train),
+        explain_oom(world, "in the preflight, before the first step", largest, job.train),
     ):
-        run.engine.rehearse(largest)
+        run.engine.preflight(largest)
         for each in run.evaluator.sets:
             run.engine.evaluate(each.name, islice(data.evaluation(each.name), 1))
     rows, width = largest[0].input_ids.shape
-    run.view.say(f"rehearsed: {rows} rows of {width} tokens, an evaluation, the disk")
+    run.view.say(f"preflight: {rows} rows of {width} tokens, an evaluation, the disk")
 
 
 def require_writable(folder: Path) -> None:

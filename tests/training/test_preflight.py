@@ -1,4 +1,4 @@
-"""The rehearsal: it finds what would fail later, and training doesn't notice it."""
+"""The preflight: it finds what would fail later, and training doesn't notice it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from shardtune.report.live import RunView
 from shardtune.training.evaluation import Evaluator
-from shardtune.training.rehearsal import rehearse, require_writable
+from shardtune.training.preflight import preflight, require_writable
 from shardtune.training.run import Run
 from tests.ranks import on_ranks
 from tests.synthetic import batch, make_job, numbered, prepared
@@ -52,8 +52,8 @@ class Watched(FakeEngine):
         self.room = room
         self.evaluated: list[int] = []
 
-    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
-        super().rehearse(microbatches)
+    def preflight(self, microbatches: Sequence[MicroBatch]) -> None:
+        super().preflight(microbatches)
         if microbatches[0].input_ids.numel() > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -86,36 +86,36 @@ def make_run(folder: Path, engine: Watched, **train: Any) -> tuple[Run, Loader]:
     ), data
 
 
-def test_the_longest_document_is_in_the_rehearsal(tmp_path: Path) -> None:
+def test_the_longest_document_is_in_the_preflight(tmp_path: Path) -> None:
     engine = Watched()
-    rehearse(*make_run(tmp_path, engine))
+    preflight(*make_run(tmp_path, engine))
     # A step of 4 rows in micro-batches of 2; the only document of 40 tokens makes both rows wide.
-    assert engine.rehearsed == [(2, 40), (2, 40)]
+    assert engine.preflighted == [(2, 40), (2, 40)]
     assert engine.evaluated == [1]
     assert list(tmp_path.iterdir()) == []  # what was written to try is gone
 
 
 def test_it_can_be_left_out(tmp_path: Path) -> None:
     engine = Watched(room=0)
-    rehearse(*make_run(tmp_path, engine, rehearse=False))
-    assert engine.rehearsed == []
+    preflight(*make_run(tmp_path, engine, preflight=False))
+    assert engine.preflighted == []
 
 
 def test_want_of_memory_names_the_batch_and_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match="2 rows of up to 40 tokens") as caught:
-        rehearse(*make_run(tmp_path, Watched(room=79)))
+        preflight(*make_run(tmp_path, Watched(room=79)))
     assert "before the first step" in str(caught.value)
     assert "set train.micro_batch: 1" in str(caught.value)
-    rehearse(*make_run(tmp_path, Watched(room=80)))
+    preflight(*make_run(tmp_path, Watched(room=80)))
 
 
 def test_an_error_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
     class Broken(Watched):
-        def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+        def preflight(self, microbatches: Sequence[MicroBatch]) -> None:
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1"):
-        rehearse(*make_run(tmp_path, Broken()))
+        preflight(*make_run(tmp_path, Broken()))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -162,16 +162,16 @@ def test_training_does_not_notice_it(name: str) -> None:
     settings, ranks = STRATEGIES[name]
     if settings["type"] == "deepspeed":
         pytest.importorskip("deepspeed")
-    for plain, rehearsed in on_ranks(ranks, both_ways, settings):
-        assert plain == rehearsed
+    for plain, with_preflight in on_ranks(ranks, both_ways, settings):
+        assert plain == with_preflight
 
 
 def both_ways(world: World, settings: dict[str, Any]) -> list[tuple[list[float], str]]:
-    """Losses and weights of three steps, without a rehearsal and with one. To the bit."""
-    return [_train(world, settings, rehearsed=rehearsed) for rehearsed in (False, True)]
+    """Losses and weights of three steps, without a preflight and with one. To the bit."""
+    return [_train(world, settings, tried=tried) for tried in (False, True)]
 
 
-def _train(world: World, settings: dict[str, Any], *, rehearsed: bool) -> tuple[list[float], str]:
+def _train(world: World, settings: dict[str, Any], *, tried: bool) -> tuple[list[float], str]:
     strategy: Strategy = TypeAdapter(Strategy).validate_python(settings)
     train = TrainSection(precision="fp32")
     builder = PretrainedModelBuilder(
@@ -183,8 +183,8 @@ def _train(world: World, settings: dict[str, Any], *, rehearsed: bool) -> tuple[
     losses = []
     row = strategy.mesh(world.size).data_rank(world.rank)
     with strategy.build(builder, setup, world) as engine:
-        if rehearsed:
-            engine.rehearse([batch(99, length=24)] * 2)
+        if tried:
+            engine.preflight([batch(99, length=24)] * 2)
         for step in range(3):
             mine = [batch(100 * step + 10 * row + n) for n in range(2)]
             losses.append(engine.step(mine).loss)
