@@ -90,8 +90,7 @@ def differences(record: Record, records: Sequence[Record]) -> tuple[float, float
     return apart[0], max(apart)
 
 
-def rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    letters = letters_of(records)
+def rows(records: Sequence[Record], letters: dict[str, str]) -> Iterator[list[str]]:
     for record in records:
         case = CASES[record["case"]]
         start = [case.name, record["method"], letters[record["machine"]]]
@@ -120,6 +119,7 @@ def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[
 
 def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
     """The table as gpu.md and the plot as gpu.svg; `note` says what else there is to know."""
+    letters = letters_of(records)  # in the order of the runs: a machine keeps its letter
     records = latest(records)
     (folder / "gpu.svg").write_text(plot(records), encoding="utf-8")
     steps = sorted({each["steps"] for each in records if "steps" in each})
@@ -127,7 +127,7 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         "gpu",
         "Peers and ours on one GPU",
         HEADINGS,
-        list(rows(records)),
+        list(rows(records, letters)),
         "Random weights of the true shape and random tokens, both the same for every method of a "
         "row; LoRA of rank 16 on all linear layers except in the row `all` (full fine-tune); "
         "AdamW, gradients clipped. Each method has a process of its own. Speed is the median of "
@@ -144,20 +144,19 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         + "\n\n"
         + (f"{note}\n\n" if note else "")
         + "![Speed of each method](gpu.svg)",
-        machine=_machines(records),
+        machine=_machines(records, letters),
         folder=folder,
     )
 
 
-def _machines(records: Sequence[Record]) -> str:
+def _machines(records: Sequence[Record], letters: dict[str, str]) -> str:
     """Where the figures come from, each machine by its letter."""
     found = {}
     for record in records:
         rate = f"{record['matmul_flops'] / 1e12:.0f} TFLOP/s"
         versions = f"torch {record['torch']}, transformers {record['transformers']}"
         found[record["machine"]] = f"{record['gpu']} ({rate}, {versions})"
-    letters = letters_of(records)
-    return "on " + "; ".join(f"{letters[each]}: {text}" for each, text in found.items())
+    return "on " + "; ".join(f"{letter}: {found[each]}" for each, letter in letters.items())
 
 
 def letters_of(records: Sequence[Record]) -> dict[str, str]:
