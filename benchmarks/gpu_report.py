@@ -121,7 +121,7 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
     """The table as gpu.md and the plot as gpu.svg; `note` says what else there is to know."""
     letters = letters_of(records)  # in the order of the runs: a machine keeps its letter
     records = latest(records)
-    (folder / "gpu.svg").write_text(plot(records), encoding="utf-8")
+    (folder / "gpu.svg").write_text(plot(records, letters), encoding="utf-8")
     steps = sorted({each["steps"] for each in records if "steps" in each})
     write_table(
         "gpu",
@@ -184,10 +184,9 @@ LEFT, BAR, WIDE, GAP = 250, 16, 420, 30
 OURS_COLOUR, PEER_COLOUR = "#3b6fb6", "#b9b9b9"
 
 
-def plot(records: Sequence[Record]) -> str:
+def plot(records: Sequence[Record], letters: dict[str, str]) -> str:
     """A bar for each method, as long as its share of the fastest of its row."""
     body, top = [], 44
-    letters = letters_of(records)
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if "error" not in record:

@@ -195,9 +195,9 @@ def compare(log: Path, cluster: Cluster) -> None:
 def beside(file: Path, cluster: Cluster) -> list[list[str]]:
     """Forecasts of our jobs of `benchmarks.gpu`, and what they came to. Which documents share a row
     no forecast knows: packed ones are left out."""
-    rows, records = [], latest(json.loads(file.read_text(encoding="utf-8")))
+    rows, records = [], json.loads(file.read_text(encoding="utf-8"))
     letters = letters_of(records)
-    for record in records:
+    for record in latest(records):
         case, method = CASES[record["case"]], record["method"]
         ours = method in OURS[case.name] and method != COMMAND  # which is its engine once more
         if not ours or case.packed or "error" in record:

@@ -24,7 +24,7 @@ from benchmarks.gpu import Child, left_out, main, what_failed
 from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, chosen, our_job
 from benchmarks.gpu_data import batches, config_of, draw, flops
 from benchmarks.gpu_peers import flattened
-from benchmarks.gpu_report import latest, ratio, rows
+from benchmarks.gpu_report import latest, letters_of, ratio, rows
 from benchmarks.gpu_run import measure
 from benchmarks.gpu_train import STOP, documents_of, train_job, write_rows
 from shardtune.config.auto import resolve
@@ -317,7 +317,7 @@ def test_ratios_are_to_the_best_peer_of_the_same_machine() -> None:
     assert ratio(ours, records) == 1.5
     assert ratio(quantized, records) == 2.0
     assert ratio(alone, records) is None
-    table = {(row[0], row[1], row[2]): row for row in rows(records)}
+    table = {(row[0], row[1], row[2]): row for row in rows(records, letters_of(records))}
     assert table["bf16 8x2048", "Unsloth", "A"][3] == "failed: no memory"
     assert table["bf16 8x2048", "shardtune", "A"][-2:] == ["1.0e-02", "3.0e-01"]
     assert table["bf16 8x2048", "shardtune", "A"][10] == "0.500"
