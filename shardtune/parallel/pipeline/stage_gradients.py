@@ -52,7 +52,8 @@ class StageGradients(GradientReduction):
         """Gradients of the same weights, computed by several ranks, become one."""
         super().reduce()
         gradients = self.parameters.gradients()
-        tied = [gradients[name] for name in self._tied if name in gradients]
+        # Sorted: both ranks must send them in one order, and sets have none.
+        tied = [gradients[name] for name in sorted(self._tied) if name in gradients]
         if tied:
             add_up(tied, self._ends)
         if self.peers.size > 1:
