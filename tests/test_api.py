@@ -37,10 +37,15 @@ def test_the_names_are_listed() -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        "import shardtune.train",
-        "from shardtune.train import due; from shardtune import train",
+        pytest.param("import shardtune.train", marks=pytest.mark.long),
+        pytest.param(
+            "from shardtune.train import due; from shardtune import train", marks=pytest.mark.long
+        ),
         "from shardtune import train; import shardtune.train",
-        "import shardtune; shardtune.train; from shardtune.train import due",
+        pytest.param(
+            "import shardtune; shardtune.train; from shardtune.train import due",
+            marks=pytest.mark.long,
+        ),
         "import shardtune.api, shardtune.train, importlib; importlib.reload(shardtune.api)",
     ],
 )

@@ -19,6 +19,8 @@ SENT = {"zero3": {"all_gather": 0.2}}
 """By how much more may be sent. ZeRO-3 gathers some weights a third time, where the backward pass
 comes to them by another way than the forward pass did (tied ones, for instance)."""
 
+VARIANTS = ("offload", "keep", "hpz", "interleaved", "zero-bubble")
+"""Strategies that shard as another of the table does."""
 SWAPPED = 0.01  # vectors are a group of their own, too small to be swapped
 UNHEARD = {
     "fsdp2-pipeline2-tensor2": {"all_gather": 0.002, "reduce_scatter": 0.002, "all_reduce": 0.002},
@@ -38,13 +40,15 @@ def marked(rows: list[Row]) -> list[Any]:
 
 
 def marks(row: Row) -> list[pytest.MarkDecorator]:
-    """Rows of four and eight ranks take longest: with LoRA the gate has enough of them."""
+    """What the gate leaves out: rows of four and eight ranks take longest, and LoRA has the most
+    parts; each way to shard has its rows of other adapters without offload and extra schedules."""
     if row.build:
         return [pytest.mark.build]
     if row.refused and "nvme" in row.strategy:
         return [pytest.mark.process]  # libaio is looked for with a command of the system
-    large = row.strategy == "tensor4"  # the slowest of all
-    return [pytest.mark.long] if row.ranks >= 4 and (row.adapter != "lora" or large) else []
+    large = row.ranks >= 4 or any(word in row.strategy for word in VARIANTS)
+    slowest = row.strategy in ("tensor4", "fsdp2-pipeline2-tensor2", "pipeline2-tensor2-data2")
+    return [pytest.mark.long] if slowest or (large and row.adapter != "lora") else []
 
 
 @pytest.mark.parametrize("row", marked([row for row in ROWS if row.refused]))

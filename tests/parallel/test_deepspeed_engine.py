@@ -166,7 +166,9 @@ def test_nothing_is_clipped_where_the_job_says_so() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3]
+)
 def test_16_bits_track_fp32(stage: int, precision: Precision) -> None:
     if precision == "fp16" and not fp16_on_this_cpu():
         pytest.skip("DeepSpeed says that this CPU has no instructions for fp16")
@@ -215,8 +217,15 @@ def halves(world: World, zero: Mapping[str, Any], precision: Precision) -> dict[
         }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", ["zero0", "zero1", "zero2-offload", "zero3", "zero3-offload"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("zero0", "zero2-offload")),
+        *("zero1", "zero3"),
+        pytest.param("zero3-offload", marks=pytest.mark.long),
+    ],
+)
 def test_state_goes_on_exactly(case: str, precision: Precision) -> None:
     native = NativeEngine(
         builder("lora").whole("cpu"), setup(optimizer=OptimizerSetup("adamw")), World()

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], Adapter]] = {
     "zero3-full": (ZERO3, NoAdapter()),
     "pipeline-full": ({"type": "pipeline", "stages": 4}, NoAdapter()),
 }
+LONG = {"fsdp-full", "zero3-full"}  # loaded as with an adapter
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,10 @@ def rise(world: World, case: str, large: str, small: str) -> tuple[int, int, int
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES],
+)
 def test_peak_of_loading_on_four_ranks(case: str, folders: tuple[str, str]) -> None:
     if case.startswith("zero3"):
         pytest.importorskip("deepspeed", reason="needs the extra `deepspeed`")

@@ -30,6 +30,7 @@ TINY = {
 LONG = {
     *("zeropp_2nodes", "fsdp_hybrid", "fsdp_tensor", "fsdp_pipeline", "zero3_long", "zero2"),
     *("zero3_offload_cpu", "zero1", "zero2_qlora"),  # which the conformance table has, too
+    *("layers", "pipeline_1f1b", "zero3_full", "fsdp_qlora", "ddp_lora", "gpu_fp8_8b"),
     *("gpu_lora_8b", "gpu_lean_8b", "gpu_paged_1b", "gpu_qlora_70b"),  # plain ones on a CPU
 }
 """Four ranks, or cut as another that is here: `tests/conformance` has a row of each."""
