@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from shardtune.core.job_section import Section
 from shardtune.core.layout import Layout
-from shardtune.core.lr_schedule import ScheduleKind
+from shardtune.core.lr_schedule import OneCycle, ScheduleKind
 from shardtune.core.setup import (
     Bits,
     Loss,
@@ -259,7 +259,10 @@ class TrainSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 2e-4
     """The highest rate of the schedule."""
     schedule: ScheduleKind = "cosine"
-    """How the rate falls after the warmup."""
+    """How the rate falls after the warmup. `one_cycle` rises and falls as torch's OneCycleLR, by
+    the three numbers of `one_cycle`, and takes no `warmup_steps`."""
+    one_cycle: OneCycle = OneCycle()
+    """The shape of `schedule: one_cycle`."""
     warmup_steps: NotNegative = 0
     """Steps in which the rate rises from zero."""
     precision: Precision = "bf16"

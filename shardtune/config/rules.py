@@ -15,6 +15,7 @@ from importlib.util import find_spec
 
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.core.capabilities import Can, Capabilities, Need, Refusal, Support
+from shardtune.core.lr_schedule import OneCycle
 from shardtune.core.machine import Machine
 from shardtune.core.strategy import Devices
 from shardtune.core.yaml_document import KeyPath, dotted
@@ -201,6 +202,23 @@ RULES: tuple[Rule, ...] = (
             "the rate would never reach its peak"
         ),
         "warm up for fewer steps, or train for more",
+    ),
+    Rule(
+        "one-cycle-has-its-own-warmup",
+        ("train", "warmup_steps"),
+        lambda job: job.train.schedule == "one_cycle" and job.train.warmup_steps > 0,
+        lambda job: (
+            f"{job.train.warmup_steps} steps of warmup, and schedule: one_cycle, which begins with "
+            f"a rise over {job.train.one_cycle.pct_start:.0%} of the run"
+        ),
+        "leave warmup_steps out; train.one_cycle.pct_start says how long the rate rises",
+    ),
+    Rule(
+        "one-cycle-is-the-schedule",
+        ("train", "one_cycle"),
+        lambda job: job.train.schedule != "one_cycle" and job.train.one_cycle != OneCycle(),
+        lambda job: f"shapes a cycle, and schedule is {job.train.schedule}",
+        "set train.schedule: one_cycle, or leave it out",
     ),
     Rule(
         "micro-batch-within-global",

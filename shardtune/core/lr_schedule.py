@@ -4,26 +4,50 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-ScheduleKind = Literal["cosine", "linear", "constant"]
+from pydantic import Field
+
+from shardtune.core.job_section import Section
+
+ScheduleKind = Literal["cosine", "linear", "constant", "one_cycle"]
+
+
+class OneCycle(Section):
+    """The one-cycle policy, with the words and defaults of torch's OneCycleLR: along cosines from
+    `learning_rate / div_factor` up to `learning_rate`, and down to a small fraction of where it
+    began. Adam's betas and SGD's momentum stay as they are."""
+
+    pct_start: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Share of the run in which the rate rises."""
+    div_factor: Annotated[float, Field(ge=1)] = 25.0
+    """The first rate is `learning_rate` divided by this."""
+    final_div_factor: Annotated[float, Field(ge=1)] = 1e4
+    """The last rate is the first one divided by this."""
+
+
+TORCHS_CYCLE = OneCycle()
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warmup from zero, then the named decay to zero at `steps`.
+    """Linear warmup from zero, then the named decay to zero at `steps`; or one cycle.
 
-    The same curves as Hugging Face's `get_*_schedule_with_warmup`, so that a job moved from there
-    keeps its learning rates.
+    The same curves as Hugging Face's `get_*_schedule_with_warmup` and torch's `OneCycleLR`, so that
+    a job moved from there keeps its learning rates.
     """
 
     kind: ScheduleKind
     peak: float
     warmup_steps: int
     steps: int
+    cycle: OneCycle = TORCHS_CYCLE
+    """Of `one_cycle`, which has a warmup of its own."""
 
     def at(self, step: int) -> float:
         """The rate that the optimizer uses in step `step`, counted from 0."""
+        if self.kind == "one_cycle":
+            return self._in_cycle(step)
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.kind == "constant":
@@ -32,3 +56,19 @@ class Schedule:
         if self.kind == "linear":
             return self.peak * max(0.0, 1.0 - done)
         return self.peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))
+
+    def _in_cycle(self, step: int) -> float:
+        """torch counts phases in fractions of steps, so that the peak may lie between two."""
+        first = self.peak / self.cycle.div_factor
+        last = first / self.cycle.final_div_factor
+        turn, end = self.cycle.pct_start * self.steps - 1, self.steps - 1
+        if step >= end:
+            return last if turn < end else self.peak
+        if step <= turn:
+            return _cosine(first, self.peak, step / turn if turn else 1.0)
+        return _cosine(self.peak, last, (step - turn) / (end - turn))
+
+
+def _cosine(start: float, end: float, done: float) -> float:
+    """Half a cosine from `start` to `end`, of which a share is done."""
+    return end + (start - end) / 2.0 * (1.0 + math.cos(math.pi * done))

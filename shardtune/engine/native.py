@@ -51,6 +51,9 @@ class NativeEngine:
     """Whether autocast rounds weights and inputs; else the weights are in 16 bits themselves."""
     alone = True
     """Whether a rank can run a micro-batch without the others."""
+    scales_loss: type[torch.amp.GradScaler] = torch.amp.GradScaler
+    """Dynamic loss scaling under fp16. Where ranks hold shards of a gradient, one that lets them
+    agree on an overflow."""
     lower_halves: Mapping[str, Tensor] = MappingProxyType({})
     """The lower 16 bits of split fp32 weights, by name."""
 
@@ -81,7 +84,7 @@ class NativeEngine:
             self.sharded,
         )
         self.optimizer = self.training_state.optimizer
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
+        self.scaler = self.scales_loss(self.device.type, enabled=setup.precision == "fp16")
         self.optimizer_update = OptimizerUpdate(
             self.optimizer, self.scaler, self.gradients, setup.max_grad_norm
         )

@@ -30,11 +30,11 @@ class OptimizerUpdate:
         """The gradient norm, and whether the update was applied: not if that isn't finite. All
         ranks see the same norm."""
         self.gradients.reduce()
-        self.scaler.unscale_(self.optimizer)
-        norm = self.gradients.norm()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with self.gradients.parameters.shards_bound():
+            self.scaler.unscale_(self.optimizer)
+            norm = self.gradients.norm()
             applied = take_step(self.optimizer, norm, self.max_grad_norm)
         self.scaler.update()
         return norm, applied

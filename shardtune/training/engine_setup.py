@@ -36,7 +36,9 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     setup = EngineSetup(
         precision=train.precision,
         optimizer=train.optimizer.setup(),
-        schedule=Schedule(train.schedule, train.learning_rate, train.warmup_steps, steps),
+        schedule=Schedule(
+            train.schedule, train.learning_rate, train.warmup_steps, steps, train.one_cycle
+        ),
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
         micro_batch=micro_batch,

@@ -268,7 +268,7 @@ MISTAKES = [
     ("train", "{learning_rate: 0}",
      "train.learning_rate: is 0; it must be more than 0.0\n    fix: give more than 0.0"),
     ("train", "{schedule: cosin}",
-     "train.schedule: is \"cosin\"; it must be 'cosine', 'linear' or 'constant'\n"
+     "train.schedule: is \"cosin\"; it must be 'cosine', 'linear', 'constant' or 'one_cycle'\n"
      "    fix: did you mean 'cosine'?"),
     ("train", "{micro_batch: atuo}",
      "train.micro_batch: is \"atuo\"; it must be 'auto' or a whole number\n"

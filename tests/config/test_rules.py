@@ -39,6 +39,23 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "warm up for fewer steps, or train for more",
         ),
     ),
+    "one-cycle-has-its-own-warmup": (
+        {"train": {"steps": 10, "schedule": "one_cycle", "warmup_steps": 2}},
+        Problem(
+            "train.warmup_steps",
+            "2 steps of warmup, and schedule: one_cycle, which begins with a rise over 30% of the "
+            "run",
+            "leave warmup_steps out; train.one_cycle.pct_start says how long the rate rises",
+        ),
+    ),
+    "one-cycle-is-the-schedule": (
+        {"train": {"one_cycle": {"pct_start": 0.1}}},
+        Problem(
+            "train.one_cycle",
+            "shapes a cycle, and schedule is cosine",
+            "set train.schedule: one_cycle, or leave it out",
+        ),
+    ),
     "micro-batch-within-global": (
         {"train": {"global_batch": 6, "micro_batch": 4}, "launch": {"processes": 2}},
         Problem(
@@ -178,15 +195,6 @@ def test_a_rule_that_is_broken_says_so(name: str) -> None:
 
 # What a strategy can't do: the rule that says so, the sections, and the problem that is told.
 REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
-    "fsdp has no loss scale": (
-        "strategy-takes-precision",
-        {"strategy": {"type": "fsdp"}, "train": {"precision": "fp16"}},
-        Problem(
-            "train.precision",
-            "fp16 needs a loss scale on which all shards agree; fsdp here has none",
-            "set train.precision: fp32 or bf16, or use strategy: {type: ddp} or {type: deepspeed}",
-        ),
-    ),
     "tensor has no loss scale": (
         "strategy-takes-precision",
         {
@@ -197,7 +205,8 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         Problem(
             "train.precision",
             "fp16 needs a loss scale on which all slices agree; tensor here has none",
-            "set train.precision: fp32 or bf16, or use strategy: {type: ddp} or {type: deepspeed}",
+            "set train.precision: fp32 or bf16, or use strategy: {type: ddp}, {type: deepspeed} or "
+            "{type: fsdp}",
         ),
     ),
     "pipeline has no loss scale": (
@@ -210,7 +219,8 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         Problem(
             "train.precision",
             "fp16 needs a loss scale on which all stages agree; there is none here",
-            "set train.precision: fp32 or bf16, or use strategy: {type: ddp} or {type: deepspeed}",
+            "set train.precision: fp32 or bf16, or use strategy: {type: ddp}, {type: deepspeed} or "
+            "{type: fsdp}",
         ),
     ),
     "fp8 needs whole weights": (

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
@@ -30,6 +31,7 @@ class FSDPEngine(NativeEngine):
     """The native step on a model whose weights are spread."""
 
     alone = False
+    scales_loss = ShardedGradScaler  # an infinity in one rank's shard is one for all
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from shardtune.core.capabilities import Capabilities, Refusal
+from shardtune.core.capabilities import Capabilities
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
@@ -146,10 +146,8 @@ class FSDP(StrategyBase):
 @cache
 def _capabilities(everywhere: bool, slices: int, stages: int) -> Capabilities:
     name = "fsdp"
-    fp16 = Refusal("fp16 needs a loss scale on which all shards agree; fsdp here has none")
     found = replace(
         divided(WHOLE_COPIES, name),
-        precisions=WHOLE_COPIES.precisions.without({"fp16": fp16}),
         combines=frozenset({"tensor", "pipeline"}),
         offload={"params": ("cpu",), "grads": ("cpu",), "optim": ("cpu",)},
         trained_weights="cast_when_gathered",
