@@ -9,6 +9,7 @@ from typing import Any
 from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
+from shardtune.config.model_rules import check_model
 from shardtune.core.cache import cache_dir
 from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
@@ -63,7 +64,7 @@ def train(
         view = RunView(steps, shown=world.is_main)
         view.say(how_loaded(job))
         engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
-        if job.data.packing:
+        if data.packing:
             require_document_isolation(
                 engine.module(),
                 rows=int(job.train.micro_batch),
@@ -181,10 +182,15 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     file lock, and no collective can time out meanwhile.
     """
     model = ModelFiles(job.model)
-    check_fits_data(model, job.data.sequence_length)
+    paired = model.kind == "encoder_decoder"
+    target = job.data.longest_target if paired else None
+    check_model(job, model.kind)
+    check_fits_data(model, job.data.sequence_length, target)
     check_weights(model, job.adapter)
     require_cuttable(job, model.config)
-    data = prepare(job.data, model.tokenizer, model.stop_ids, cache=cache_dir(), quiet=quiet)
+    data = prepare(
+        job.data, model.tokenizer, model.stop_ids, cache=cache_dir(), quiet=quiet, kind=model.kind
+    )
     return Inputs(model, data)
 
 

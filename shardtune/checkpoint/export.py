@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from shardtune.checkpoint.seal import seal_folder
 from shardtune.core.atomic_write import atomic_folder
+from shardtune.engine.loss import forward, model_inputs
 from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:
@@ -123,12 +125,24 @@ def probe_logits(model: nn.Module, probe: MicroBatch, device: str = "cpu") -> Te
     """What the model says to the beginning of the probe's first row. All ranks have to ask."""
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # nothing is to be compiled for one short row
-        logits: Tensor = model(
-            input_ids=probe.input_ids[:1, :PROBE_TOKENS].to(device),
-            position_ids=probe.position_ids[:1, :PROBE_TOKENS].to(device),
-            use_cache=False,
-        ).logits
+        logits = forward(model, model_inputs(model, _beginning(probe, device)), None)
     return logits.float().cpu()
+
+
+def _beginning(probe: MicroBatch, device: str) -> MicroBatch:
+    """The first tokens of the first row, on `device`."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:1, :PROBE_TOKENS].to(device)
+
+    mask = probe.source_mask
+    return replace(
+        probe,
+        input_ids=cut(probe.input_ids),
+        position_ids=cut(probe.position_ids),
+        targets=cut(probe.targets),
+        source_mask=None if mask is None else cut(mask),
+    )
 
 
 def _wrong(fact: str) -> RunError:

@@ -84,13 +84,15 @@ def resolve_here(
     from shardtune.config.auto import resolve
     from shardtune.config.rules import check
     from shardtune.core.machine import Machine
+    from shardtune.plan.model_config import kind_if_known
     from shardtune.plan.this_machine import planner_here
 
     job, machine = loaded.job, Machine.here()
     nodes = max(nodes, outside_nodes())
     begun = RunDir(Path(job.save.directory).expanduser()).read_job if resume else None
     planner = planner_here(machine, nodes, begun)
-    resolved = resolve(job, machine, outside_ranks(), nodes=nodes, planner=planner)
+    kind = kind_if_known(job.model)
+    resolved = resolve(job, machine, outside_ranks(), nodes=nodes, planner=planner, kind=kind)
     check(resolved.job, loaded.place, machine if runs_here else None)
     return resolved
 

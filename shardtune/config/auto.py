@@ -13,6 +13,7 @@ from typing import Any
 
 from shardtune.config.job import Job, RayLaunch
 from shardtune.core.machine import Machine
+from shardtune.core.model.kind import ModelKind
 from shardtune.core.strategy import JobFacts
 from shardtune.core.yaml_document import KeyPath
 
@@ -40,16 +41,18 @@ def resolve(
     *,
     nodes: int = 1,
     planner: Planner | None = None,
+    kind: ModelKind = "decoder",
 ) -> ResolvedJob:
     """`ranks` is the number of processes that run already (under torchrun), where they do; `nodes`
-    that of machines like this one. A resolved job counts the processes of all of them.
+    that of machines like this one. A resolved job counts the processes of all of them. `kind` is
+    the model's, where it is known.
 
     Without a planner the strategy and what is recomputed stay as they are.
     """
     draft = _Draft(job)
     _resolve_launch(draft, machine, ranks, nodes)
     _resolve_length(draft)
-    _resolve_kernels(draft, machine)
+    _resolve_kernels(draft, machine, kind)
     _resolve_offload(draft, machine)
     _resolve_evaluation(draft)
     _resolve_names(draft)
@@ -127,14 +130,17 @@ def _resolve_length(draft: _Draft) -> None:
         draft.put(("train", "epochs"), 1.0, "neither steps nor epochs is given: one pass")
 
 
-def _resolve_kernels(draft: _Draft, machine: Machine) -> None:
-    """Layers that an engine cuts or hooks into are left as transformers writes them."""
+def _resolve_kernels(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
+    """Layers that an engine cuts or hooks into are left as transformers writes them, and so are
+    those of models with an encoder."""
     strategy = draft.job.strategy
     fast, reason = True, "a GPU was found"
     if not machine.gpus:
         fast, reason = False, "no GPU was found"
     elif not strategy.capabilities.compiled_layers:
         fast, reason = False, f"strategy {strategy.type} works on layers as they are"
+    elif kind != "decoder":
+        fast, reason = False, "the model has an encoder and a decoder"
     if draft.job.train.loss == "auto":
         draft.put(("train", "loss"), "fused" if fast else "plain", reason)
     if draft.job.train.kernels == "auto":

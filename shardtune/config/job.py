@@ -111,7 +111,7 @@ class IA3(Section):
 
 Adapter = Annotated[LoRA | IA3 | NoAdapter, Field(discriminator="type")]
 
-Format = Literal["instruction", "chat", "completion", "pretokenized"]
+Format = Literal["instruction", "chat", "completion", "pretokenized", "source_target"]
 
 
 class Columns(Section):
@@ -132,7 +132,14 @@ class Columns(Section):
     input_ids: str = "input_ids"
     """Token ids (format `pretokenized`)."""
     labels: str = "labels"
-    """Target ids, -100 where not trained; may be missing (format `pretokenized`)."""
+    """Target ids, -100 where not trained; may be missing (format `pretokenized`). For a model with
+    an encoder: what its decoder has to write."""
+    source: Auto | str = "auto"
+    """What the encoder reads (format `source_target`). `auto` knows common names: `source`,
+    `input`, `prompt`, `document`, `article`, `dialogue`, `question`."""
+    target: Auto | str = "auto"
+    """What the decoder has to write (format `source_target`). `auto` takes the name that goes with
+    the source's: `target`, `output`, `completion`, `summary`, `highlights`, `answer`."""
 
 
 class Source(Section):
@@ -180,7 +187,10 @@ class DataSection(Section):
     eval: tuple[Source, ...] = ()
     """Held-out data sets; each is reported by its own name."""
     sequence_length: Annotated[int, Field(ge=8)] = 1024
-    """The longest row, in tokens."""
+    """The longest row, in tokens; the longest source of a model with an encoder."""
+    target_length: Auto | Annotated[int, Field(ge=8)] = "auto"
+    """The longest target of a model with an encoder (T5, BART), in tokens; `auto` is as many as
+    `sequence_length`. A decoder alone has source and target in one row."""
     packing: bool = True
     """Fill each row with several documents, kept apart in attention and positions."""
     shuffle: bool = True
@@ -189,6 +199,11 @@ class DataSection(Section):
     """What to do when rows can't be read: list them all and stop, or list them and go on."""
     workers: Auto | Positive = "auto"
     """Processes that tokenise."""
+
+    @property
+    def longest_target(self) -> int:
+        """`target_length`, or what `auto` stands for."""
+        return self.sequence_length if self.target_length == "auto" else self.target_length
 
 
 class AdamW(Section):

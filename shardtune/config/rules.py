@@ -169,8 +169,14 @@ def _allows(
 
 def _or_use(can: Callable[[Strategy], object]) -> str:
     """The end of a fix: strategies that can, if there are any."""
+    named = strategies_for(can)
+    return f", or {named}" if named else ""
+
+
+def strategies_for(can: Callable[[Strategy], object]) -> str:
+    """A fix: strategies that can, if there are any."""
     names = [each.written() for each in strategies_that(can)]
-    return f", or use strategy: {_either(names)}" if names else ""
+    return f"use strategy: {_either(names)}" if names else ""
 
 
 def _offloading() -> str:

@@ -69,6 +69,8 @@ class Need:
 class Capabilities:
     """What a strategy, with the settings that it has, can do."""
 
+    models: Support = Support(("decoder", "encoder_decoder"))
+    """Kinds of models (`core/model/kind.py`)."""
     precisions: Support = Support(("fp32", "bf16"))
     """Of the computation: `train.precision`."""
     quantizations: Support = Support(("none",))

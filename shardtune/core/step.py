@@ -18,13 +18,17 @@ IGNORED = -100  # the target of a position that isn't trained
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass, ready for a causal language model.
+    """The rows of one forward pass, ready for the model.
 
     `position_ids` restart at 0 with every document: that alone keeps packed documents apart (a
     model given restarting positions and no attention mask builds a block-diagonal one, unless its
     attention is told of boundaries instead).
     `targets[r, t]` is the token that position `t` has to predict, or IGNORED; they are shifted
     here once, so that no document ever predicts the first token of the next.
+
+    A model with an encoder has `source_mask`: it reads its sources from `input_ids`, and `targets`
+    are rows of their own, as wide as the longest target, where position `t` of the decoder has to
+    predict `targets[r, t]`.
     """
 
     input_ids: Tensor
@@ -38,6 +42,8 @@ class MicroBatch:
     """Positions that are trained."""
     attention: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """What the model's attention is told besides (`documents.attention_inputs`)."""
+    source_mask: Tensor | None = None
+    """Where an encoder reads `input_ids`: 1 for tokens, 0 for padding."""
 
 
 @dataclass(frozen=True)

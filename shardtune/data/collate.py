@@ -47,7 +47,7 @@ class Collator:
         positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
         flat = positions + np.repeat(np.array(places, dtype=np.int64), lengths)
 
-        tokens, trained = self._fetch(documents, starts, len(flat))
+        tokens, trained = self.fetch(documents, starts, len(flat))
         assert not trained[starts].any(), "nothing stands before a first token to predict it from"
 
         input_ids = np.full(shape, self._pad_id, dtype=np.int64)
@@ -72,7 +72,7 @@ class Collator:
         """The documents' sample ids."""
         return tuple(f"{self._names[each.dataset]}:{each.index}" for each in documents)
 
-    def _fetch(
+    def fetch(
         self, documents: Sequence[DocumentRef], starts: NDArray[np.int64], total: int
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens of all documents one after the other, and which of them are trained."""
@@ -90,3 +90,47 @@ class Collator:
                 trained[place] = flags[read : read + documents[n].length]
                 read += documents[n].length
         return tokens, trained
+
+
+class PairCollator(Collator):
+    """Lays out pairs: sources as rows of their own for an encoder, targets for a decoder."""
+
+    def __init__(
+        self, sets: Sequence[PreparedSet], *, capacity: int, target_capacity: int, pad_id: int
+    ) -> None:
+        super().__init__(sets, capacity=capacity, pad_id=pad_id)
+        self._target_capacity = target_capacity
+
+    def __call__(self, rows: Sequence[BatchRow]) -> MicroBatch:
+        """Sources and targets are padded on the right, each to the longest of its side."""
+        documents = [document for row in rows for document in row]
+        lengths = np.array([document.length for document in documents], dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        tokens, trained = self.fetch(documents, starts, int(lengths.sum()))
+        ends = list(zip(starts, starts + lengths, strict=True))
+        sources = [tokens[start:end][~trained[start:end]] for start, end in ends]
+        targets = [tokens[start:end][trained[start:end]] for start, end in ends]
+        input_ids = _padded(sources, self._pad_id, self._capacity)
+        mask = _padded([np.ones_like(source) for source in sources], 0, self._capacity)
+        labels = _padded(targets, IGNORED, self._target_capacity)
+        if not rows:  # of nothing but padding an encoder would make numbers that are none
+            mask[:, :1] = 1
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids),
+            position_ids=torch.arange(input_ids.shape[1]).repeat(len(input_ids), 1),
+            targets=torch.from_numpy(labels),
+            samples=self.ids(documents),
+            tokens=len(tokens),
+            labels=int(trained.sum()),
+            source_mask=torch.from_numpy(mask),
+        )
+
+
+def _padded(rows: Sequence[NDArray[np.int64]], value: int, capacity: int) -> NDArray[np.int64]:
+    """The rows as one table, `value` behind each; one row of it where there are none."""
+    longest = max(map(len, rows), default=1)
+    width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, capacity)
+    table = np.full((max(len(rows), 1), width), value, dtype=np.int64)
+    for row, values in zip(table, rows, strict=False):
+        row[: len(values)] = values
+    return table

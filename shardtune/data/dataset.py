@@ -66,6 +66,8 @@ class PreparedSet:
     report: SourceReport
     digest: str = ""
     """Of all that decides the documents: the source's content, the settings, the tokenizer."""
+    paired: bool = False
+    """Whether a document is a source and a target, of which the target is what is trained."""
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,22 @@ class RowFormat(ABC):
         """The documents of many rows at once, which is much faster than one by one."""
 
 
-def make_format(source: Source, tokenizer: Any) -> RowFormat:
-    """The format that a source asks for; raises DataError if the tokenizer can't serve it."""
+def require_offsets(source: Source, tokenizer: Any) -> None:
+    """Refuses a tokenizer without the engine that encodes many texts and keeps their offsets."""
     if not getattr(tokenizer, "is_fast", False):
         fact = f"the tokenizer ({type(tokenizer).__name__}) can't tell which characters a token is"
         fix = "use a model whose tokenizer has a tokenizer.json"
         raise DataError(Problem(source.path, fact, fix))
+
+
+def make_format(source: Source, tokenizer: Any) -> RowFormat:
+    """The format that a source asks for; raises DataError if the tokenizer can't serve it."""
+    require_offsets(source, tokenizer)
     columns = source.columns
+    if source.format == "source_target":
+        fact = "format: source_target is for models with an encoder; this one is a decoder alone"
+        fix = "use format: instruction, with columns: {instruction: SOURCE, output: TARGET}"
+        raise DataError(Problem(source.path, fact, fix))
     if source.format == "completion":
         return _Completion(tokenizer, columns)
     if source.format == "pretokenized":
@@ -104,7 +113,7 @@ class _Completion(RowFormat):
         self.settings = ("completion", self._text)
 
     def _read(self, row: dict[str, Any]) -> str:
-        return _text(row, self._text)
+        return text_column(row, self._text)
 
     def _encode(self, found: list[str]) -> list[Tokens]:
         texts = [Text(text, None) for text in found]
@@ -143,11 +152,11 @@ class _ChatInstruction(_Chat):
         super().__init__(tokenizer, columns)
         self._names = columns
         self.required = ((columns.instruction,), (columns.output,))
-        self.named = _renamed(columns, "input", "system")
-        self.settings = ("instruction", "chat", *_instruction_settings(columns))
+        self.named = renamed_columns(columns, "input", "system")
+        self.settings = ("instruction", "chat", *instruction_settings(columns))
 
     def _read(self, row: dict[str, Any]) -> Conversation:
-        system, question, answer = _instruction(row, self._names)
+        system, question, answer = instruction_row(row, self._names)
         before = [{"role": "system", "content": system}] if system else []
         return Conversation(
             [
@@ -166,11 +175,11 @@ class _PlainInstruction(RowFormat):
         self._end = tokenizer.eos_token_id
         self._names = columns
         self.required = ((columns.instruction,), (columns.output,))
-        self.named = _renamed(columns, "input", "system")
-        self.settings = ("instruction", "plain", *_instruction_settings(columns))
+        self.named = renamed_columns(columns, "input", "system")
+        self.settings = ("instruction", "plain", *instruction_settings(columns))
 
     def _read(self, row: dict[str, Any]) -> Text:
-        system, question, answer = _instruction(row, self._names)
+        system, question, answer = instruction_row(row, self._names)
         prompt = plain_prompt(question, system)
         return Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
@@ -192,18 +201,18 @@ class _Pretokenized(RowFormat):
         self._labels = columns.labels
         self._vocabulary = len(tokenizer)
         self.required = ((self._ids,),)
-        self.named = _renamed(columns, "labels")
+        self.named = renamed_columns(columns, "labels")
         self.settings = ("pretokenized", self._ids, self._labels)
 
     def _read(self, row: dict[str, Any]) -> Tokens:
-        ids = _integers(row, self._ids)
+        ids = integer_column(row, self._ids)
         if ids.min() < 0 or ids.max() >= self._vocabulary:
             wrong = int(ids[(ids < 0) | (ids >= self._vocabulary)][0])
             last = self._vocabulary - 1
             raise Unreadable(f"{self._ids!r} holds {wrong}, but token ids go from 0 to {last}")
         if row.get(self._labels) is None:
             return Tokens(ids.astype(np.int32), np.ones(len(ids), dtype=np.bool_))
-        labels = _integers(row, self._labels)
+        labels = integer_column(row, self._labels)
         if len(labels) != len(ids):
             raise Unreadable(f"{len(ids)} {self._ids}, but {len(labels)} {self._labels}")
         trained = labels != IGNORED
@@ -220,28 +229,28 @@ class _Pretokenized(RowFormat):
         return found
 
 
-def _instruction(row: dict[str, Any], columns: Columns) -> tuple[str, str, str]:
+def instruction_row(row: dict[str, Any], columns: Columns) -> tuple[str, str, str]:
     """System prompt, question and answer of an instruction row."""
-    question = _text(row, columns.instruction)
-    material = _text(row, columns.input, optional=True)
+    question = text_column(row, columns.instruction)
+    material = text_column(row, columns.input, optional=True)
     if material.strip():
         question = f"{question}\n\n{material}"
-    system = _text(row, columns.system, optional=True)
-    return system if system.strip() else "", question, _text(row, columns.output)
+    system = text_column(row, columns.system, optional=True)
+    return system if system.strip() else "", question, text_column(row, columns.output)
 
 
-def _instruction_settings(columns: Columns) -> tuple[str, ...]:
+def instruction_settings(columns: Columns) -> tuple[str, ...]:
     return columns.instruction, columns.input, columns.output, columns.system
 
 
-def _renamed(columns: Columns, *keys: str) -> tuple[str, ...]:
+def renamed_columns(columns: Columns, *keys: str) -> tuple[str, ...]:
     """What the job calls these columns, where it doesn't leave them at their usual names."""
     names = {key: getattr(columns, key) for key in keys}
     usual = type(columns).model_fields
     return tuple(name for key, name in names.items() if name != usual[key].default)
 
 
-def _text(row: dict[str, Any], column: str, *, optional: bool = False) -> str:
+def text_column(row: dict[str, Any], column: str, *, optional: bool = False) -> str:
     """The text in a column. One that isn't optional has to hold something."""
     if column not in row:
         if optional:
@@ -260,7 +269,7 @@ def _text(row: dict[str, Any], column: str, *, optional: bool = False) -> str:
     return value
 
 
-def _integers(row: dict[str, Any], column: str) -> NDArray[np.int64]:
+def integer_column(row: dict[str, Any], column: str) -> NDArray[np.int64]:
     if column not in row:
         raise Missing(column)
     value = row[column]

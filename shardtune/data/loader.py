@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardtune.config.job import DataSection
 from shardtune.core.step import MicroBatch
-from shardtune.data.collate import Collator
+from shardtune.data.collate import Collator, PairCollator
 from shardtune.data.dataset import PreparedData
 from shardtune.data.micro_batches import micro_batches
 from shardtune.data.packing import pack
@@ -37,23 +37,34 @@ class Loader:
         pad_id: int,
         epochs: float | None = None,
     ) -> None:
-        """With `epochs` the rows end there and the last step may be short; else they never end."""
+        """With `epochs` the rows end there and the last step may be short; else they never end.
+
+        Pairs of a source and a target are never packed: a row is one of them.
+        """
         train = prepared.train
+        paired = any(each.paired for each in train)
         self._sets = train + prepared.eval
         self._eval = {each.name: len(train) + n for n, each in enumerate(prepared.eval)}
         self._capacity = section.sequence_length
-        self._packing = section.packing
+        self._packing = section.packing and not paired
         self._micro_batch = micro_batch
         self._global_batch = global_batch
         self._rank = rank
         self._ranks = ranks
-        self._collate = Collator(self._sets, capacity=self._capacity, pad_id=pad_id)
+        if paired:
+            target = section.longest_target
+            self._collate: Collator = PairCollator(
+                self._sets, capacity=self._capacity, target_capacity=target, pad_id=pad_id
+            )
+            self._capacity += target  # of both sides together
+        else:
+            self._collate = Collator(self._sets, capacity=self._capacity, pad_id=pad_id)
         self._sampler = Sampler(
             [each.lengths for each in train],
             [each.name for each in train],
             [each.weight for each in train],
             capacity=self._capacity,
-            packing=section.packing,
+            packing=self._packing,
             shuffle=section.shuffle,
             seed=seed,
             global_batch=global_batch,
@@ -67,6 +78,11 @@ class Loader:
     def epoch(self, step: int) -> float:
         """How many epochs are behind when a step begins."""
         return self._sampler.epoch(step, self._last)
+
+    @property
+    def packing(self) -> bool:
+        """Whether a row may hold several documents."""
+        return self._packing
 
     def fill(self) -> float:
         """The share of the training rows' space that holds tokens."""

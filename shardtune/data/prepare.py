@@ -23,10 +23,12 @@ from shardtune.config.job import TrainSource
 from shardtune.core.atomic_write import atomic_folder
 from shardtune.core.cache import file_lock
 from shardtune.core.machine import Machine
+from shardtune.core.model.kind import ModelKind
 from shardtune.core.parent_death import die_with_parent
 from shardtune.data import prepared_cache as store
 from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
 from shardtune.data.formats import RowFormat, make_format
+from shardtune.data.pairs import PairFormat, make_pair_format
 from shardtune.data.readers import SourcePart
 from shardtune.data.sources import OpenedSource, open_source
 from shardtune.data.tokenize import DocumentIndex, Overflow, ProgressCallback, RowCounts, tokenize
@@ -49,9 +51,15 @@ TASKS_PER_WORKER = 4  # portions of the work for each process, so that none is l
 
 
 def prepare(
-    section: DataSection, tokenizer: Any, stop_ids: frozenset[int], *, cache: Path, quiet: bool
+    section: DataSection,
+    tokenizer: Any,
+    stop_ids: frozenset[int],
+    *,
+    cache: Path,
+    quiet: bool,
+    kind: ModelKind = "decoder",
 ) -> PreparedData:
-    """All data sets of the section, ready to be packed and loaded.
+    """All data sets of the section, ready to be packed and loaded, as a model of `kind` reads them.
 
     Raises DataError with everything that is wrong with any of them. `cache` is where prepared data
     is kept between runs; `quiet` leaves out the progress bars and the list of skipped rows.
@@ -61,7 +69,8 @@ def prepare(
     # The tokenizers library uses threads, and warns at every later fork of this process unless it
     # was told that they are wanted. No forked process of ours tokenizes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    work = _Work(section, tokenizer, stop_ids, cache / "data", Console(stderr=True, quiet=quiet))
+    console = Console(stderr=True, quiet=quiet)
+    work = _Work(section, tokenizer, stop_ids, cache / "data", console, kind)
     problems: list[Problem] = []
     done: list[_Done] = []
     for source in (*section.train, *section.eval):
@@ -113,6 +122,7 @@ class _Done:
             labels=index.labels,
             report=report,
             digest=self.folder.name,
+            paired=isinstance(self.checked.format, PairFormat),
         )
 
 
@@ -126,17 +136,23 @@ class _Work:
         stop_ids: frozenset[int],
         folder: Path,
         console: Console,
+        kind: ModelKind,
     ) -> None:
         self._section = section
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._folder = folder
         self._console = console
+        self._kind = kind
         self._fingerprint = ""
 
     def prepare(self, source: Source) -> _Done:
         """The data set from the cache, or made now; raises DataError if it is refused."""
-        format = make_format(source, self._tokenizer)
+        format: RowFormat
+        if self._kind == "encoder_decoder":
+            format = make_pair_format(source, self._tokenizer, self._section.longest_target)
+        else:
+            format = make_format(source, self._tokenizer)
         opened = open_source(source)
         self._fingerprint = self._fingerprint or store.fingerprint(self._tokenizer)
         length = self._section.sequence_length

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardtune.data.encode import Tokens
+from shardtune.data.pairs import PairFormat
 from shardtune.data.readers import SourcePart
 from shardtune.data.records import BadRow, SourceRecord
 
@@ -175,7 +176,11 @@ def _documents(
         if isinstance(result, BadRow):
             tally.refuse(result)
             continue
-        for document in _cut(result, length, overflow, tally):
+        if isinstance(format, PairFormat):
+            documents = _cut_pair(result, format, length, overflow, tally)
+        else:
+            documents = _cut(result, length, overflow, tally)
+        for document in documents:
             yield row.number, document
 
 
@@ -201,6 +206,21 @@ def _cut(tokens: Tokens, length: int, overflow: Overflow, tally: RowCounts) -> I
     elif total > length:
         tally.split += 1
     yield from pieces
+
+
+def _cut_pair(
+    tokens: Tokens, format: PairFormat, length: int, overflow: Overflow, tally: RowCounts
+) -> Iterator[Tokens]:
+    """The pair with both sides within their lengths, or nothing where it is to be dropped."""
+    tally.longest = max(tally.longest, int(tokens.trained.argmax()))
+    cut, lost = format.cut(tokens, length)
+    if lost and overflow == "drop":
+        tally.dropped += 1
+        return
+    if lost:
+        tally.truncated += 1
+        tally.truncated_tokens += lost
+    yield cut
 
 
 def _table(documents: list[Tokens]) -> object:

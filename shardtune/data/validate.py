@@ -111,7 +111,8 @@ def _wrong_columns(checked: CheckedSource) -> list[Problem]:
         return []
     columns = checked.source.columns
     key_of = {getattr(columns, key): key for key in type(columns).model_fields}
-    key_of.setdefault("messages", "messages")  # where the job leaves it at `auto`
+    for key in ("messages", "source", "target"):
+        key_of.setdefault(key, key)  # where the job leaves it at `auto`
     found: dict[str, str] = {}
     for name in lacking:
         free = [column for column in seen if column not in found.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.engine.activation_offload import Offload
 from shardtune.engine.host_to_device import Staging
-from shardtune.engine.loss import forward, loss_sum, selects_logits
+from shardtune.engine.loss import forward, loss_sum, model_inputs, selects_logits
 from shardtune.engine.unsharded import Unsharded
 from shardtune.kernels.linear_cross_entropy import fused_loss
 
@@ -50,29 +51,31 @@ class ForwardPass:
 
     def loss(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, ready for the backward pass."""
-        here, kept, targets = self._inputs(batch)
+        inputs, kept, targets = self._inputs(batch)
         if self._fused is None:
-            logits = forward(self.module, here, kept)
+            logits = forward(self.module, inputs, kept)
             return self.sharded.loss_sum(logits, targets.flatten())
         with self._fused.returning_loss(targets):
-            return forward(self.module, here, kept)
+            return forward(self.module, inputs, kept)
 
     def score(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, and how many of its targets the model would choose."""
-        here, kept, targets = self._inputs(batch)
+        inputs, kept, targets = self._inputs(batch)
         if self._fused is not None:
             with self._fused.evaluating(targets):
-                return forward(self.model, here, kept)
-        logits, targets = forward(self.model, here, kept), targets.flatten()
+                return forward(self.model, inputs, kept)
+        logits, targets = forward(self.model, inputs, kept), targets.flatten()
         correct = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
         return torch.stack([loss_sum(logits, targets), correct])
 
-    def _inputs(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor | None, Tensor]:
-        """The batch on this device, the positions at which it has labels, and those labels."""
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor | None, Tensor]:
+        """What the model is given on this device, the positions at which the batch has labels, and
+        those labels."""
         here = self.staging.receive(batch)
+        inputs = model_inputs(self.model, here)
         if not self._selects:
-            return here, None, here.targets
-        return here, here.kept, here.targets[:, here.kept]
+            return inputs, None, here.targets
+        return inputs, here.kept, here.targets[:, here.kept]
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Mixed precision, unless the weights themselves are in the precision of compute."""

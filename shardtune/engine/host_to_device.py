@@ -58,8 +58,9 @@ class Staging:
             return self._moved(batch)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(batch.arrived)
-        told = (each for each in batch.attention.values() if isinstance(each, Tensor))
-        for tensor in (batch.input_ids, batch.position_ids, batch.targets, batch.kept, *told):
+        told = (*batch.attention.values(), batch.source_mask)
+        tensors = (each for each in told if isinstance(each, Tensor))
+        for tensor in (batch.input_ids, batch.position_ids, batch.targets, batch.kept, *tensors):
             # Else its memory could be given to another batch while this one is computed.
             tensor.record_stream(stream)
         return batch
@@ -75,6 +76,7 @@ class Staging:
             labels=batch.labels,
             kept=sent(kept_positions(batch), self._device),
             attention=varlen_inputs(batch.position_ids, send) if self._told else {},
+            source_mask=None if batch.source_mask is None else send(batch.source_mask),
         )
 
 

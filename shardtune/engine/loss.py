@@ -1,8 +1,10 @@
-"""The loss of a causal language model, as a sum over label tokens."""
+"""The loss of a language model, as a sum over label tokens."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +33,33 @@ def kept_positions(batch: MicroBatch) -> Tensor:
     return kept
 
 
-def forward(model: nn.Module, batch: MicroBatch, kept: Tensor | None) -> Tensor:
+def model_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
+    """What `model` is called with to answer a micro-batch.
+
+    A decoder alone gets no attention mask: padding stands behind the tokens that count, and
+    restarting positions, or boundaries in `batch.attention`, keep documents apart. A mask of ones
+    would switch that separation off. An encoder looks ahead, so it has to be told of padding.
+    Behind it the decoder is given the targets themselves, shifted by one as its family does it
+    (teacher forcing).
+    """
+    if batch.source_mask is None:
+        positions = {"position_ids": batch.position_ids}
+        return {"input_ids": batch.input_ids, **positions, **batch.attention}
+    shift = unwrap_model(model).prepare_decoder_input_ids_from_labels
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.source_mask,
+        "decoder_input_ids": shift(batch.targets),
+    }
+
+
+def forward(model: nn.Module, inputs: Mapping[str, Any], kept: Tensor | None) -> Tensor:
     """The model's answer at the positions in `kept`, at all of them if it is None.
 
     Logits as `[n, vocabulary]`, unless the output head has been asked for something else.
-
-    No attention mask is made: padding stands behind the tokens that count, and restarting
-    positions, or boundaries in `batch.attention`, keep documents apart. A mask of ones would switch
-    that separation off.
     """
     where = {} if kept is None else {"logits_to_keep": kept}
-    answer: Tensor = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        **batch.attention,
-        **where,
-    ).logits
+    answer: Tensor = model(use_cache=False, **inputs, **where).logits
     return answer.flatten(0, 1) if answer.ndim == 3 else answer
 
 

@@ -29,7 +29,7 @@ def cached_model(name: str, write: Callable[[Path], None]) -> Path:
 
 
 def write_folder(folder: Path, config: Any, tensors: dict[str, Tensor], tokenizer: Any) -> None:
-    """Write what `AutoModelForCausalLM` and `AutoTokenizer` read, weights as safetensors."""
+    """Write what transformers' auto classes read, weights as safetensors."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import GenerationConfig

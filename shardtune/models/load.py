@@ -14,7 +14,7 @@ from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import grow
-from shardtune.models.model_files import LOADING_FIX, ModelFiles, explaining
+from shardtune.models.model_files import LOADING_FIX, ModelFiles, auto_class, explaining
 from shardtune.models.peft_adapters import check_module_names, check_new_tokens_trained
 from shardtune.models.weight_files import INDEX
 
@@ -34,19 +34,22 @@ def config_from(found: Mapping[str, Any]) -> Any:
         return AutoConfig.for_model(**found)
 
 
-def check_fits_data(files: ModelFiles, sequence_length: int) -> None:
+def check_fits_data(
+    files: ModelFiles, sequence_length: int, target_length: int | None = None
+) -> None:
     """Refuses rows and tokens that the model has no place for."""
-    problems = []
     config, tokenizer = files.config.get_text_config(), files.tokenizer
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and sequence_length > longest:
-        problems.append(
-            Problem(
-                "data.sequence_length",
-                f"{sequence_length} tokens a row, but the model has positions for {longest}",
-                f"set data.sequence_length to at most {longest}",
-            )
+    lengths = {"sequence_length": sequence_length, "target_length": target_length or 0}
+    problems = [
+        Problem(
+            f"data.{key}",
+            f"{length} tokens a row, but the model has positions for {longest}",
+            f"set data.{key} to at most {longest}",
         )
+        for key, length in lengths.items()
+        if longest is not None and length > longest
+    ]
     if len(tokenizer) > config.vocab_size:
         problems.append(
             Problem(
@@ -64,8 +67,6 @@ def check_weights(files: ModelFiles, adapter: Adapter) -> None:
 
     The model is built without its weights, which takes no memory and well under a second.
     """
-    from transformers import AutoModelForCausalLM
-
     section, config, folder = files.section, files.config, Path(files.path)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "missing"
@@ -76,7 +77,7 @@ def check_weights(files: ModelFiles, adapter: Adapter) -> None:
         _ = files.weights  # raises what is wrong with it
     other = "eager" if section.attention == "sdpa" else "sdpa"
     with explaining("model.attention", section.name, f"attention: {other}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             attn_implementation=section.attention,
             trust_remote_code=section.trust_remote_code,
@@ -92,12 +93,10 @@ def held_precision(adapter: Adapter, train: TrainSection) -> Precision:
 
 def load_base(files: ModelFiles, precision: Precision) -> Any:
     """The pretrained model, with rows for new tokens, in eval mode, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
     section = files.section
     hide_loading_bars()
     with explaining(MODEL_NAME, section.name, LOADING_FIX):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(files.own_config).from_pretrained(
             files.path,
             config=files.own_config,
             dtype=COMPUTE_DTYPES[precision],

@@ -25,7 +25,7 @@ from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
 from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
 from shardtune.models.load import COMPUTE_DTYPES, load_base
-from shardtune.models.model_files import ModelFiles
+from shardtune.models.model_files import ModelFiles, auto_class
 from shardtune.models.packed_attention import use_varlen_attention
 from shardtune.models.peft_adapters import (
     autocast_answers,
@@ -183,10 +183,9 @@ def skeleton(files: ModelFiles, dtype: torch.dtype) -> Any:
 def without_memory(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
     """The model that `config` describes, as `skeleton` makes it."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=dtype,
             attn_implementation=section.attention,

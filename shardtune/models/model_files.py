@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from shardtune.config.job import ModelSection
+from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import Growth, add_tokens
@@ -72,6 +73,11 @@ class ModelFiles:
         if self.section.add_tokens:
             config.get_text_config().vocab_size = self.growth.rows
         return config
+
+    @property
+    def kind(self) -> ModelKind:
+        """A decoder alone, or an encoder with one."""
+        return kind_of(self._config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -149,6 +155,14 @@ def _token_id(token: str, tokenizer: Any) -> int:
             )
         )
     return int(found)
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes the language model which `config` describes."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    both = kind_of(config) == "encoder_decoder"
+    return AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
 from shardtune.core.model.architectures.ia3 import ia3_feedforward, ia3_targets
+from shardtune.core.model.kind import kind_of
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.kernels.autocast_forward import autocast_forward
 from shardtune.models.added_tokens import ends
@@ -197,14 +198,14 @@ def _seed(seed: int, name: str) -> int:
 
 
 def _lora(model: Any, adapter: LoRA) -> Any:
-    from peft import LoraConfig, TaskType
+    from peft import LoraConfig
 
     targets = adapter.targets
     if targets != "all-linear":
         _check_names("adapter.targets", targets, model, _is_linear, "linear layer")
     _check_names("adapter.modules_to_save", adapter.modules_to_save, model, _any, "module")
     return LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=_task(model),
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
@@ -219,16 +220,24 @@ def _lora(model: Any, adapter: LoRA) -> Any:
 
 
 def _ia3(model: Any, adapter: IA3) -> Any:
-    from peft import IA3Config, TaskType
+    from peft import IA3Config
 
     targets, feedforward = ia3_modules(model, adapter)
     _check_names("adapter.targets", targets, model, _is_linear, "linear layer")
     return IA3Config(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=_task(model),
         target_modules=list(targets),
         feedforward_modules=list(feedforward),
         fan_in_fan_out=_transposed(model),
     )
+
+
+def _task(model: Any) -> Any:
+    """What peft wraps the model as: it passes other arguments on to a decoder than to both."""
+    from peft import TaskType
+
+    both = kind_of(model.config) == "encoder_decoder"
+    return TaskType.SEQ_2_SEQ_LM if both else TaskType.CAUSAL_LM
 
 
 def ia3_modules(model: Any, adapter: IA3) -> tuple[tuple[str, ...], tuple[str, ...]]:

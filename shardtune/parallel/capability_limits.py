@@ -88,6 +88,14 @@ def staged(found: Capabilities, name: str) -> Capabilities:
 def _in_parts(found: Capabilities, name: str) -> Capabilities:
     """Ranks that hold parts of one model share its rows, and leave the logits to it."""
     whole = layers_as_written(found, name)
+    both = (
+        f"{name} cuts models whose layers form one chain; here each layer of the decoder also "
+        "reads the encoder's result"
+    )
     return replace(
-        whole, fused_loss=False, micro_batch_by_memory=False, gathers_from_all_nodes=False
+        whole,
+        models=found.models.without({"encoder_decoder": Refusal(both)}),
+        fused_loss=False,
+        micro_batch_by_memory=False,
+        gathers_from_all_nodes=False,
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from shardtune.config.auto import MICRO_BATCH, ResolvedJob, rows_of
 from shardtune.config.job import Job
+from shardtune.core.model.kind import ModelKind
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Recompute
 from shardtune.core.units import GIB
@@ -32,9 +33,11 @@ ABOUT_AS_FAST = 0.02
 """Share of a step's time that is no reason to take more rows."""
 
 
-def levels_of(job: Job) -> tuple[Recompute, ...]:
-    """The levels that a job's engine has; where messages are sent inside layers, all or nothing."""
-    return tuple(level for level in LEVELS if level in job.strategy.capabilities.checkpointing)
+def levels_of(job: Job, kind: ModelKind = "decoder") -> tuple[Recompute, ...]:
+    """The levels that a job's engine has for models of this kind: all or nothing where messages are
+    sent inside layers, and for models with an encoder."""
+    found = (level for level in LEVELS if level in job.strategy.capabilities.checkpointing)
+    return tuple(level for level in found if kind == "decoder" or level not in BETWEEN)
 
 
 def at_level(job: Job, level: Recompute, kept: int = 0) -> Job:
@@ -69,7 +72,8 @@ def filled(found: Forecast) -> Forecast:
 
 def least(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """The fastest level that has room, or the leanest where none has."""
-    found = [filled(forecast(at_level(job, level), shape, cluster)) for level in levels_of(job)]
+    levels = levels_of(job, shape.kind)
+    found = [filled(forecast(at_level(job, level), shape, cluster)) for level in levels]
     roomy = [each for each in found if has_room(each)]
     if roomy:
         return min(roomy, key=lambda each: each.speed.step.total)

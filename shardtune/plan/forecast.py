@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from shardtune.config.job import IA3, AdamW, Job, LoRA, NoAdapter
+from shardtune.config.model_rules import check_model
 from shardtune.core.footprint import Held, predict_held
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
@@ -171,6 +172,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     """What `job` will hold, send and take on all GPUs of `cluster`."""
     mesh, layout = job.strategy.mesh(cluster.gpus), job.layout(cluster.gpus)
     mesh.require(cluster.gpus)
+    check_model(job, shape.kind)
     require_cuttable(shape, mesh, layout.pipelining)
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)

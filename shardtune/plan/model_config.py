@@ -8,6 +8,7 @@ from typing import Any
 
 from shardtune.config.job import ModelSection
 from shardtune.core.model.architectures import read_shape
+from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME, find_model, is_known
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.model.tiny_config import TINY_CONFIG
@@ -20,6 +21,14 @@ SHAPED_LIKE = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
 def shape_of(section: ModelSection) -> ModelShape:
     """The model's shape; ModelError if it can't be told."""
     return read_shape(config_of(section), section.name)
+
+
+def kind_if_known(section: ModelSection) -> ModelKind:
+    """The model's kind; `decoder`, as most are, where its config.json can't be had."""
+    try:
+        return kind_of(config_of(section))
+    except ModelError:
+        return "decoder"
 
 
 def config_of(section: ModelSection) -> dict[str, Any]:

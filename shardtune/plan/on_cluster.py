@@ -11,6 +11,7 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import Cluster
+from shardtune.plan.model_config import kind_if_known
 from shardtune.plan.search import rank
 
 CORES_PER_GPU = 16
@@ -20,7 +21,8 @@ CORES_PER_GPU = 16
 def resolve_on(job: Job, cluster: Cluster, planner: Planner | None = None) -> Job:
     """The job on all GPUs of the cluster; what only the planner can say stays `auto`."""
     machine = Machine(cores=CORES_PER_GPU * cluster.gpus_per_node, gpus=cluster.gpus)
-    return resolve(job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner).job
+    kind = kind_if_known(job.model)
+    return resolve(job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner, kind=kind).job
 
 
 def resolve_as_asked(job: Job, shape: ModelShape, cluster: Cluster) -> Job:

@@ -99,7 +99,8 @@ def is_installed(strategy: Strategy) -> bool:
 
 def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Aim) -> Candidate:
     """The strategy with the micro-batch and the recomputation that suit it best."""
-    variants = [tried(each, shape, cluster) for each in _variants(job, choice.strategy, cluster)]
+    jobs = _variants(job, shape, choice.strategy, cluster)
+    variants = [tried(each, shape, cluster) for each in jobs]
     forecasts = [each for each in variants if isinstance(each, Forecast)]
     if not forecasts:
         refused = next(each for each in variants if isinstance(each, str))
@@ -124,7 +125,7 @@ def tried(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast | str:
         return error.problems[0].fact
 
 
-def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
+def _variants(job: Job, shape: ModelShape, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
     launch = job.launch.with_processes(cluster.gpus)
     rows = -(-job.train.global_batch // strategy.mesh(cluster.gpus).data_ranks)
     fast = strategy.capabilities.compiled_layers
@@ -132,7 +133,7 @@ def _variants(job: Job, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
     for micro in powers(rows):
         train = job.train.model_copy(update={"micro_batch": micro, **plain})
         each = job.model_copy(update={"strategy": strategy, "train": train, "launch": launch})
-        for level in levels_of(each):
+        for level in levels_of(each, shape.kind):
             if level not in BETWEEN or train.kernels == "compiled":
                 yield at_level(each, level)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from shardtune.core.model.kind import ModelKind
 from shardtune.core.model.weight import ModelPart, Weight, WeightKind
 
 __all__ = [
@@ -83,6 +84,10 @@ class ModelShape:
     """How many layers have that window; the others see everything."""
     experts: Experts | None = None
     encoder_layers: int = 0
+
+    @property
+    def kind(self) -> ModelKind:
+        return "encoder_decoder" if self.encoder_layers else "decoder"
 
     @cached_property
     def parameters(self) -> int:

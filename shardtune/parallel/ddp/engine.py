@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardtune.core.model.kind import kind_of
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
@@ -45,9 +46,11 @@ class DDPEngine(NativeEngine):
         which the ranks' numbers are summed. That has to happen before the first step: a run that
         is resumed would otherwise round its next step differently from one that was not."""
         ids = torch.arange(2).unsqueeze(0)
+        config = getattr(self.model, "config", None)
+        mask = torch.ones_like(ids) if kind_of(config) == "encoder_decoder" else None
         self._begin()
         with torch.compiler.set_stance("force_eager"):  # nothing is to be compiled for two tokens
-            self._pass(MicroBatch(ids, ids, ids, (), 2, 2), 1.0, last=True)
+            self._pass(MicroBatch(ids, ids, ids, (), 2, 2, source_mask=mask), 1.0, last=True)
         self._begin()
 
     def _synchronising(self, *, last: bool) -> contextlib.AbstractContextManager[object]:

@@ -1,0 +1,86 @@
+"""What the kind of its model forbids a job: a table of rules, as in `rules.py`.
+
+A job names its model; only the model's config.json tells its kind. Whoever has read that asks here:
+`train` before any rank is started, the planner before it forecasts.
+"""
+
+from __future__ import annotations
+
+from shardtune.config.job import Job
+from shardtune.config.rules import Rule, strategies_for
+from shardtune.core.capabilities import Refusal
+from shardtune.core.model.kind import ModelKind
+from shardtune.core.yaml_document import dotted
+from shardtune.errors import JobError
+
+BOTH: ModelKind = "encoder_decoder"
+
+
+def _refusal(job: Job) -> Refusal:
+    return job.strategy.capabilities.models.refusals.get(BOTH, Refusal("takes decoders alone"))
+
+
+def _as_written(setting: str) -> str:
+    return f"{setting} is for decoders alone; this model has an encoder, too"
+
+
+ENCODER_DECODER: tuple[Rule, ...] = (
+    Rule(
+        "strategy-takes-both-halves",
+        ("strategy", "type"),
+        lambda job: BOTH not in job.strategy.capabilities.models,
+        lambda job: f"this model has an encoder and a decoder, and {_refusal(job).fact}",
+        lambda job: strategies_for(lambda each: BOTH in each.capabilities.models),
+    ),
+    Rule(
+        "both-halves-as-written",
+        ("train", "kernels"),
+        lambda job: job.train.kernels == "compiled",
+        lambda job: _as_written("kernels: compiled"),
+        "set train.kernels: eager, or leave it out",
+    ),
+    Rule(
+        "both-halves-plain-loss",
+        ("train", "loss"),
+        lambda job: job.train.loss == "fused",
+        lambda job: _as_written("loss: fused"),
+        "set train.loss: plain, or leave it out",
+    ),
+    Rule(
+        "both-halves-recompute-all",
+        ("train", "gradient_checkpointing"),
+        lambda job: job.train.gradient_checkpointing in ("mlp", "most"),
+        lambda job: _as_written(f"gradient_checkpointing: {job.train.gradient_checkpointing}"),
+        "set train.gradient_checkpointing: none or full",
+    ),
+    Rule(
+        "both-halves-not-in-fp8",
+        ("model", "quantization"),
+        lambda job: job.model.quantization == "fp8",
+        lambda job: _as_written("quantization: fp8"),
+        "set model.quantization: int8 or none",
+    ),
+)
+"""Of a model with an encoder and a decoder."""
+
+DECODER: tuple[Rule, ...] = (
+    Rule(
+        "target-has-an-encoder",
+        ("data", "target_length"),
+        lambda job: job.data.target_length != "auto",
+        lambda job: (
+            f"is {job.data.target_length}, but this model is a decoder alone: source and target "
+            "are one row"
+        ),
+        "leave it out; data.sequence_length limits the row",
+    ),
+)
+"""Of a decoder alone."""
+
+
+def check_model(job: Job, kind: ModelKind) -> None:
+    """Raises JobError with every rule that the job breaks with a model of this kind."""
+    rules = ENCODER_DECODER if kind == BOTH else DECODER
+    problems = [rule.problem(job, dotted) for rule in rules if rule.broken(job)]
+    if problems:
+        raise JobError(problems)
