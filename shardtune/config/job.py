@@ -142,11 +142,19 @@ class Columns(Section):
     the source's: `target`, `output`, `completion`, `summary`, `highlights`, `answer`."""
 
 
+class Separator(Section):
+    """Documents of a text file are what stands between occurrences of a text."""
+
+    separator: Annotated[str, Field(min_length=1)]
+    """Such as `"\\n---\\n"`; it is no part of a document."""
+
+
 class Source(Section):
     """One data set: a file, a saved `datasets` folder, or a hub id."""
 
     path: Annotated[str, Field(min_length=1)]
-    """JSONL, JSON, CSV, Parquet or text file, a folder saved by `datasets`, or a hub id."""
+    """JSONL, JSON, CSV, Parquet or text file (gzip, bz2 and zstd are unpacked), a folder saved by
+    `datasets`, or a hub id."""
     format: Format
     """How a row is read."""
     name: Auto | Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "auto"
@@ -158,6 +166,9 @@ class Source(Section):
     template: Literal["auto", "chat", "plain"] = "auto"
     """How an instruction becomes text: the tokenizer's chat template, or plain headings.
     `auto` takes the chat template where the tokenizer has one."""
+    documents: Auto | Literal["file", "blank_line", "line"] | Separator = "auto"
+    """What a document of a text file is: the whole file, what stands between blank lines or between
+    occurrences of a separator, or a line. `auto` looks at the file, and what it takes is told."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What becomes of a document longer than the sequence: its end is cut off, it is cut into
     several documents, or it is left out. Reported either way."""

@@ -44,6 +44,10 @@ class SourceReport:
     """Rows that couldn't be read."""
     stops_trained: int
     """Documents whose last trained token is a stop token."""
+    unit: str = "a row"
+    """What of the source a document is."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about how it was read."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import numpy as np
 
 from shardtune.core.step import IGNORED
 from shardtune.data.chat_template import ChatTemplate, Conversation, read_conversation
+from shardtune.data.data_file import TURNS
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.records import BadRow, SourceRecord, Unreadable
-from shardtune.data.sources import TURNS
 from shardtune.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RowFormat(ABC):
             result: Tokens | Unreadable = one if isinstance(one, Unreadable) else next(encoded)
             if isinstance(result, Unreadable):
                 missing = result.missing if isinstance(result, Missing) else ""
-                documents.append(BadRow(row.number, result.reason, None, missing))
+                documents.append(BadRow(row.number, result.reason, None, missing, result.culprit))
             else:
                 documents.append(result)
         return documents

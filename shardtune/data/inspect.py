@@ -30,11 +30,13 @@ TRAINED, SPECIAL, PLAIN = "bold green", "magenta", "dim"
 def view(prepared: PreparedData, tokenizer: Any, examples: int) -> RenderableType:
     """A table of all data sets, and the first `examples` documents of each."""
     from rich.console import Group
+    from rich.text import Text
 
     sets = [("train", one) for one in prepared.train] + [("eval", one) for one in prepared.eval]
     parts: list[RenderableType] = [
         _table(sets[start : start + ABREAST]) for start in range(0, len(sets), ABREAST)
     ]
+    parts += [Text(f"{one.name}: {note}") for _, one in sets for note in one.report.notes]
     if examples:
         parts.append(_legend())
     for role, one in sets:
@@ -94,6 +96,7 @@ def _facts(prepared: PreparedSet) -> dict[str, str]:
         "weight": f"{prepared.weight:g}",
         "rows": f"{report.rows_read:,}",
         "documents": f"{report.documents:,}",
+        "a document is": report.unit,
         "tokens": f"{report.tokens:,}",
         "trained": f"{report.labels / report.tokens:.1%}",
         "ends trained": f"{report.stops_trained / report.documents:.1%}",

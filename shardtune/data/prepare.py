@@ -26,11 +26,12 @@ from shardtune.core.machine import Machine
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.parent_death import die_with_parent
 from shardtune.data import prepared_cache as store
+from shardtune.data.data_file import OpenedSource
 from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
 from shardtune.data.formats import RowFormat, make_format
 from shardtune.data.pairs import PairFormat, make_pair_format
 from shardtune.data.readers import SourcePart
-from shardtune.data.sources import OpenedSource, open_source
+from shardtune.data.sources import open_source
 from shardtune.data.tokenize import DocumentIndex, Overflow, ProgressCallback, RowCounts, tokenize
 from shardtune.data.validate import (
     CheckedSource,
@@ -38,6 +39,7 @@ from shardtune.data.validate import (
     check_leaks,
     check_source,
     check_stops,
+    notes,
 )
 from shardtune.errors import DataError, Problem
 
@@ -84,7 +86,7 @@ def prepare(
     )
     if problems:
         raise DataError(problems)
-    prepared = tuple(one.load(stop_ids) for one in done)
+    prepared = tuple(one.load(section, stop_ids) for one in done)
     count = len(section.train)
     return PreparedData(train=prepared[:count], eval=prepared[count:])
 
@@ -96,7 +98,7 @@ class _Done:
     checked: CheckedSource
     folder: Path
 
-    def load(self, stop_ids: frozenset[int]) -> PreparedSet:
+    def load(self, section: DataSection, stop_ids: frozenset[int]) -> PreparedSet:
         source, tally, index = self.checked.source, self.checked.tally, self.checked.index
         report = SourceReport(
             name=source.label,
@@ -113,6 +115,8 @@ class _Done:
             untrained=tally.untrained,
             bad=tally.bad,
             stops_trained=self.checked.stops_trained(stop_ids),
+            unit=self.checked.opened.unit,
+            notes=notes(self.checked, section),
         )
         return PreparedSet(
             name=report.name,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardtune.data.records import BadRow
+from shardtune.data.complaints import Complaints
 from shardtune.data.tokenize import DocumentIndex, RowCounts
 from shardtune.errors import DataError, Problem
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import datasets
 
     from shardtune.config.job import Source
+    from shardtune.data.data_file import OpenedSource
     from shardtune.data.formats import RowFormat
-    from shardtune.data.sources import OpenedSource
 
-PREPARE_VERSION = 1
+PREPARE_VERSION = 2
 """A change of what preparation makes of the same input needs a new number."""
 
 
@@ -69,7 +69,7 @@ def read(folder: Path) -> tuple[RowCounts, DocumentIndex]:
     """The report and the index of a folder."""
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        report["bad_rows"] = [BadRow(**row) for row in report["bad_rows"]]
+        report["complaints"] = Complaints.of(report["complaints"]["groups"])
         with np.load(folder / "index.npz", allow_pickle=False) as arrays:
             index = DocumentIndex(
                 **{name: arrays[name] for name in DocumentIndex.__dataclass_fields__}

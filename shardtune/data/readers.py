@@ -7,6 +7,7 @@ stops the reading of the others.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from shardtune.data.open_file import BOM, open_file
 from shardtune.data.records import (
     BadRow,
     JsonReader,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-BOM = b"\xef\xbb\xbf"
 TABLE_BATCH = 256  # rows of an Arrow table that are turned into Python objects at a time
 
 
@@ -136,7 +137,10 @@ class CsvFile:
 
     def rows(self) -> Iterator[SourceRecord | BadRow]:
         csv.field_size_limit(sys.maxsize)
-        with self.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        with (
+            open_file(self.path) as raw,
+            io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as file,
+        ):
             reader = csv.reader(file, delimiter=self.delimiter, strict=True)
             header: list[str] = []
             while True:
@@ -196,6 +200,29 @@ class ParquetGroups:
 
 
 @dataclass(frozen=True)
+class ArrowFile:
+    """An Arrow file: in the IPC file format (Feather is that, too), or a stream, as `datasets`
+    writes its cache."""
+
+    path: Path
+    count: int | None = None
+
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
+        import pyarrow
+
+        number = 1
+        try:
+            with pyarrow.memory_map(str(self.path)) as file:
+                for batch in _record_batches(file):
+                    for start in range(0, len(batch), TABLE_BATCH):
+                        yield from _table_rows(batch.slice(start, TABLE_BATCH), number + start)
+                    number += len(batch)
+        except (pyarrow.ArrowException, OSError) as error:
+            fact = f"can't be read as Arrow from row {number} on: {error}"
+            raise DataError(Problem(str(self.path), fact, "write the file again")) from None
+
+
+@dataclass(frozen=True)
 class SavedRows:
     """Rows [start, stop) of a data set of the `datasets` library."""
 
@@ -224,13 +251,15 @@ def broken_json(path: Path, error: json.JSONDecodeError) -> DataError:
 def json_text(path: Path) -> str:
     """The text of a JSON file. Bytes that are no UTF-8 become lone surrogates, which spoil only
     the row that they stand in."""
-    return path.read_bytes().removeprefix(BOM).decode("utf-8", "surrogateescape")
+    with open_file(path) as file:
+        return file.read().removeprefix(BOM).decode("utf-8", "surrogateescape")
 
 
 def _lines(path: Path, start: int, stop: int, first: int) -> Iterator[tuple[int, bytes]]:
     """The lines that start in [start, stop) and aren't blank, without their ends, numbered."""
-    with path.open("rb") as file:
-        file.seek(start)
+    with open_file(path) as file:
+        if start:
+            file.seek(start)
         number = first
         while start < stop and (raw := file.readline()):
             start += len(raw)
@@ -251,6 +280,19 @@ def _line_row(
 
 def _text_row(line: str) -> dict[str, Any]:
     return {"text": line}
+
+
+def _record_batches(file: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
+    is_stream = file.read(6) != b"ARROW1"
+    file.seek(0)
+    if is_stream:
+        yield from pyarrow.ipc.open_stream(file)
+        return
+    reader = pyarrow.ipc.open_file(file)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
 
 
 def _table_rows(

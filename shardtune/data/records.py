@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 MAX_JSON_DEPTH = 100  # levels of nesting; no format here needs more than five
 
@@ -36,10 +36,14 @@ class BadRow:
     """The character of the line where it goes wrong, counted from 1, where there is one."""
     missing: str = ""
     """The column that it lacks, if that is the reason."""
+    culprit: Literal["", "template"] = ""
+    """What is at fault where the row itself isn't."""
 
 
 class Unreadable(Exception):
     """Why a row can't be read, and at which character."""
+
+    culprit: Literal["", "template"] = ""
 
     def __init__(self, reason: str, column: int | None = None) -> None:
         super().__init__(reason)
@@ -64,9 +68,13 @@ class JsonReader:
         try:
             value, end = self.decode(text, 0)
             end = skip_blanks(text, end)
+            if text[end:] == ",":
+                raise json.JSONDecodeError("a comma follows the object", text, end)
             if end < len(text):
                 raise json.JSONDecodeError("something follows the end of the value", text, end)
         except json.JSONDecodeError as error:
+            if text.lstrip().startswith("{'"):
+                raise Unreadable("a Python dict, not JSON: json.dumps writes it as JSON") from None
             raise Unreadable(f"broken JSON: {error.msg}", error.pos + 1) from None
         except RecursionError:
             raise Unreadable(f"nested more than {MAX_JSON_DEPTH} levels deep") from None

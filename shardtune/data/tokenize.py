@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from shardtune.data.complaints import Complaints
 from shardtune.data.encode import Tokens
 from shardtune.data.pairs import PairFormat
 from shardtune.data.readers import SourcePart
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 1000
 BATCH_BYTES = 4 << 20
-BAD_KEPT = 10_000  # bad rows that are kept with their reasons; the others are counted
 COLUMNS_KEPT = 1000
 
 Overflow = Literal["truncate", "split", "drop"]
@@ -46,7 +46,8 @@ class RowCounts:
     bad: int = 0
     longest: int = 0
     """Tokens of the longest row, before any cut."""
-    bad_rows: list[BadRow] = field(default_factory=list)
+    complaints: Complaints = field(default_factory=Complaints)
+    """Why rows are bad."""
     missing: dict[str, int] = field(default_factory=dict)
     """Rows that lack a required column, by its name."""
     columns: dict[str, None] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class RowCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.bad += other.bad
         self.longest = max(self.longest, other.longest)
-        self.bad_rows += other.bad_rows[: BAD_KEPT - len(self.bad_rows)]
+        self.complaints.add(other.complaints)
         for column, count in other.missing.items():
             self.missing[column] = self.missing.get(column, 0) + count
         self.see(other.columns)
@@ -66,8 +67,7 @@ class RowCounts:
         self.bad += 1
         if row.missing:
             self.missing[row.missing] = self.missing.get(row.missing, 0) + 1
-        if len(self.bad_rows) < BAD_KEPT:
-            self.bad_rows.append(row)
+        self.complaints.refuse(row)
 
     def see(self, columns: Iterable[str]) -> None:
         for name in columns:

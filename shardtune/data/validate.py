@@ -12,11 +12,12 @@ from shardtune.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
     from shardtune.config.job import DataSection, Source
+    from shardtune.data.complaints import Complaint
+    from shardtune.data.data_file import OpenedSource
     from shardtune.data.formats import RowFormat
-    from shardtune.data.sources import OpenedSource
     from shardtune.data.tokenize import DocumentIndex, RowCounts
 
-LISTED = 50  # bad rows of a data set that are named
+LISTED = 20  # kinds of complaints about a data set that are told
 LEAKS_LISTED = 5
 
 FORMATS = {
@@ -71,30 +72,51 @@ def check_source(checked: CheckedSource, section: DataSection) -> list[Problem]:
 
 
 def bad_row_lines(checked: CheckedSource) -> list[str]:
-    """`place: reason` for the bad rows, as far as they are listed."""
+    """A line for each kind of complaint about the rows, as far as they are listed."""
     problems = _bad_rows(checked, columns_told=False)
     return [f"{problem.place}: {problem.fact}" for problem in problems]
 
 
 def _bad_rows(checked: CheckedSource, *, columns_told: bool) -> list[Problem]:
-    """The bad rows one by one, and how many there are.
+    """What is wrong with rows, most frequent first, and how many there are.
 
     Where a column is missing everywhere that was told already; then these rows are left out.
     """
     tally = checked.tally
-    rows = [row for row in tally.bad_rows if not (columns_told and row.missing)]
-    total = tally.bad - (sum(tally.missing.values()) if columns_told else 0)
+    told = [
+        complaint
+        for complaint in tally.complaints
+        if not (columns_told and complaint.examples[0].missing)
+    ]
+    total = sum(complaint.count for complaint in told)
     if not total:
         return []
-    problems = [
-        Problem(checked.opened.place(row.number, row.column), row.reason) for row in rows[:LISTED]
-    ]
-    more = f" ({total - LISTED:,} more than are listed here)" if total > LISTED else ""
+    told.sort(key=lambda complaint: -complaint.count)
+    problems = [_complaint(complaint, checked) for complaint in told[:LISTED]]
+    rest = sum(complaint.count for complaint in told[LISTED:])
+    more = f" ({rest:,} for reasons that aren't listed here)" if rest else ""
     fact = f"{total:,} of {tally.rows:,} rows can't be used{more}"
     fix = "fix them, or set data.bad_rows: skip to go on without them"
     if tally.bad == tally.rows:
         fix = "fix them: no usable row is left"
+    if all(complaint.culprit == "template" for complaint in told):
+        return problems  # each with its fix: the rows need none
     return [*problems, Problem(checked.path, fact, fix)]
+
+
+def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:
+    """One kind of complaint: of a single row, of many, or of what all of them went through."""
+    places = [checked.opened.place(row.number, row.column) for row in complaint.examples]
+    shown = ", ".join(places) + (", ..." if complaint.count > len(places) else "")
+    if complaint.culprit == "template":
+        fact = f"{complaint.reason}; {complaint.count:,} of {checked.tally.rows:,} rows need that"
+        fix = "give the tokenizer a chat template that can, or set data.bad_rows: skip"
+        return Problem("the chat template", f"{fact} ({shown})", fix)
+    if complaint.count == 1:
+        return Problem(places[0], complaint.reason)
+    like = "" if complaint.same else " like this"
+    fact = f"{complaint.count:,} rows{like}: {complaint.reason} ({shown})"
+    return Problem(checked.path, fact)
 
 
 def _wrong_columns(checked: CheckedSource) -> list[Problem]:
@@ -175,6 +197,7 @@ def check_stops(
     elif cut == len(finals):
         fact += f", because all of them are cut off at {section.sequence_length} tokens"
         fix = f"raise data.sequence_length: the longest row has {checked.tally.longest:,} tokens"
+        fix += "; or cut rows into several documents: overflow: split"
     elif checked.source.format == "pretokenized":
         fix = "end each row's ids with a stop token, and don't mask it in the labels"
     elif tokenizer.eos_token is None:
@@ -182,6 +205,20 @@ def check_stops(
     else:
         fix = f"use a chat template that ends an answer with {names or repr(tokenizer.eos_token)}"
     return [Problem(checked.path, fact, fix)]
+
+
+def notes(checked: CheckedSource, section: DataSection) -> tuple[str, ...]:
+    """What a person should know about a set that is good."""
+    tally, told = checked.tally, []
+    if checked.opened.note:
+        told.append(checked.opened.note)
+    if tally.truncated and checked.source.format in ("completion", "pretokenized"):
+        told.append(
+            f"{tally.truncated:,} of {len(checked.index.lengths):,} documents are longer than "
+            f"data.sequence_length ({section.sequence_length}): {tally.truncated_tokens:,} tokens "
+            "at their ends are not trained; overflow: split trains them as further documents"
+        )
+    return tuple(told)
 
 
 def check_leaks(train: Sequence[CheckedSource], held_out: Sequence[CheckedSource]) -> list[Problem]:

@@ -49,6 +49,9 @@ def print_opening(
             f"{source.bad:,}",
         )
     console.print(table)
+    for source in sources:
+        for note in source.notes:
+            console.print(Text(f"{source.name}: {note}"))
     for path, reason in reasons.items():
         value = _at(job, path)
         console.print(Text(f"{dotted(path)} = {value}  ({reason})", style="dim"))

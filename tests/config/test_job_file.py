@@ -148,7 +148,7 @@ WRONG = {
     ),
     "data.train.0.type=alpaca": (
         "command line: data.train.0.type: unknown key\n    fix: known here: path, format, name, "
-        "split, columns, template, overflow, weight"
+        "split, columns, template, documents, overflow, weight"
     ),
     "data.train.1.path=b": (
         "command line: data.train.1.path: data.train is a list of 1; '1' is not one of them\n"

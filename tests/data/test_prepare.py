@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtune.config.job import Columns, DataSection, Source, TrainSource
+from shardtune.data import data_file
 from shardtune.data import prepare as prepare_module
 from shardtune.data import prepared_cache as store
-from shardtune.data import sources
 from shardtune.data import tokenize as tokenise
 from shardtune.data.encode import Tokens
 from shardtune.data.prepare import prepare
@@ -67,7 +67,11 @@ def test_documents_and_report(tmp_path, tokenizer):
     assert dataclasses.asdict(prepared.report) == {
         "name": "words", "path": path, "format": "completion", "rows_read": 3, "documents": 3,
         "tokens": 13, "labels": 10, "truncated": 1, "truncated_tokens": 2, "split": 0,
-        "dropped": 0, "untrained": 0, "bad": 0, "stops_trained": 2,
+        "dropped": 0, "untrained": 0, "bad": 0, "stops_trained": 2, "unit": "a row",
+        "notes": (
+            "1 of 3 documents are longer than data.sequence_length (8): 2 tokens at their ends "
+            "are not trained; overflow: split trains them as further documents",
+        ),
     }  # fmt: skip
 
 
@@ -213,8 +217,8 @@ def test_several_at_once_make_it_once(tmp_path, tokenizer, monkeypatch):
 
 @pytest.mark.process
 def test_several_processes_give_the_same(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(sources, "READ_BLOCK", 512)
-    monkeypatch.setattr(sources, "PART_BYTES", 1024)
+    monkeypatch.setattr(data_file, "READ_BLOCK", 512)
+    monkeypatch.setattr(data_file, "PART_BYTES", 1024)
     rows = [{"text": f"row {number} " + "x" * (number % 40)} for number in range(400)]
     rows[77] = {"words": "no text"}
     path = write(tmp_path / "words.jsonl", rows)
@@ -226,7 +230,7 @@ def test_several_processes_give_the_same(tmp_path, tokenizer, monkeypatch):
     (folder,) = made(tmp_path / "b")
     assert len(list((tmp_path / "b" / "data" / folder).glob("*.arrow"))) == 8
     tally, index = store.read(tmp_path / "b" / "data" / folder)
-    assert [row.number for row in tally.bad_rows] == [78]
+    assert [row.number for one in tally.complaints for row in one.examples] == [78]
     assert index.numbers.tolist() == [*range(1, 78), *range(79, 401)]
 
 
@@ -246,8 +250,8 @@ class Fatal:
 
 @pytest.mark.process
 def test_a_killed_worker_is_told(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(sources, "READ_BLOCK", 512)
-    monkeypatch.setattr(sources, "PART_BYTES", 1024)
+    monkeypatch.setattr(data_file, "READ_BLOCK", 512)
+    monkeypatch.setattr(data_file, "PART_BYTES", 1024)
     path = write(tmp_path / "words.jsonl", texts(*(f"row {number}" for number in range(400))))
     monkeypatch.setattr(prepare_module, "make_format", lambda *given: Fatal())
     with pytest.raises(DataError, match="one of the 2 processes that tokenize was killed"):

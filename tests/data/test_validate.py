@@ -36,7 +36,10 @@ def refused(tmp_path, tokenizer):
             prepare(section, other or tokenizer, stops, cache=tmp_path / "cache", quiet=True)
         assert not list((tmp_path / "cache").rglob("*.arrow"))
         return [
-            (problem.place.removeprefix(f"{tmp_path}/"), problem.fact, problem.fix)
+            tuple(
+                part.replace(f"{tmp_path}/", "")
+                for part in (problem.place, problem.fact, problem.fix)
+            )
             for problem in caught.value.problems
         ]
 
@@ -96,10 +99,29 @@ def test_a_json_array_under_the_name_of_lines_is_read(tmp_path, tokenizer):
     assert prepared.report.documents == 2
 
 
-def test_a_long_list_of_bad_rows_is_cut_and_counted(refused):
-    problems = refused([GOOD] + [{"instruction": "a", "output": 1}] * (LISTED + 7))
+def test_rows_that_are_bad_alike_are_told_once(refused):
+    rows = [{"instruction": "a", "output": 1}] * 57 + [{"instruction": "a", "output": None}]
+    alike, single, total = refused([GOOD, *rows])
+    assert alike == (
+        "rows.jsonl",
+        "57 rows: 'output' is int 1, not text (rows.jsonl:2, rows.jsonl:3, rows.jsonl:4, ...)",
+        "",
+    )
+    assert single[:2] == ("rows.jsonl:59", "'output' is null, not text")
+    assert total[1] == "58 of 59 rows can't be used"
+
+
+def test_numbers_don_t_make_another_complaint(refused):
+    alike, _ = refused([GOOD] + [{"instruction": "a", "output": n} for n in range(4)])
+    assert alike[1].startswith("4 rows like this: 'output' is int 0, not text (rows.jsonl:2, ")
+
+
+def test_a_long_list_of_complaints_is_cut_and_counted(refused):
+    names = [f"r{chr(97 + n)}le" for n in range(LISTED + 3)]
+    rows = [{"messages": [{"role": name, "content": "x"}]} for name in names]
+    problems = refused(rows, "chat")
     assert len(problems) == LISTED + 1
-    assert problems[-1][1] == "57 of 58 rows can't be used (7 more than are listed here)"
+    assert problems[-1][1] == "23 of 23 rows can't be used (3 for reasons that aren't listed here)"
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"[]"])
@@ -226,7 +248,10 @@ def test_a_template_without_a_terminator(refused):
 def test_a_stop_token_that_is_always_cut_off(refused):
     ((_, fact, fix),) = refused([{"text": "x" * 100}] * 2, "completion")
     assert fact.endswith("because all of them are cut off at 64 tokens")
-    assert fix == "raise data.sequence_length: the longest row has 101 tokens"
+    assert fix == (
+        "raise data.sequence_length: the longest row has 101 tokens; "
+        "or cut rows into several documents: overflow: split"
+    )
 
 
 def test_pretokenized_rows_without_a_stop_token(refused):
