@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,7 +127,8 @@ def start(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory() as temp,
     ):
         with _telling(launchers):
-            inputs = _open(job, resolved, predicted if first else None, quiet=not first)
+            reasons = {**loaded.understood, **resolved.reasons}
+            inputs = _open(job, reasons, predicted if first else None, quiet=not first)
             if first:
                 run.prepare(overwrite=arguments.overwrite)
                 run.write_forecast(RunForecast.of(predicted) if predicted is not None else None)
@@ -181,7 +182,9 @@ def _start_on_ray(
     return start_on_ray(arguments, loaded, _run_directory(arguments, loaded, loaded.job))
 
 
-def _open(job: Job, resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> Inputs:
+def _open(
+    job: Job, reasons: Mapping[KeyPath, str], predicted: Forecast | None, *, quiet: bool
+) -> Inputs:
     """Opens what the run reads, and prints what it will do."""
     from shardtune.report.plan_table import print_outlook
     from shardtune.report.start_summary import print_opening
@@ -194,7 +197,7 @@ def _open(job: Job, resolved: ResolvedJob, predicted: Forecast | None, *, quiet:
     make_plan(job, world.size, steps)
     if not quiet:
         sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-        print_opening(job, {**resolved.reasons, **_model_reasons(inputs.model)}, sources)
+        print_opening(job, {**reasons, **_model_reasons(inputs.model)}, sources)
     if predicted is not None:
         print_outlook(predicted, steps)
     return inputs

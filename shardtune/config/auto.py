@@ -14,7 +14,7 @@ from typing import Any
 from shardtune.config.job import Job, RayLaunch
 from shardtune.core.machine import Machine
 from shardtune.core.model.kind import ModelKind
-from shardtune.core.strategy import JobFacts
+from shardtune.core.strategy import JobFacts, ResolvedStrategy
 from shardtune.core.yaml_document import KeyPath
 
 MICRO_BATCH: KeyPath = ("train", "micro_batch")
@@ -51,6 +51,7 @@ def resolve(
     """
     draft = _Draft(job)
     _resolve_launch(draft, machine, ranks, nodes)
+    draft.take_strategy(draft.job.strategy.on_nodes(nodes))
     _resolve_length(draft)
     _resolve_kernels(draft, machine, kind)
     _resolve_offload(draft, machine)
@@ -83,6 +84,10 @@ class _Draft:
     def take(self, resolved: ResolvedJob) -> None:
         self.job = resolved.job
         self.reasons |= resolved.reasons
+
+    def take_strategy(self, resolved: ResolvedStrategy) -> None:
+        self.job = self.job.model_copy(update={"strategy": resolved.strategy})
+        self.reasons = resolved.reasons | self.reasons
 
 
 def _with_value(section: Any, path: KeyPath, value: Any) -> Any:
@@ -228,9 +233,7 @@ def _one_row(job: Job) -> bool:
 def _resolve_strategy_file(draft: _Draft) -> None:
     """Who has a file to read leaves no micro-batch to the forecast."""
     if draft.job.train.micro_batch != "auto":
-        found = draft.job.strategy.resolved(_facts(draft.job))
-        draft.job = draft.job.model_copy(update={"strategy": found.strategy})
-        draft.reasons = found.reasons | draft.reasons
+        draft.take_strategy(draft.job.strategy.resolved(_facts(draft.job)))
 
 
 def _facts(job: Job) -> JobFacts:

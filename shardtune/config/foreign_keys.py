@@ -34,8 +34,10 @@ OTHERS_KEYS = {
     "gradient_accumulation_steps": (
         "it follows from train.global_batch: rows of a step, over all ranks and micro-batches"
     ),
-    "bf16": "here it is train.precision",
-    "fp16": "here it is train.precision",
+    "bf16": "here it is train.precision; `bf16: true` at the top or in `train` is understood",
+    "fp16": "here it is train.precision; `fp16: true` at the top or in `train` is understood",
+    "torch_dtype": "here it is train.precision",
+    "sharding_strategy": "here it is strategy.sharding: full or hybrid; torch's names, too",
     "output_dir": "here it is save.directory",
     "save_steps": "here it is save.every",
     "eval_steps": "here it is evaluate.every",

@@ -6,7 +6,7 @@ import json
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from shardtune.config.foreign_keys import OTHERS_KEYS, OTHERS_VALUES
 from shardtune.config.job import Job
 from shardtune.config.ludwig import translated
+from shardtune.config.published_words import understand
 from shardtune.core.yaml_document import KeyPath, dotted, parse_document, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 
@@ -27,6 +28,8 @@ class LoadedJob:
 
     job: Job
     origins: Mapping[KeyPath, str]
+    understood: Mapping[KeyPath, str] = field(default_factory=dict)
+    """Values that were written in the words of other tools: which, and where."""
 
     def origin(self, path: KeyPath) -> str:
         """Where a value was written; `default` if nowhere."""
@@ -47,11 +50,12 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
         raise JobError(Problem(str(path), what, fix))
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
     _override(value, origins, overrides)
+    understood = understand(value, origins, COMMAND_LINE)
     try:
         job = Job.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise JobError(_translate(error, value, origins)) from None
-    return LoadedJob(*translated(job, origins))
+    return LoadedJob(*translated(job, origins), understood)
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:

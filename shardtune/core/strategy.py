@@ -141,6 +141,10 @@ class StrategyBase(Section, ABC):
 
     # What it knows of `auto` ------------------------------------------------------------------
 
+    def on_nodes(self, nodes: int) -> ResolvedStrategy:
+        """With what follows from the number of nodes."""
+        return ResolvedStrategy(self)
+
     def micro_batch(self, global_batch: int, ranks: int) -> tuple[int, str] | None:
         """The micro-batch that its own file asks for, and the reason; None where it's open."""
         return None

@@ -404,14 +404,6 @@ def test_a_strategy_that_gives_no_reason_is_refused_all_the_same(name: str) -> N
 
 # What is wrong with a strategy's own fields, which it says itself.
 OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
-    "hybrid has replicas": (
-        {"strategy": {"type": "fsdp", "sharding": "hybrid"}},
-        Problem(
-            "strategy.sharding",
-            "hybrid repeats groups of ranks, and nothing says how many there are",
-            "set replicas, best to the number of nodes, or sharding: full",
-        ),
-    ),
     "replicas are hybrid": (
         {"strategy": {"type": "fsdp", "replicas": 2}, "launch": {"processes": 4}},
         Problem(

@@ -14,7 +14,7 @@ from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
-from shardtune.core.strategy import Choice, Devices, StrategyBase
+from shardtune.core.strategy import Choice, Devices, ResolvedStrategy, StrategyBase
 from shardtune.core.world import World
 from shardtune.errors import Problem
 from shardtune.parallel.axis_rules import (
@@ -40,7 +40,8 @@ class FSDP(StrategyBase):
     """`full` divides over all ranks. `hybrid` divides within groups and repeats the groups: only
     gradients cross between them, which suits slow links between nodes."""
     replicas: Annotated[int, Field(ge=1)] | None = None
-    """How many groups `hybrid` forms; each has ranks / replicas ranks."""
+    """How many groups `hybrid` forms; each has ranks / replicas ranks. Null: one on each node, as
+    torch's HYBRID_SHARD."""
     offload: Literal["none", "cpu"] = "none"
     """Keep the shares in CPU memory and bring them to the device when needed: slow, but fits."""
     reshard_after_forward: bool = True
@@ -83,16 +84,19 @@ class FSDP(StrategyBase):
         order = pipelining(self.schedule, self.chunks)
         return Layout((pipeline_rule(), replicate, shard, *slices), home, pipelining=order)
 
+    def on_nodes(self, nodes: int) -> ResolvedStrategy:
+        if self.sharding != "hybrid" or self.replicas is not None:
+            return ResolvedStrategy(self)
+        reason = "one group on each node" if nodes > 1 else "one node: the same as sharding: full"
+        found = self.model_copy(update={"replicas": nodes})
+        return ResolvedStrategy(found, {("strategy", "replicas"): reason})
+
     @property
     def capabilities(self) -> Capabilities:
         return _capabilities(self.sharding == "full", self.tensor, self.pipeline)
 
     def problems(self, ranks: int) -> list[Problem]:
         found = []
-        if self.sharding == "hybrid" and self.replicas is None:
-            fact = "hybrid repeats groups of ranks, and nothing says how many there are"
-            fix = "set replicas, best to the number of nodes, or sharding: full"
-            found.append(Problem("strategy.sharding", fact, fix))
         if self.sharding == "full" and (self.replicas or 1) > 1:
             fact = f"sharding: full has one group of ranks, not {self.replicas}"
             fix = "set sharding: hybrid, or leave replicas out"
