@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
+from shardtune.config.model_config import shape_of
 from shardtune.config.rules import check
 from shardtune.core.capabilities import Can, Capabilities
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
@@ -34,7 +35,6 @@ from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.forecast import Forecast, forecast
-from shardtune.plan.model_config import shape_of
 from shardtune.training.engine_setup import make_plan
 from tests.config.test_rules import BROKEN, OWN
 from tests.config.test_rules import REFUSED as BY_STRATEGY

@@ -42,10 +42,10 @@ def forecast(job: Job, cluster: str | Cluster) -> Forecast:
     `cluster` is written as on the command line: `"4xA40"`, `"2x8xH100@400Gbps"`, or the path of a
     profile that `shardtune bench` has written.
     """
+    from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check
     from shardtune.core.yaml_document import dotted
     from shardtune.plan.forecast import forecast as compute
-    from shardtune.plan.model_config import shape_of
     from shardtune.plan.on_cluster import resolve_as_asked
 
     shape, there = shape_of(job.model), _cluster(cluster)
@@ -56,9 +56,9 @@ def forecast(job: Job, cluster: str | Cluster) -> Forecast:
 
 def rank_strategies(job: Job, cluster: str | Cluster, minimise: Aim = "time") -> Ranking:
     """Every strategy for `job` on a cluster, the best first, as `shardtune plan` ranks them."""
+    from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check
     from shardtune.core.yaml_document import dotted
-    from shardtune.plan.model_config import shape_of
     from shardtune.plan.on_cluster import resolve_as_asked, resolve_on
     from shardtune.plan.search import rank
 

@@ -178,10 +178,10 @@ def about_links(
 
 def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
     """What the slowest link means for the job."""
+    from shardtune.config.model_config import shape_of
     from shardtune.core.machine import Machine
     from shardtune.core.strategy import Devices
     from shardtune.core.units import GIB
-    from shardtune.plan.model_config import shape_of
     from shardtune.plan.this_machine import forecast_here
 
     predicted = forecast_here(job, Machine.here(), nodes)

@@ -120,13 +120,13 @@ def _dry_run(found: Forecast) -> DryRunSummary:
 
     Operations run on their own there: what a compiler would make of them can't be seen.
     """
+    from shardtune.config.model_config import config_of
     from shardtune.core.units import GIB
     from shardtune.measure.dry_run import dry_run
     from shardtune.models.builder import MetaModelBuilder
     from shardtune.models.load import config_from
     from shardtune.plan.forecast import forecast
     from shardtune.plan.forecast_summary import DryRunSummary
-    from shardtune.plan.model_config import config_of
     from shardtune.training.engine_setup import make_plan
 
     train = found.job.train.model_copy(update={"kernels": "eager"})
@@ -236,9 +236,9 @@ def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluste
     from dataclasses import replace
 
     from shardtune.config.job_file import load_job
+    from shardtune.config.model_config import shape_of
     from shardtune.errors import JobError, Problem
     from shardtune.plan.cluster import parse_cluster
-    from shardtune.plan.model_config import shape_of
 
     cluster = parse_cluster(arguments.cluster)
     if arguments.price is not None:

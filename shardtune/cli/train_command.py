@@ -82,9 +82,9 @@ def resolve_here(
     machine has, too."""
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.auto import resolve
+    from shardtune.config.model_config import kind_if_known
     from shardtune.config.rules import check
     from shardtune.core.machine import Machine
-    from shardtune.plan.model_config import kind_if_known
     from shardtune.plan.this_machine import planner_here
 
     job, machine = loaded.job, Machine.here()

@@ -24,3 +24,9 @@ def hide_loading_bars() -> None:
 def quiet_flash_attention() -> None:
     """It warns of an argument while it compiles another kernel."""
     warnings.filterwarnings("ignore", message="Argument aux_data")
+
+
+def quiet_expert_patterns() -> None:
+    """peft gives a fused weight of experts its rank by a pattern, and then looks for it among
+    modules alone: it warns that the pattern was ignored, which it wasn't."""
+    warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not")

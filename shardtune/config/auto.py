@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardtune.config.job import Job, RayLaunch
+from shardtune.config.model_config import config_of
 from shardtune.core.machine import Machine
+from shardtune.core.model.family_support import support_of
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.strategy import JobFacts, ResolvedStrategy
 from shardtune.core.yaml_document import KeyPath
+from shardtune.errors import ModelError
 
 MICRO_BATCH: KeyPath = ("train", "micro_batch")
 MICRO_BATCH_TOKENS = 4096  # of a CPU, and where no forecast can be made
@@ -53,6 +56,7 @@ def resolve(
     _resolve_launch(draft, machine, ranks, nodes)
     draft.take_strategy(draft.job.strategy.on_nodes(nodes))
     _resolve_length(draft)
+    _resolve_family(draft, machine, kind)
     _resolve_kernels(draft, machine, kind)
     _resolve_offload(draft, machine)
     _resolve_evaluation(draft)
@@ -133,6 +137,33 @@ def _resolve_launch(draft: _Draft, machine: Machine, ranks: int | None, nodes: i
 def _resolve_length(draft: _Draft) -> None:
     if draft.job.train.steps is None and draft.job.train.epochs is None:
         draft.put(("train", "epochs"), 1.0, "neither steps nor epochs is given: one pass")
+
+
+def _resolve_family(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
+    """What the model's family can do: its attention, and whether it keeps packed documents
+    apart."""
+    job = draft.job
+    if job.model.attention != "auto" and job.data.packing != "auto":
+        return
+    try:
+        config = config_of(job.model)
+    except ModelError:  # whoever opens the model says what is wrong with it
+        config = {}
+    family, support = config.get("model_type", "this model"), support_of(config)
+    if job.model.attention == "auto" and support is not None:
+        best = support.best_attention(gpu=machine.gpus > 0)
+        words = f"the best that {family} has" + (" here" if best != support.attention[0] else "")
+        draft.put(("model", "attention"), best, words)
+    if job.data.packing == "auto" and config:
+        packs, reason = True, f"{family} keeps packed documents apart"
+        if kind != "decoder":
+            packs, reason = False, "padded: each source has a row of its own beside its target"
+        elif support is None:
+            packs = False
+            reason = f"padded: nobody has declared whether {family} keeps packed documents apart"
+        elif support.mixes_documents:
+            packs, reason = False, f"padded, as {family} mixes documents: {support.mixes_documents}"
+        draft.put(("data", "packing"), packs, reason)
 
 
 def _resolve_kernels(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
@@ -224,7 +255,7 @@ def rows_of(job: Job, ranks: int) -> int:
 
 def _one_row(job: Job) -> bool:
     """Whether packed documents can be kept apart in micro-batches of one row only."""
-    return job.data.packing and job.model.attention == "flash_attention_2"
+    return job.data.packs and job.model.attention == "flash_attention_2"
 
 
 # A strategy's own file ----------------------------------------------------------------------------

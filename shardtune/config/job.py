@@ -51,9 +51,10 @@ class ModelSection(Section):
     """A built-in name (`shardtune models list`), a local folder, or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Which attention implementation of transformers computes the forward pass. With `sdpa` a GPU
-    keeps packed documents apart without a mask, where the model's family allows it."""
+    attention: Literal["auto", "sdpa", "flex_attention", "flash_attention_2", "eager"] = "auto"
+    """Which attention implementation of transformers computes the forward pass. `auto` takes the
+    best that the model's family has (`sdpa`, on a GPU `flex_attention`, else `eager`). With `sdpa`
+    a GPU keeps packed documents apart without a mask, where the family allows it."""
     add_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Special tokens that the tokenizer shall have besides its own, such as `<|im_start|>`. Where
     the embedding has no spare rows for them it grows, and with it the output head; a new row starts
@@ -69,6 +70,11 @@ class ModelSection(Section):
     be trained."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Read it before you allow it."""
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """As transformers is told it; of a family that we don't know it chooses itself."""
+        return None if self.attention == "auto" else self.attention
 
 
 class NoAdapter(Section):
@@ -202,8 +208,9 @@ class DataSection(Section):
     target_length: Auto | Annotated[int, Field(ge=8)] = "auto"
     """The longest target of a model with an encoder (T5, BART), in tokens; `auto` is as many as
     `sequence_length`. A decoder alone has source and target in one row."""
-    packing: bool = True
-    """Fill each row with several documents, kept apart in attention and positions."""
+    packing: Auto | bool = "auto"
+    """Fill each row with several documents, kept apart in attention and positions. `auto` does so
+    where the model's family keeps them apart, and else gives each document a row of its own."""
     shuffle: bool = True
     """Draw the documents in a random order, another each epoch; false keeps the files' order."""
     bad_rows: Literal["fail", "skip"] = "fail"
@@ -215,6 +222,11 @@ class DataSection(Section):
     def longest_target(self) -> int:
         """`target_length`, or what `auto` stands for."""
         return self.sequence_length if self.target_length == "auto" else self.target_length
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed; `auto` that nobody has resolved packs, and is checked."""
+        return self.packing is not False
 
 
 class AdamW(Section):

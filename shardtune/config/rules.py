@@ -240,7 +240,7 @@ RULES: tuple[Rule, ...] = (
         "flash-attention-packs-one-row",
         ("train", "micro_batch"),
         lambda job: (
-            job.data.packing
+            job.data.packs
             and job.model.attention == "flash_attention_2"
             and job.train.micro_batch != 1
         ),

@@ -46,7 +46,7 @@ class Loader:
         self._sets = train + prepared.eval
         self._eval = {each.name: len(train) + n for n, each in enumerate(prepared.eval)}
         self._capacity = section.sequence_length
-        self._packing = section.packing and not paired
+        self._packing = section.packs and not paired
         self._micro_batch = micro_batch
         self._global_batch = global_batch
         self._rank = rank

@@ -10,6 +10,7 @@ import torch
 
 from shardtune.compat.quiet import hide_loading_bars
 from shardtune.config.job import Adapter, NoAdapter, TrainSection
+from shardtune.core.model.family_support import require_attention
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
@@ -75,11 +76,11 @@ def check_weights(files: ModelFiles, adapter: Adapter) -> None:
         raise ModelError(Problem(MODEL_NAME, fact, fix))
     if (folder / INDEX).is_file():
         _ = files.weights  # raises what is wrong with it
-    other = "eager" if section.attention == "sdpa" else "sdpa"
-    with explaining("model.attention", section.name, f"attention: {other}"), torch.device("meta"):
+    require_attention(config.model_type, section.attention)
+    with explaining("model.attention", section.name, "attention: auto"), torch.device("meta"):
         model = auto_class(config).from_config(
             config,
-            attn_implementation=section.attention,
+            attn_implementation=section.attn_implementation,
             trust_remote_code=section.trust_remote_code,
         )
     check_module_names(model, adapter)
@@ -100,7 +101,7 @@ def load_base(files: ModelFiles, precision: Precision) -> Any:
             files.path,
             config=files.own_config,
             dtype=COMPUTE_DTYPES[precision],
-            attn_implementation=section.attention,
+            attn_implementation=section.attn_implementation,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
             **files.revision,

@@ -9,8 +9,8 @@ first values, and handed to whoever divides it, before the next one is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
 from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
+from shardtune.models.fused_weights import FusedWeight, own_names
 from shardtune.models.load import COMPUTE_DTYPES, load_base
 from shardtune.models.model_files import ModelFiles, auto_class
 from shardtune.models.packed_attention import use_varlen_attention
@@ -138,7 +139,7 @@ class Frame:
             if part in absent:
                 continue
             prefix = prefixes[part]
-            _fill(part, prefix, self.names, self.compute, device, absent)
+            _fill(part, prefix, self.names, self.compute, device, absent, self.model)
             initialize_adapters(part, prefix, self.adapter, seed=seed, device=device, absent=absent)
             if divide is not None:
                 divide(part)
@@ -188,7 +189,7 @@ def without_memory(config: Any, section: ModelSection, dtype: torch.dtype) -> An
         model = auto_class(config).from_config(
             config,
             dtype=dtype,
-            attn_implementation=section.attention,
+            attn_implementation=section.attn_implementation,
             trust_remote_code=section.trust_remote_code,
         )
     model.tie_weights()  # the context above made two parameters of a shared one
@@ -226,6 +227,8 @@ class TensorNames:
     tensor_of: dict[str, str]
     growing: frozenset[str]
     """The tensors of embedding and output head where they may have fewer rows than the model."""
+    fused: Mapping[str, FusedWeight] = field(default_factory=dict)
+    """The weights that are computed from several tensors, by their own names."""
 
     @classmethod
     def none(cls) -> TensorNames:
@@ -243,15 +246,15 @@ class TensorNames:
     @classmethod
     def of(cls, model: Any, files: WeightFiles, section: ModelSection) -> TensorNames:
         """Raises ModelError naming every weight without a tensor and every tensor without one."""
-        written, converted = _own_names(model, files.file_of)
+        written, fused, split = own_names(model, files.file_of)
         tensor_of: dict[str, str] = {}
         missing = []
         for group in _shared(model):
             present = next((name for name in group if name in written), None)
-            if present is None:
-                missing.append(group[0])
-            else:
+            if present is not None:
                 tensor_of |= dict.fromkeys(group, written[present])
+            elif group[0] not in fused:
+                missing.append(group[0])
         tensor_of |= {name: written[name] for name in model.state_dict() if name in written}
         ignorable = model._keys_to_ignore_on_load_unexpected or ()
         unexpected = [
@@ -262,8 +265,8 @@ class TensorNames:
         other = "use the weights that belong to its config.json"
         whole = _use_whole_models()
         facts = (
-            ("are computed from several tensors, which takes a whole model", converted, whole),
-            ("are missing", missing if not converted else [], other),
+            ("are cut out of larger tensors, which takes a whole model", split, whole),
+            ("are missing", missing if not split else [], other),
             ("have no place in the model", unexpected, other),
         )
         problems = [
@@ -279,7 +282,7 @@ class TensorNames:
         if section.add_tokens:
             inside = {parameter for end in ends(model) for parameter in end.parameters()}
             growing = {tensor_of[name] for name, p in model.named_parameters() if p in inside}
-        return cls(files, tensor_of, frozenset(growing))
+        return cls(files, tensor_of, frozenset(growing), fused)
 
 
 def _shared(model: nn.Module) -> list[list[str]]:
@@ -288,32 +291,6 @@ def _shared(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
     return list(groups.values())
-
-
-def _own_names(model: Any, tensors: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Each tensor by the name that the model has for it, after transformers' own renamings.
-
-    And the names of the weights that transformers would compute from several tensors.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if not isinstance(step, WeightRenaming)]
-    known = model.state_dict()
-    own: dict[str, str] = {}
-    converted: set[str] = set()
-    for tensor in tensors:
-        prefix = model.base_model_prefix
-        name, pattern = rename_source_key(tensor, renamings, converters, prefix, known)
-        if name not in known and tensor in known:
-            name, pattern = tensor, None
-        if pattern is None:
-            own[name] = tensor
-        else:
-            converted.add(name)
-    return own, sorted(converted)
 
 
 def _some(names: list[str], shown: int = 8) -> str:
@@ -328,16 +305,21 @@ def _fill(
     compute: torch.dtype,
     device: str,
     absent: Collection[nn.Module],
+    model: Any,
 ) -> None:
     """Reads what `part` still lacks of the model's own weights; the adapters' are left alone."""
     wanted: dict[str, list[tuple[nn.Module, str]]] = {}
+    fused: list[tuple[FusedWeight, nn.Module, str]] = []
     for module_name, module in part.named_modules(prefix=prefix):
         if module in absent or ".modules_to_save." in f"{module_name}.":
             continue  # the latter is filled as a copy of the original
         for leaf, tensor in (*module.named_parameters(recurse=False), *_buffers(module)):
-            tensor_name = names.tensor_of.get(unwrap_name(f"{module_name}.{leaf}"))
+            own_name = unwrap_name(f"{module_name}.{leaf}")
+            tensor_name = names.tensor_of.get(own_name)
             if tensor_name is not None and (tensor.is_meta or leaf in module._buffers):
                 wanted.setdefault(tensor_name, []).append((module, leaf))
+            elif own_name in names.fused and tensor.is_meta:
+                fused.append((names.fused[own_name], module, leaf))
         for leaf, buffer in _buffers(module):
             module._buffers[leaf] = buffer.to(device)
     for tensor_name, value in names.files.read(wanted):
@@ -345,6 +327,13 @@ def _fill(
         grows = tensor_name in names.growing
         _check_shape(tensor_name, value, places, grows=grows)
         _place(value, places, compute, device)
+    for weight, module, leaf in fused:
+        dtype = torch.float32 if getattr(module, leaf).requires_grad else compute
+        read = names.files.read(weight.sources)
+        tensors = {name: tensor.to(dtype=dtype, copy=True) for name, tensor in read}
+        value = weight.compute(tensors, model.config)
+        _check_shape(weight.name, value, [(module, leaf)], grows=False)
+        _place(value, [(module, leaf)], compute, device)
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ alone: a model that is built in parts starts as one that is built at once, on ev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from hashlib import sha256
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardtune.compat.quiet import quiet_expert_patterns
 from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
 from shardtune.core.model.architectures.ia3 import ia3_feedforward, ia3_targets
 from shardtune.core.model.kind import kind_of
@@ -32,7 +34,9 @@ def insert_adapters(model: nn.Module, adapter: Adapter) -> nn.Module:
     from peft import get_peft_model
 
     config = _lora(model, adapter) if isinstance(adapter, LoRA) else _ia3(model, adapter)
-    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        quiet_expert_patterns()
+        adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
     _tie_copies(adapted)
     if isinstance(adapter, LoRA) and adapter.variant == "pissa":
         # Told so at once, peft would decompose weights that may not be there yet. From here on
@@ -137,10 +141,15 @@ def _copy(
 def _materialize(layer: nn.Module) -> bool:
     """Memory on the CPU for the adapter's weights: the same numbers are drawn for every device.
 
-    False if they have memory already.
+    False if they have memory already. peft wraps experts once for each of their weights, one
+    wrapper inside the other; each is a layer of its own, with its own name and values.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    wrapped = [each for each in layer.modules() if isinstance(each, BaseTunerLayer)][1:]
+    others = {module for each in wrapped for module in each.modules()}
     found = False
-    for module in layer.modules():
+    for module in (each for each in layer.modules() if each not in others):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad and parameter.is_meta:
                 empty = torch.empty_like(parameter, device="cpu", dtype=torch.float32)

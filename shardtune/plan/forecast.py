@@ -10,6 +10,7 @@ from shardtune.core.footprint import Held, predict_held
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
+from shardtune.core.model.family_support import require_attention
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.units import GIB
@@ -174,6 +175,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     mesh.require(cluster.gpus)
     check_model(job, shape.kind)
     require_cuttable(shape, mesh, layout.pipelining)
+    require_attention(shape.family, job.model.attention)
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)

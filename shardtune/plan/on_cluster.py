@@ -6,12 +6,12 @@ from functools import partial
 
 from shardtune.config.auto import Planner, ResolvedJob, resolve
 from shardtune.config.job import Job
+from shardtune.config.model_config import kind_if_known
 from shardtune.core.machine import Machine
 from shardtune.core.model.shape import ModelShape
 from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.model_config import kind_if_known
 from shardtune.plan.search import rank
 
 CORES_PER_GPU = 16

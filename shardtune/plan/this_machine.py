@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardtune.config.auto import MICRO_BATCH, Planner, ResolvedJob
 from shardtune.config.job import Job
+from shardtune.config.model_config import shape_of
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
 from shardtune.core.model.shape import ModelShape
@@ -19,7 +20,6 @@ from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import LinkKind
-from shardtune.plan.model_config import shape_of
 from shardtune.plan.remedies import smallest_change, smallest_cluster
 from shardtune.plan.search import rank
 

@@ -98,7 +98,7 @@ def test_the_rule_for_weights_that_are_gathered_from_all_nodes() -> None:
     job = make_job(strategy={"type": "fsdp"}, launch={"processes": 4}, train={"micro_batch": 1})
     assert job.strategy.capabilities.gathers_from_all_nodes
     found = about_links([LINK], job, 2, None)[-1]
-    from shardtune.plan.model_config import shape_of
+    from shardtune.config.model_config import shape_of
 
     bits = RULE_BITS * shape_of(job.model).parameters / 2
     assert f"about {bits / 1e9:.3g} Gbit leave each node" in found.fact

@@ -138,9 +138,9 @@ WRONG = {
     ),
     "train.lr=1": "command line: train.lr: unknown key\n    fix: here it is train.learning_rate",
     "model.attention=flash_attention_4": (
-        "command line: model.attention: is \"flash_attention_4\"; it must be 'sdpa', 'eager' or "
-        "'flash_attention_2'\n    fix: write sdpa: with `shardtune[flash]` installed it is "
-        "FlashAttention 4 on GPUs that can have it"
+        "command line: model.attention: is \"flash_attention_4\"; it must be 'auto', 'sdpa', "
+        "'flex_attention', 'flash_attention_2' or 'eager'\n    fix: write sdpa: with "
+        "`shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
     ),
     "train.precision=fp8-base": (
         "command line: train.precision: is \"fp8-base\"; it must be 'fp32', 'bf16' or 'fp16'\n"

@@ -15,6 +15,26 @@ _LLAMA_LIKE = _COMMON | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_WHOLE_HEADS = {key: value for key, value in _LLAMA_LIKE.items() if key != "num_key_value_heads"}
+_PADDED = _LLAMA_LIKE | {"pad_token_id": 0}  # their own padding token lies beyond 67
+_HEADS_OF_8 = _PADDED | {"head_dim": 8}
+_MIXTURE = _PADDED | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL_EXPERTS = _PADDED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GPT2 = {"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
+_GPT2_ENDS = _GPT2 | {"bos_token_id": 0, "eos_token_id": 1}
+_LATENT = _PADDED | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
 _GEMMA4 = _LLAMA_LIKE | {
     "num_hidden_layers": 6,
     "num_kv_shared_layers": 2,  # the last two take keys and values from those before them
@@ -24,39 +44,125 @@ _GEMMA4 = _LLAMA_LIKE | {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 67,
 }
+_GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "apertus": _PADDED,
+    "arcee": _LLAMA_LIKE,
+    "bloom": {"vocab_size": 67, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "codegen": _GPT2_ENDS | {"n_ctx": 64, "rotary_dim": 4},
+    "cohere": _PADDED,
+    "cohere2": _PADDED
+    | {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "deepseek_v2": _LATENT | {"n_group": 1, "topk_group": 1},
+    "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1},
+    "ernie4_5": _PADDED,
+    "exaone4": _PADDED,
+    "falcon": {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "gemma": _HEADS_OF_8,
+    "gemma2": _HEADS_OF_8 | {"sliding_window": 16},
+    "gemma3_text": _HEADS_OF_8
+    | {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "gemma4_text": _GEMMA4,
+    "glm": _HEADS_OF_8,
+    "glm4": _HEADS_OF_8,
+    "glm4_moe": _HEADS_OF_8
+    | {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2_ENDS,
+    "gpt_neo": {
+        "vocab_size": 67,
+        "max_position_embeddings": 64,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["global", "local", "global"], 1]],
+        "window_size": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "gpt_neox": _WHOLE_HEADS,
+    "gpt_oss": _LOCAL_EXPERTS | {"head_dim": 8, "sliding_window": 16},
+    "gptj": _GPT2_ENDS | {"rotary_dim": 4},
+    "granite": _PADDED,
+    "granitemoe": _LOCAL_EXPERTS,
+    "helium": _HEADS_OF_8,
+    "hunyuan_v1_dense": _HEADS_OF_8,
+    "llama": _LLAMA_LIKE,
+    "ministral": _HEADS_OF_8,
+    "mistral": _LLAMA_LIKE,
+    "mixtral": _LOCAL_EXPERTS,
+    "mpt": {"vocab_size": 67, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64},
+    "nemotron": _PADDED,
+    "olmo": _PADDED,
+    "olmo2": _PADDED,
+    "olmo3": _PADDED | {"sliding_window": 16},
+    "olmoe": _PADDED | {"num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {
+        "vocab_size": 67,
+        "max_position_embeddings": 64,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "persimmon": _WHOLE_HEADS | {"pad_token_id": 0},
+    "phi": _PADDED,
+    "phi3": _PADDED,
+    "qwen2": _LLAMA_LIKE | {"tie_word_embeddings": True},
+    "qwen2_moe": _MIXTURE | {"shared_expert_intermediate_size": 24},
+    "qwen3": _LLAMA_LIKE | {"head_dim": 8},
+    "qwen3_moe": _MIXTURE | {"head_dim": 8},
+    "seed_oss": _HEADS_OF_8,
+    "smollm3": _PADDED,
+    "stablelm": _PADDED,
+    "starcoder2": _PADDED,
+    "xglm": {
+        "vocab_size": 67,
+        "max_position_embeddings": 64,
+        "d_model": 32,
+        "ffn_dim": 48,
+        "num_layers": 3,
+        "attention_heads": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    },
+}
+"""By transformers' `model_type`. 67 tokens, so that no even split of them exists."""
 
 
 def config(family: str, **changes: Any) -> Any:
-    """A small configuration of `family`; 67 tokens, so that no even split of them exists."""
-    import transformers
+    """A small configuration of `family`."""
+    from transformers import AutoConfig, Gemma4Config
 
-    return {
-        "llama": lambda: transformers.LlamaConfig(**_LLAMA_LIKE | changes),
-        "qwen2": lambda: transformers.Qwen2Config(
-            **_LLAMA_LIKE | {"tie_word_embeddings": True} | changes
-        ),
-        "qwen3": lambda: transformers.Qwen3Config(**_LLAMA_LIKE | {"head_dim": 8} | changes),
-        "mistral": lambda: transformers.MistralConfig(**_LLAMA_LIKE | changes),
-        "gpt2": lambda: transformers.GPT2Config(
-            **{"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
-            | changes
-        ),
-        "gpt_neox": lambda: transformers.GPTNeoXConfig(
-            **{k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"} | changes
-        ),
-        "gemma4_text": lambda: transformers.Gemma4TextConfig(**_GEMMA4 | changes),
-        "gemma4": lambda: transformers.Gemma4Config(
-            text_config=_GEMMA4 | changes,
-            vision_config={
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-            },
-        ),
-    }[family]()
+    if family == "gemma4":
+        return Gemma4Config(text_config=_GEMMA4 | changes, vision_config=_GEMMA4_VISION)
+    return AutoConfig.for_model(family, **CONFIGS[family] | changes)
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
+from shardtune.config.model_config import shape_of
 from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.model import quantized_size
@@ -40,7 +41,6 @@ from shardtune.models.quantization.gptq import (
     gptq_quantize,
 )
 from shardtune.parallel.ddp.engine import DDPEngine
-from shardtune.plan.model_config import shape_of
 from tests.models import exact
 from tests.models.exact import distance, some, with_gradients
 from tests.models.families import write

@@ -14,12 +14,12 @@ import pytest
 from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, ModelSection
 from shardtune.config.job_file import load_job
+from shardtune.config.model_config import shape_of
 from shardtune.core.machine import Machine
 from shardtune.core.model.known_models import catalogue
 from shardtune.errors import JobError
 from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.model_config import shape_of
 from shardtune.plan.this_machine import cluster_here, forecast_here, planner_here, require_fit
 from tests.jobs import job_text, make_job
 

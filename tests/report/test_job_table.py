@@ -44,7 +44,7 @@ def test_every_value_is_there_with_where_it_came_from() -> None:
         "launch.threads 1 auto: two cores",
         "data.train.0.path d.jsonl default",
         "data.eval [] default",
-        "data.packing true default",
+        "data.packing auto default",
     ):
         assert line in lines
     for path, _ in leaves(job.model_dump(mode="json")):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardtune.config.job import Job
+from shardtune.config.model_config import config_of, shape_of
 from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.kernels import linear_cross_entropy
 from shardtune.measure.dry_run import dry_run
@@ -17,7 +18,6 @@ from shardtune.parallel.ddp import single_gpu
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate import memory_timeline as moments
 from shardtune.plan.forecast import forecast
-from shardtune.plan.model_config import config_of, shape_of
 from shardtune.training.engine_setup import make_plan
 
 QWEN, SMALL, LARGE = "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"

@@ -1,0 +1,94 @@
+"""What transformers' code of each model family can do, as far as defaults depend on it.
+
+One table by `model_type`: the attention implementations of a family, best first, and whether packed
+documents stay apart in it. `auto`, the planner and the trainer read it; a test holds every row
+against transformers itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardtune.errors import ModelError, Problem
+
+AttentionImplementation = Literal["sdpa", "flex_attention", "flash_attention_2", "eager"]
+"""As transformers calls them: `attn_implementation`."""
+
+
+@dataclass(frozen=True)
+class FamilySupport:
+    """What a family's code in transformers can do."""
+
+    attention: tuple[AttentionImplementation, ...] = (
+        "sdpa",
+        "flex_attention",
+        "flash_attention_2",
+        "eager",
+    )
+    """Its attention implementations, best first."""
+    mixes_documents: str = ""
+    """Why documents that are packed into a row would see each other; empty where they don't."""
+
+    def best_attention(self, *, gpu: bool) -> AttentionImplementation:
+        """The best one that needs no further package. FlexAttention is compiled for GPUs; a CPU
+        can't compute its backward pass."""
+        usable = ["sdpa", "flex_attention", "eager"] if gpu else ["sdpa", "eager"]
+        return next(each for each in self.attention if each in usable)
+
+
+_UNFLEXED: tuple[AttentionImplementation, ...] = ("sdpa", "flash_attention_2", "eager")
+_NO_SDPA: tuple[AttentionImplementation, ...] = ("flex_attention", "flash_attention_2", "eager")
+_FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "eager")
+_EAGER: tuple[AttentionImplementation, ...] = ("eager",)
+_ALIBI = "its attention counts distances (ALiBi) over the whole row"
+_NO_POSITIONS = "it makes its attention mask without looking at positions"
+_OWN_POSITIONS = "it counts positions by itself, over the whole row"
+
+_PLAIN = (
+    "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4",
+    "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_neox", "granite",
+    "granitemoe", "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+"""Those that have every implementation and make their masks from positions."""
+
+FAMILY_SUPPORT: Mapping[str, FamilySupport] = {
+    **dict.fromkeys(_PLAIN, FamilySupport()),
+    "bloom": FamilySupport(_EAGER, _ALIBI),
+    "codegen": FamilySupport(_EAGER),
+    "falcon": FamilySupport(_UNFLEXED, _NO_POSITIONS),
+    "gemma2": FamilySupport(_NO_SDPA),
+    "gpt2": FamilySupport(_UNFLEXED),
+    "gpt_bigcode": FamilySupport(_UNFLEXED),
+    "gpt_neo": FamilySupport(_FLASH),
+    "gpt_oss": FamilySupport(_NO_SDPA, _NO_POSITIONS),
+    "gptj": FamilySupport(_FLASH),
+    "mpt": FamilySupport(_EAGER, _ALIBI),
+    "olmoe": FamilySupport(_UNFLEXED),
+    "opt": FamilySupport(mixes_documents=_OWN_POSITIONS),
+    "persimmon": FamilySupport(_UNFLEXED),
+    "stablelm": FamilySupport(_UNFLEXED),
+    "xglm": FamilySupport(_EAGER, _OWN_POSITIONS),
+}
+"""By transformers' `model_type`. A family that isn't here is trained too: transformers chooses its
+attention, and documents are padded unless the job says otherwise."""
+
+
+def support_of(config: Mapping[str, Any]) -> FamilySupport | None:
+    """What is known of the family that a config.json describes, or of the text model inside it."""
+    inner = config.get("text_config")
+    found = [each.get("model_type") for each in (config, inner) if isinstance(each, Mapping)]
+    return next((FAMILY_SUPPORT[str(kind)] for kind in found if kind in FAMILY_SUPPORT), None)
+
+
+def require_attention(family: str, asked: str) -> None:
+    """Refuses an attention implementation that a family doesn't have; `auto` is never refused."""
+    support = FAMILY_SUPPORT.get(family)
+    if support is None or asked == "auto" or asked in support.attention:
+        return
+    fact = f"is {asked}, which {family} models don't have in transformers"
+    fix = f"set model.attention: auto, or one of {', '.join(support.attention)}"
+    raise ModelError(Problem("model.attention", fact, fix))

@@ -1,0 +1,151 @@
+"""A few steps of the default job on a tiny model of any family: by us, and by plain transformers.
+
+The reference is transformers, peft and torch.optim: each document by itself, one sum over all
+labels of the step, one division. It is handed our documents, and the values that our adapters start
+from (they are drawn by name, which peft doesn't do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from shardtune.config.auto import resolve
+from shardtune.config.job import Job
+from shardtune.core.machine import Machine
+from shardtune.core.world import World
+from shardtune.data.dataset import PreparedData
+from shardtune.data.loader import Loader
+from shardtune.errors import ShardtuneError
+from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.model_files import ModelFiles
+from shardtune.models.packing_check import require_document_isolation
+from shardtune.training.engine_setup import make_plan
+from tests.jobs import make_job
+from tests.models.families import config, write
+from tests.synthetic import Tokens, prepared
+
+STEPS, BATCH, LENGTH = 3, 4, 24
+RATE = 0.05
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"type": "lora", "rank": 4, "alpha": 8},
+    "full": {"type": "none"},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job: its losses, or why it was refused."""
+
+    losses: tuple[float, ...] = ()
+    packing: bool = False
+    refused: str = ""
+
+
+def write_family(folder: Path, family: str) -> None:
+    """A model without dropout, whose random numbers depend on how a batch is cut."""
+    shape = config(family).to_dict()
+    dropouts = {key: 0.0 for key, value in shape.items() if "drop" in key and value}
+    write(folder / family, family, **dropouts)
+
+
+def family_job(folder: Path, family: str, adapter: str, strategy: str, ranks: int) -> Job:
+    """The default job, as small as it goes, with every `auto` resolved on a CPU."""
+    job = make_job(
+        model={"name": str(folder / family)},
+        adapter=ADAPTERS[adapter],
+        data={"sequence_length": LENGTH},
+        train={
+            "steps": STEPS,
+            "global_batch": BATCH,
+            "micro_batch": 2,
+            "precision": "fp32",
+            "learning_rate": RATE,
+            "schedule": "constant",
+            "optimizer": {"type": "sgd", "momentum": 0.9},  # shows what is scaled wrongly
+        },
+        strategy={"type": strategy},
+        launch={"processes": ranks},
+    )
+    return resolve(job, Machine(cores=2, gpus=0)).job
+
+
+def documents() -> list[Tokens]:
+    """Of 5 to 20 tokens; the first third of each is a prompt."""
+    draw = np.random.default_rng(3)
+    lengths = draw.integers(5, 20, 40)
+    return [
+        (draw.integers(3, 67, n).tolist(), [False] * (n // 3 + 1) + [True] * (n - n // 3 - 1))
+        for n in lengths.tolist()
+    ]
+
+
+def loader(job: Job, rank: int, ranks: int) -> Loader:
+    data = PreparedData((prepared("d", documents()),), ())
+    micro_batch = int(job.train.micro_batch)
+    return Loader(
+        data, job.data, seed=0, global_batch=BATCH, micro_batch=micro_batch, rank=rank,
+        ranks=ranks, pad_id=0,
+    )  # fmt: skip
+
+
+def run(world: World, job: Job) -> Outcome:
+    """The steps of `job` on this rank."""
+    try:
+        plan = make_plan(job, world.size, STEPS)
+        builder = PretrainedModelBuilder(ModelFiles(job.model), job.adapter, job.train)
+        with plan.strategy.build(builder, plan.setup, world) as engine:
+            if job.data.packs:
+                require_document_isolation(engine.module(), rows=2)
+            batches = loader(job, world.rank, world.size).steps(0, STEPS)
+            losses = tuple(engine.step(batch).loss for batch in batches)
+        return Outcome(losses, job.data.packs)
+    except ShardtuneError as error:
+        return Outcome(refused="; ".join(problem.fact for problem in error.problems))
+
+
+def run_all(
+    world: World, folder: Path, cases: Iterable[tuple[str, str, str]]
+) -> dict[tuple[str, str, str], Outcome]:
+    """All cases (family, adapter, strategy) on the same ranks."""
+    return {case: run(world, family_job(folder, *case, world.size)) for case in cases}
+
+
+def plain_losses(job: Job) -> list[float]:
+    """The same job by transformers, peft and torch alone."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(job.model.name, dtype=torch.float32)
+    if job.adapter.type == "lora":
+        conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
+        settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=conv1d)
+        model = get_peft_model(model, settings)
+        ours = PretrainedModelBuilder(ModelFiles(job.model), job.adapter, job.train).whole("cpu")
+        model.load_state_dict(ours.state_dict())
+    model.train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=RATE, momentum=0.9)
+    rows, data, losses = documents(), loader(job, 0, 1), []
+    for step in range(STEPS):
+        chosen = [rows[int(name.split(":")[1])] for name in data.samples(step)]
+        labels = sum(sum(flags) for _, flags in chosen)
+        total = 0.0
+        optimizer.zero_grad()
+        for ids, flags in chosen:
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            places = [n - 1 for n, trained_here in enumerate(flags) if trained_here]
+            targets = torch.tensor(ids)[[n + 1 for n in places]]
+            loss = functional.cross_entropy(logits[places], targets, reduction="sum") / labels
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        losses.append(total)
+    return losses
