@@ -49,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, chosen: set[str]) -> Path:
 @pytest.fixture(scope="module")
 def chosen(request: pytest.FixtureRequest) -> set[str]:
     """The families of those tests that run."""
-    calls = (getattr(item, "callspec", None) for item in request.session.items)
+    here = [item for item in request.session.items if item.path == request.path]
+    calls = (getattr(item, "callspec", None) for item in here)
     return {call.params["family"] for call in calls if call and "family" in call.params}
 
 
