@@ -1,45 +1,146 @@
-"""Folds an adapter into its model."""
+"""Merges an adapter into its model (LoRA, IA3): one set of weights, judged before it is left.
+
+Three things are compared, each with what it has to equal:
+
+1. the merged model and the adapter on its model, both in fp32, by the logits of real prompts: they
+   may differ by fp32's rounding alone, whatever the model was trained in;
+2. the same weights rounded to the dtype that is written, computed in fp32 again: each weight is off
+   by at most half a unit in its last place, and the logits by what that does to this model;
+3. what transformers reads from the folder and what was written, bit for bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from shardtune.checkpoint.rounding_error import (
+    ModelCalls,
+    Rounding,
+    fp32_logits,
+    rounding_bound,
+)
 from shardtune.core.atomic_write import atomic_folder
 from shardtune.errors import Problem, RunError
 
-PROBABILITY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""How far rounding to a type may move a probability."""
+PROMPTS = 4
+PROMPT_TOKENS = 64
+_FIX = "use the adapter as it is, with peft, and report this with the run's environment.json"
 
 
-def merge_adapter(model: Any, tokenizer: Any, target: Path, dtype: torch.dtype) -> float:
-    """Writes the merged model to `target`; returns the largest change of a probability.
+@dataclass(frozen=True)
+class LogitDifference:
+    """The largest difference of a logit, and how large rounding can make it."""
+
+    found: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """A merge that was compared and written."""
+
+    dtype: str
+    merged: LogitDifference
+    """Between the adapter on its model and the merged model, in fp32."""
+    rounded: LogitDifference
+    """Between the merged model in fp32 and in what it was written in."""
+
+
+def merge_adapter(
+    model: Any, tokenizer: Any, target: Path, dtype: torch.dtype, prompts: Sequence[str]
+) -> MergedModel:
+    """Writes the merged model to `target`; RunError if it isn't the adapted one.
 
     `model` is the adapted model in fp32: adding a small correction to 16-bit weights would round
     most of it away before the sum is formed. The sum is rounded once, to `dtype`, at the end.
     """
-    before = _probabilities(model)
+    inputs = tokenize_prompts(tokenizer, prompts, model)
+    adapted = fp32_logits(model, inputs)
     merged = model.merge_and_unload()
-    for parameter in merged.parameters():  # not `.to`: it would round the rotary tables too
-        parameter.data = parameter.data.to(dtype)
-    change = (before - _probabilities(merged)).abs().max().item()
-    if not change <= PROBABILITY_TOLERANCE[dtype]:
-        fact = f"merged, the model's probabilities change by up to {change:.2g}: not rounding alone"
-        fix = "use the adapter as it is, with peft"
-        raise RunError(Problem("merge", fact, fix))
+    same = compare_merged(adapted, merged, inputs)
+    rounded = round_weights(merged, inputs, dtype)
     merged.config.dtype = dtype
     with atomic_folder(target) as partial:
         merged.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-    return change
+        require_read_back(merged, partial)
+    return MergedModel(_word(dtype), same, rounded)
 
 
-@torch.no_grad()
-def _probabilities(model: Any) -> torch.Tensor:
-    ids = torch.arange(64).unsqueeze(0) % model.config.get_text_config().vocab_size
-    dtype = next(model.parameters()).dtype
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        logits: torch.Tensor = model.eval()(input_ids=ids, use_cache=False).logits
-    return logits.float().softmax(-1)
+def tokenize_prompts(tokenizer: Any, prompts: Sequence[str], model: Any) -> ModelCalls:
+    """What both models are asked: the beginning of some prompts."""
+    known = model.config.get_text_config().vocab_size
+    ids = [tokenizer(text)["input_ids"][:PROMPT_TOKENS] for text in prompts]
+    rows = [torch.tensor([row]) for row in ids if row and max(row) < known][:PROMPTS]
+    if not rows:
+        rows = [torch.arange(PROMPT_TOKENS).unsqueeze(0) % known]
+    named = ["input_ids", *(["decoder_input_ids"] * model.config.is_encoder_decoder)]
+    return [dict.fromkeys(named, row) for row in rows]
+
+
+def compare_merged(adapted: Tensor, merged: nn.Module, inputs: ModelCalls) -> LogitDifference:
+    """Refuses a merge whose logits are others than `adapted`, beyond the rounding of fp32."""
+    logits = fp32_logits(merged, inputs)
+    difference = LogitDifference(
+        _largest(logits - adapted),
+        rounding_bound(merged, inputs, logits, Rounding(results=torch.float32)),
+    )
+    if (
+        not difference.found <= difference.bound
+    ):  # so that it is refused also when it isn't a number
+        fact = (
+            f"merged, the model answers otherwise than with its adapter: in fp32 logits differ by "
+            f"{difference.found:.2g}, and rounding explains {difference.bound:.2g}"
+        )
+        raise RunError(Problem("merge", fact, _FIX))
+    return difference
+
+
+def round_weights(merged: Any, inputs: ModelCalls, dtype: torch.dtype) -> LogitDifference:
+    """Rounds all weights to `dtype`, in place. RunError where that is more than rounding."""
+    exact = fp32_logits(merged, inputs)
+    bound = rounding_bound(merged, inputs, exact, Rounding(weights=dtype))
+    for (
+        name,
+        parameter,
+    ) in merged.named_parameters():  # not `.to`: that rounds the rotary tables too
+        largest = parameter.abs().max().item() if parameter.numel() else 0.0
+        if largest > torch.finfo(dtype).max:
+            kind = str(dtype).removeprefix("torch.")
+            fact = (
+                f"{name} has a weight of {largest:.3g}; {kind} ends at {torch.finfo(dtype).max:.5g}"
+            )
+            raise RunError(Problem("--dtype", fact, "write bf16 or fp32, which have its range"))
+        parameter.data = parameter.data.to(dtype)
+    difference = LogitDifference(_largest(fp32_logits(merged, inputs) - exact), bound)
+    if not difference.found <= difference.bound:
+        fact = (
+            f"rounded to {kind}, logits differ by {difference.found:.2g}; "
+            f"rounding explains {difference.bound:.2g}"
+        )
+        raise RunError(Problem("merge", fact, "write it with --dtype fp32"))
+    return difference
+
+
+def require_read_back(merged: Any, folder: Path) -> None:
+    """Refuses a folder from which transformers reads other weights than were written."""
+    reloaded = type(merged).from_pretrained(folder, dtype=merged.config.dtype)
+    back = reloaded.state_dict()
+    for name, tensor in merged.state_dict().items():
+        if name not in back or not torch.equal(back[name], tensor):
+            fact = f"read back from disk, {name} differs from what was merged"
+            raise RunError(Problem("merge", fact, _FIX))
+
+
+def _largest(difference: Tensor) -> float:
+    return difference.abs().max().item()
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -28,7 +28,7 @@ from shardtune.cli import (
     train_command,
     verify_command,
 )
-from shardtune.compat.quiet import quiet_bitsandbytes
+from shardtune.compat.quiet import quiet_imports
 from shardtune.errors import Problem, ShardtuneError, did_you_mean
 from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 
@@ -42,7 +42,7 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     arguments = parse(argv)
-    quiet_bitsandbytes()
+    quiet_imports()
     try:
         return int(arguments.run(arguments))
     except ShardtuneError as error:

@@ -10,8 +10,12 @@ from shardtune.cli.arguments import Commands, add_command, add_run_directory
 from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:
+    from shardtune.checkpoint.merge import MergedModel
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.job import Job
+    from shardtune.core.setup import Precision
+
+_PROMPT = "Question: how many days have 3 weeks?\nAnswer: 3 * 7 = 21 days, of which 6 are free.\n"
 
 
 def add_parser(commands: Commands) -> None:
@@ -41,10 +45,15 @@ def add_parser(commands: Commands) -> None:
         "merge",
         _merge,
         "fold the adapter of a run into its model",
-        "  shardtune merge runs/quickstart merged/quickstart",
+        """\
+  shardtune merge runs/quickstart merged/quickstart
+  shardtune merge runs/quickstart merged/quickstart --dtype fp32""",
     )
     add_run_directory(command)
     command.add_argument("target", type=Path, metavar="OUT", help="folder to write")
+    command.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="what to write (as the base model is)"
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -61,8 +70,14 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    change = merge(arguments.directory, arguments.target)
-    print(f"wrote {arguments.target}; no probability changed by more than {change:.2g}")
+    found = merge(arguments.directory, arguments.target, dtype=arguments.dtype)
+    print(
+        f"wrote {arguments.target} in {found.dtype}\n"
+        f"merged: logits within {found.merged.found:.2g} of the adapter's, both in fp32 "
+        f"(rounding explains up to {found.merged.bound:.2g})\n"
+        f"rounded to {found.dtype}: within {found.rounded.found:.2g} "
+        f"(rounding explains up to {found.rounded.bound:.2g})"
+    )
     return 0
 
 
@@ -96,20 +111,18 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     )[0]
 
 
-def merge(directory: Path, target: Path) -> float:
-    """Writes the run's model with its adapter folded in; returns the largest change it made.
+def merge(directory: Path, target: Path, *, dtype: Precision | None = None) -> MergedModel:
+    """Writes the run's model with its adapter merged into it, in `dtype` (the base model's own).
 
-    The adapter of a quantized model is folded into the original weights, not into their quantized
-    image: that keeps the digits which quantization dropped. What comes out is an ordinary model; it
-    answers a little otherwise than the one that was trained.
+    The adapter of a quantized model is merged into the dequantized weights: these were trained with
+    and evaluated. Into the original ones it would make a model that nobody has seen.
     """
     from shardtune.checkpoint.merge import merge_adapter
-    from shardtune.compat.cpu_bf16 import widen_products
     from shardtune.config.job import NoAdapter
-    from shardtune.models.load_result import load_result, load_result_tokenizer, unquantized
+    from shardtune.models.load import COMPUTE_DTYPES
+    from shardtune.models.load_result import load_result_tokenizer, load_to_merge
     from shardtune.models.model_files import ModelFiles
 
-    widen_products()
     run, job = open_result(directory)
     if isinstance(job.adapter, NoAdapter):
         fact = "this run trained all weights: there is no adapter to merge"
@@ -117,10 +130,18 @@ def merge(directory: Path, target: Path) -> float:
     if target.exists():
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
-    base = ModelFiles(unquantized(job.model))
-    model = load_result(str(run.result), base, "fp32")
+    base = ModelFiles(job.model)
+    model = load_to_merge(str(run.result), base, job.train.precision)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
-    return merge_adapter(model, tokenizer, target, base.dtype)
+    written = COMPUTE_DTYPES[dtype] if dtype else base.dtype
+    return merge_adapter(model, tokenizer, target, written, _prompts(run))
+
+
+def _prompts(run: RunDir) -> list[str]:
+    """What the run itself was asked and said, and a text for runs that were asked nothing."""
+    report = run.read_report()
+    samples = report.samples if report is not None else ()
+    return [*(f"{each.prompt}\n{each.after}" for each in samples), _PROMPT]
 
 
 def _plain(job: Job, tokenizer: Any) -> bool:

@@ -8,6 +8,24 @@ import warnings
 from shardtune.compat.versioned_change import change
 
 
+def quiet_imports() -> None:
+    """For packages that are imported wherever they are installed, by peft and accelerate."""
+    quiet_bitsandbytes()
+    quiet_deepspeed_import()
+    quiet_peft_deprecation()
+
+
+def quiet_deepspeed_import() -> None:
+    """It warns of what doesn't concern a run without it. It sets its logger's level itself: a
+    filter stays."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def quiet_peft_deprecation() -> None:
+    """peft asks by a name that transformers 5.23 has renamed."""
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+
 def quiet_bitsandbytes() -> None:
     """When peft imports it, it tells everyone to fetch a kernel from a hub: once a process."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

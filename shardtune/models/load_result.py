@@ -11,6 +11,7 @@ from shardtune.models.fused.apply import LayerSetup
 from shardtune.models.load import load_base
 from shardtune.models.materialize import build_model
 from shardtune.models.model_files import ModelFiles, explaining
+from shardtune.models.quantization.swap import dequantize
 
 _FIX = "write it again: shardtune train RUN/job.yaml --resume"
 
@@ -19,26 +20,35 @@ def load_result(folder: str, base: ModelFiles, precision: Precision) -> Any:
     """A result as anybody would load it: an adapter on its model (`base`), or a whole model.
 
     An adapter that was trained on quantized weights is put on weights that are quantized the same
-    way. To merge it, load it on the original ones (`unquantized`). 8-bit floating point is a way to
-    multiply faster while training, not another model: its adapter is put on the original ones.
+    way; `load_to_merge` has the same weights dequantized. 8-bit floating point is a way to multiply
+    faster while training, not another model: its adapter is put on the original weights.
     """
     if not (Path(folder) / "adapter_config.json").is_file():
         own = {"name": folder, "revision": None, "add_tokens": ()}  # it has them already
         whole = base.section.model_copy(update=own)
         return load_base(ModelFiles(whole), precision)
+    return _with_adapter(_load(base, precision), folder)
+
+
+def load_to_merge(folder: str, base: ModelFiles, trained_in: Precision) -> Any:
+    """The adapter on the weights that it was trained on, all in fp32 and none of them packed.
+
+    Quantized weights are restored to the values that they had in training: the adapter corrects
+    those, and with DoRA it is measured by them. `trained_in` is what they were restored to then.
+    """
+    if base.section.quantization in ("none", "fp8"):
+        return _with_adapter(load_base(base, "fp32"), folder)
+    return _with_adapter(dequantize(_load(base, trained_in)).float(), folder)
+
+
+def _with_adapter(model: Any, folder: str) -> Any:
     from peft import PeftModel
     from transformers import GenerationConfig
 
-    model = _load(base, precision)
     with explaining(folder, folder, _FIX):
         # The result knows better than its model where answers end.
         model.generation_config = GenerationConfig.from_pretrained(folder)
         return PeftModel.from_pretrained(model, folder)
-
-
-def unquantized(section: ModelSection) -> ModelSection:
-    """The same model with all its digits."""
-    return section.model_copy(update={"quantization": "none"})
 
 
 def _load(files: ModelFiles, precision: Precision) -> Any:

@@ -8,24 +8,39 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.checkpoint.export import save_result
-from shardtune.checkpoint.merge import merge_adapter
+from shardtune.checkpoint.merge import (
+    compare_merged,
+    merge_adapter,
+    require_read_back,
+    tokenize_prompts,
+)
+from shardtune.checkpoint.rounding_error import Rounding, fp32_logits, rounding_bound
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.cli.result_command import ask, merge
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import RunError
 from shardtune.models import tiny
+from shardtune.models.load import COMPUTE_DTYPES
+from shardtune.models.load_result import load_result
+from shardtune.models.model_files import ModelFiles
 from tests.jobs import make_environment
 from tests.synthetic import batch, load_model, make_job, trained
 
 STOPS = frozenset({tiny.END, 10})
 
 
-def changed(adapter: Adapter) -> Any:
-    section, train = ModelSection(name="tiny"), TrainSection(precision="fp32")
+FP32 = TrainSection(precision="fp32")
+TINY = ModelSection(name="tiny")
+
+
+def changed(
+    adapter: Adapter, section: ModelSection = TINY, train: TrainSection = FP32
+) -> torch.nn.Module:
     model = load_model(section, adapter, train, device="cpu")
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -35,11 +50,18 @@ def changed(adapter: Adapter) -> Any:
     return model
 
 
-def finished_run(folder: Path, adapter: Adapter) -> RunDir:
+def finished_run(
+    folder: Path, adapter: Adapter, section: ModelSection = TINY, train: TrainSection = FP32
+) -> RunDir:
     """A run directory as training leaves it, as far as merging reads it."""
     run = RunDir(folder)
-    run.begin(make_job(str(folder), adapter=adapter.model_dump()), make_environment())
-    model = changed(adapter)
+    sections = {
+        "adapter": adapter.model_dump(mode="json"),
+        "model": section.model_dump(mode="json"),
+    }
+    job = make_job(str(folder), train={"precision": train.precision}, **sections)
+    run.begin(job, make_environment())
+    model = changed(adapter, section, train)
     save_result(model, trained(model), tiny.tokens(), STOPS, run.result, dtype=torch.float32)
     return run
 
@@ -52,12 +74,128 @@ def logits(model: Any) -> torch.Tensor:
 def test_the_merged_model_computes_the_same(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", LoRA(rank=4))
     expected = logits(changed(LoRA(rank=4)))
-    change = merge(tmp_path / "run", tmp_path / "merged")
+    found = merge(tmp_path / "run", tmp_path / "merged")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     # fp32 throughout: only the order of additions differs.
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
-    assert 0 <= change < 1e-6
+    assert 0 <= found.merged.found <= found.merged.bound < 1e-4
+    assert found.rounded.found == 0, "the files are fp32, and so is what is written"
     assert run.result.is_dir()
+
+
+RUNS = {
+    "fp32": (TINY, FP32),
+    "bf16": (TINY, TrainSection(precision="bf16")),
+    "nf4": (ModelSection(name="tiny", quantization="nf4"), TrainSection(precision="bf16")),
+    "int8": (ModelSection(name="tiny", quantization="int8"), FP32),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", RUNS)
+def test_merges_keep_what_was_trained(tmp_path: Path, kind: str, dtype: Any) -> None:
+    """Loaded by plain transformers, logits are those of the adapter within the stated bounds."""
+    section, train = RUNS[kind]
+    run = finished_run(tmp_path / "run", LoRA(rank=4), section, train)
+    found = merge(tmp_path / "run", tmp_path / "merged", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert model.dtype == COMPUTE_DTYPES[dtype]
+    asked = tokenize_prompts(tiny.tokens(), ["Once upon a time"], model)
+    packed = section.quantization != "none"
+    precision = train.precision if packed else "fp32"
+    adapter = load_result(str(run.result), ModelFiles(section), precision)
+    expected = fp32_logits(adapter, asked)
+    # A quantized layer computes in the precision of training, wherever it is.
+    computed = Rounding(results=COMPUTE_DTYPES[precision])
+    stated = found.merged.bound + found.rounded.bound
+    if packed:
+        stated += rounding_bound(model, asked, expected, computed)
+    assert (fp32_logits(model, asked) - expected).abs().max().item() <= stated
+    assert found.rounded.bound < 0.2, "the bound is no licence: logits reach 0.6 here"
+
+
+def test_a_quantized_run_is_merged_into_the_weights_it_was_trained_on(tmp_path: Path) -> None:
+    section, train = RUNS["nf4"]
+    finished_run(tmp_path / "run", LoRA(rank=4), section, train)
+    merge(tmp_path / "run", tmp_path / "merged", dtype="fp32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    apart = fp32_logits(changed(LoRA(rank=4)), [{"input_ids": batch(3).input_ids}])
+    near = fp32_logits(changed(LoRA(rank=4), section, train), [{"input_ids": batch(3).input_ids}])
+    mine = fp32_logits(model, [{"input_ids": batch(3).input_ids}])
+    assert 5 * (mine - near).abs().max() < (mine - apart).abs().max()
+
+
+def _half_the_scale(model: Any) -> None:
+    for layer in _layers(model):
+        layer.scaling["default"] /= 2
+
+
+def _one_layer_omitted(model: Any) -> None:
+    _layers(model)[3].lora_B["default"].weight.data.zero_()
+
+
+def _two_layers_swapped(model: Any) -> None:
+    one, two = (model.get_submodule(_named("q_proj", n)).lora_B["default"].weight for n in (0, 1))
+    one.data, two.data = two.data, one.data
+
+
+def _transposed(model: Any) -> None:
+    layer = model.get_submodule(_named("o_proj", 0))
+    layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data = (
+        layer.lora_B["default"].weight.data.T.contiguous(),
+        layer.lora_A["default"].weight.data.T.contiguous(),
+    )
+
+
+def _not_a_number(model: Any) -> None:
+    _layers(model)[0].lora_B["default"].weight.data[0, 0] = float("nan")
+
+
+def _layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _named(projection: str, layer: int) -> str:
+    return f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [_half_the_scale, _one_layer_omitted, _two_layers_swapped, _transposed, _not_a_number],
+)
+def test_a_spoiled_merge_is_refused(spoil: Any) -> None:
+    """Even where the adapter says little: rounding in fp32 is far smaller than that."""
+    asked = [{"input_ids": batch(3).input_ids}]
+    good, other = changed(LoRA(rank=4)), changed(LoRA(rank=4))
+    for model in (good, other):
+        for layer in _layers(model):
+            layer.scaling["default"] /= 20
+    adapted = fp32_logits(good, asked)
+    spoil(other)
+    with pytest.raises(RunError, match="answers otherwise than with its adapter"):
+        compare_merged(adapted, other.merge_and_unload(), asked)
+    found = compare_merged(adapted, good.merge_and_unload(), asked)
+    assert found.found <= found.bound
+
+
+def test_a_weight_beyond_the_range_of_fp16_is_refused(tmp_path: Path) -> None:
+    model = changed(LoRA(rank=4))
+    model.base_model.model.model.norm.weight.data[0] = 1e5
+    with pytest.raises(RunError, match=r"model.norm.weight has a weight of 1e\+05") as caught:
+        merge_adapter(model, tiny.tokens(), tmp_path / "merged", torch.float16, [])
+    assert "bf16 or fp32" in caught.value.problems[0].fix
+    assert not (tmp_path / "merged").exists()
+
+
+def test_other_weights_on_the_disk_are_refused(tmp_path: Path) -> None:
+    merged = changed(LoRA(rank=4)).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    require_read_back(merged, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-6
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match=r"layers.1.mlp.up_proj.weight differs"):
+        require_read_back(merged, tmp_path)
 
 
 def test_the_merged_folder_is_an_ordinary_model(tmp_path: Path) -> None:
@@ -75,12 +213,13 @@ def test_the_merged_folder_is_an_ordinary_model(tmp_path: Path) -> None:
 def test_the_merged_model_is_rounded_once_to_its_own_precision(tmp_path: Path) -> None:
     model = changed(LoRA(rank=4))
     expected = changed(LoRA(rank=4)).merge_and_unload().state_dict()
-    change = merge_adapter(model, tiny.tokens(), tmp_path / "merged", torch.bfloat16)
+    found = merge_adapter(model, tiny.tokens(), tmp_path / "merged", torch.bfloat16, ["Once"])
     for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, expected[name].bfloat16())
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert 0 < change < 1e-2
+    assert 0 < found.rounded.found <= found.rounded.bound < 0.2
+    assert found.dtype == "bfloat16"
 
 
 def test_an_existing_target_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -359,3 +359,20 @@ def test_a_library_that_advises_everyone_is_quiet() -> None:
     code = "from shardtune.cli.main import main; main(['models', 'list']); import bitsandbytes"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+def test_deepspeed_is_silent_where_it_is_only_imported() -> None:
+    """accelerate imports it; it has to say nothing in a run without it."""
+    import logging
+
+    from shardtune.compat.quiet import quiet_deepspeed_import
+
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.filters[:]
+    try:
+        quiet_deepspeed_import()
+        logger.setLevel(logging.WARNING)  # as it does itself when it is imported
+        assert not logger.filter(logging.LogRecord("", logging.WARNING, "", 1, "cpu", (), None))
+        assert logger.filter(logging.LogRecord("", logging.ERROR, "", 1, "lost", (), None))
+    finally:
+        logger.filters[:] = before

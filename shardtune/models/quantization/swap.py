@@ -13,6 +13,7 @@ from shardtune.models.quantization.bitsandbytes_linear import (
     QUANTIZATION_KEY,
     Int8Linear,
     NF4Linear,
+    QuantizedLinear,
 )
 from shardtune.models.quantization.fp8_linear import FP8Linear
 
@@ -45,3 +46,16 @@ def swap(
             if child in chosen:
                 assert isinstance(child, nn.Linear)
                 setattr(parent, name, make(child, compute_dtype))
+
+
+def dequantize(model: nn.Module) -> nn.Module:
+    """Puts an ordinary linear layer with the dequantized weights in the place of each quantized
+    one."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, QuantizedLinear):
+                plain = nn.Linear(child.in_features, child.out_features, False, device="meta")
+                plain.weight = nn.Parameter(child.dequantize(), requires_grad=False)
+                plain.bias = child.bias
+                setattr(parent, name, plain)
+    return model
