@@ -28,8 +28,8 @@ from benchmarks.gpu_run import engine_of
 from benchmarks.table import write_table
 from shardtune.config.job import Job
 
-PLAIN = {"kernels": "eager", "loss": "plain"}
-FAST = {"kernels": "compiled", "loss": "fused"}
+PLAIN = {"precision": "bf16", "kernels": "eager", "loss": "plain"}
+FAST = {"precision": "bf16", "kernels": "compiled", "loss": "fused"}
 WAYS: dict[str, dict[str, Any]] = {
     "plain, fp32": PLAIN | {"precision": "fp32"},
     "plain": PLAIN,

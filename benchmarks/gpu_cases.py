@@ -35,6 +35,7 @@ OURS: dict[str, dict[str, Sections]] = {
 A name has to begin with `shardtune`."""
 
 DEFAULTS: Sections = {
+    "precision": "bf16",
     "steps": 1000,
     "schedule": "constant",
     "loss": "fused",

@@ -49,6 +49,7 @@ NF4 = {"quantization": "nf4"}
 
 def job(name: str, rows: int, length: int, **sections: Any) -> dict[str, Any]:
     train = {"micro_batch": rows, "global_batch": rows, "steps": 1000, "loss": "fused"}
+    train |= {"precision": "bf16"}
     return {
         "model": {"name": name, **sections.pop("model", {})},
         "data": {"train": [{"path": "-", "format": "chat"}], "sequence_length": length},

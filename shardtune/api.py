@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,13 @@ def forecast(job: Job, cluster: str | Cluster) -> Forecast:
     from shardtune.config.rules import check
     from shardtune.core.yaml_document import dotted
     from shardtune.plan.forecast import forecast as compute
-    from shardtune.plan.on_cluster import resolve_as_asked
+    from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked
 
     shape, there = shape_of(job.model), _cluster(cluster)
     resolved = resolve_as_asked(job, shape, there)
-    check(resolved, dotted)
-    return compute(resolved, shape, there)
+    check(resolved.job, dotted)
+    found = compute(resolved.job, shape, there)
+    return replace(found, reasons=(*chosen_precision(resolved), *found.reasons))
 
 
 def rank_strategies(job: Job, cluster: str | Cluster, minimise: Aim = "time") -> Ranking:
@@ -63,9 +65,9 @@ def rank_strategies(job: Job, cluster: str | Cluster, minimise: Aim = "time") ->
     from shardtune.plan.search import rank
 
     shape, there = shape_of(job.model), _cluster(cluster)
-    ranking = rank(resolve_on(job, there), shape, there, minimise)
+    ranking = rank(resolve_on(job, there).job, shape, there, minimise)
     if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
-        check(resolve_as_asked(job, shape, there), dotted)
+        check(resolve_as_asked(job, shape, there).job, dotted)
     return ranking
 
 
@@ -86,7 +88,7 @@ def load_result(run_directory: str | Path) -> tuple[Any, Any]:
     from shardtune.models.model_files import ModelFiles
 
     run, job = open_result(Path(run_directory))
-    model = load(str(run.result), ModelFiles(job.model), job.train.precision).eval()
+    model = load(str(run.result), ModelFiles(job.model), job.train.compute_precision).eval()
     return model, load_result_tokenizer(str(run.result), job.model)
 
 

@@ -19,6 +19,7 @@ from shardtune.core.world import World
 from shardtune.data.dataset import CALIBRATION_SAMPLES, PreparedData
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
+from shardtune.kernels.measure_matmul import widen_slow_products
 from shardtune.launch.process_group import join_process_group
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load import check_fits_data, check_weights
@@ -51,6 +52,8 @@ def train(
     inputs = open_inputs(job, quiet=True)
     with join_process_group(int(job.launch.threads)) as world:
         require_agreement(world, job)
+        if world.device == "cpu" and job.train.precision != "fp32":
+            widen_slow_products()
         files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
         if overwrite and world.is_main:
             files.prepare(overwrite=True)  # only now: what is wrong must not cost the old run
@@ -69,7 +72,7 @@ def train(
                 engine.module(),
                 rows=int(job.train.micro_batch),
                 device=world.device,
-                precision=job.train.precision,
+                precision=job.train.compute_precision,
             )
         with engine, view:
             if world.device.startswith("cuda"):

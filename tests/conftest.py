@@ -3,15 +3,23 @@ when they are asked for; one that starts a process is marked `process`."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from shardtune.compat.cpu_bf16 import widen_products
+from shardtune.core.machine import Machine
+from shardtune.core.matmul_speed import FAST_PRECISIONS
+from shardtune.kernels.measure_matmul import widen_slow_products
 from tests import async_io, processes
 
-widen_products()
+# Nothing is measured, so that `precision: auto` is the same on every CPU: fp32. A GPU has its own.
+if not Machine.here().gpus:
+    os.environ.setdefault(FAST_PRECISIONS, "fp32")
+widen_slow_products()
+platform.platform()  # starts `uname` the first time, and never again
 processes.watch()
 
 

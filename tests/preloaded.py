@@ -21,10 +21,10 @@ import torch.distributed.tensor
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import tests.numerics.test_factorisations  # noqa: F401
-from shardtune.compat.cpu_bf16 import widen_products
+from shardtune.kernels.measure_matmul import widen_slow_products
 
 torch.set_num_threads(1)
-widen_products()
+widen_slow_products()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for package in ("deepspeed", "bitsandbytes"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,13 +78,14 @@ def estimate(arguments: argparse.Namespace) -> int:
     """One job on one cluster. Exit code 1 if it doesn't fit."""
     from shardtune.config.rules import check
     from shardtune.plan.forecast import forecast
-    from shardtune.plan.on_cluster import resolve_as_asked
+    from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked
     from shardtune.plan.this_machine import offer, shortage
 
     loaded, shape, cluster = _given(arguments)
-    job = resolve_as_asked(loaded.job, shape, cluster)
-    check(job, _place(loaded))
-    found = forecast(job, shape, cluster)
+    resolved = resolve_as_asked(loaded.job, shape, cluster)
+    check(resolved.job, _place(loaded))
+    found = forecast(resolved.job, shape, cluster)
+    found = replace(found, reasons=(*chosen_precision(resolved), *found.reasons))
     seen = _dry_run(found) if arguments.dry_run else None
     fix = "" if found.fits else offer(found.job, shape, cluster)
     if arguments.json:
@@ -156,26 +158,28 @@ def _dry_run(found: Forecast) -> DryRunSummary:
 def plan(arguments: argparse.Namespace) -> int:
     """Every strategy on one cluster, the best first. Exit code 1 if none fits."""
     from shardtune.config.rules import check
-    from shardtune.plan.on_cluster import resolve_as_asked, resolve_on
+    from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked, resolve_on
     from shardtune.plan.search import rank
     from shardtune.plan.this_machine import offer
 
     loaded, shape, cluster = _given(arguments)
-    ranking = rank(resolve_on(loaded.job, cluster), shape, cluster, arguments.minimise)
+    resolved = resolve_on(loaded.job, cluster)
+    ranking = rank(resolved.job, shape, cluster, arguments.minimise)
     best, fix = ranking.best, ""
     if best is None:
-        as_asked = resolve_as_asked(loaded.job, shape, cluster)
+        as_asked = resolve_as_asked(loaded.job, shape, cluster).job
         if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
             check(as_asked, _place(loaded))
         fix = offer(as_asked, shape, cluster)
     if arguments.json:
-        print(_summary(ranking, fix).to_json(indent=2, ascii_only=True))
+        print(_summary(ranking, fix, chosen_precision(resolved)).to_json(indent=2, ascii_only=True))
     else:
         from rich.console import Console
 
         from shardtune.report.plan_table import print_ranking
 
         print_ranking(ranking, Console())
+        print(*chosen_precision(resolved), sep="\n")
     if best is None or best.found is None:
         print(f"nothing fits on {cluster.name}\n    fix: {fix}", file=sys.stderr)
         return 1
@@ -202,13 +206,14 @@ def _write(target: Path, found: Forecast) -> None:
         raise JobError(Problem("--write", fact, "name a file in a folder that is there")) from None
 
 
-def _summary(ranking: Ranking, fix: str) -> PlanResult:
+def _summary(ranking: Ranking, fix: str, chosen: tuple[str, ...]) -> PlanResult:
     from shardtune.plan.forecast_summary import BestCandidate, PlanResult
 
     best = ranking.best
     named = None
     if best is not None and best.found is not None:
-        named = BestCandidate(name=best.name, **dict(best.found.summary()))
+        found = replace(best.found, reasons=(*chosen, *best.found.reasons))
+        named = BestCandidate(name=best.name, **dict(found.summary()))
     candidates = tuple(_candidate(each) for each in ranking.candidates)
     return PlanResult(best=named, fix=fix or None, candidates=candidates)
 
@@ -233,8 +238,6 @@ def _candidate(each: Candidate) -> CandidateSummary:
 
 def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluster]:
     """The job, its model's shape, and the cluster. Nothing is opened."""
-    from dataclasses import replace
-
     from shardtune.config.job_file import load_job
     from shardtune.config.model_config import shape_of
     from shardtune.errors import JobError, Problem

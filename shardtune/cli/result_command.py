@@ -85,15 +85,15 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     """One answer of the trained model."""
     import torch
 
-    from shardtune.compat.cpu_bf16 import widen_products
     from shardtune.data.formats import plain_prompt
+    from shardtune.kernels.measure_matmul import widen_slow_products
     from shardtune.models.generate import generate_answers, prompt_ids
     from shardtune.models.load_result import load_result, load_result_tokenizer
     from shardtune.models.model_files import ModelFiles
 
-    widen_products()
+    widen_slow_products()
     run, job = open_result(directory)
-    model = load_result(str(run.result), ModelFiles(job.model), job.train.precision)
+    model = load_result(str(run.result), ModelFiles(job.model), job.train.compute_precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
@@ -131,7 +131,7 @@ def merge(directory: Path, target: Path, *, dtype: Precision | None = None) -> M
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
     base = ModelFiles(job.model)
-    model = load_to_merge(str(run.result), base, job.train.precision)
+    model = load_to_merge(str(run.result), base, job.train.compute_precision)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
     written = COMPUTE_DTYPES[dtype] if dtype else base.dtype
     return merge_adapter(model, tokenizer, target, written, _prompts(run))

@@ -85,14 +85,22 @@ def resolve_here(
     from shardtune.config.model_config import kind_if_known
     from shardtune.config.rules import check
     from shardtune.core.machine import Machine
-    from shardtune.plan.this_machine import planner_here
+    from shardtune.plan.this_machine import measured_here, planner_here
 
-    job, machine = loaded.job, Machine.here()
+    job = loaded.job
+    machine = measured_here() if job.train.precision == "auto" else Machine.here()
     nodes = max(nodes, outside_nodes())
-    begun = RunDir(Path(job.save.directory).expanduser()).read_job if resume else None
+    begun = RunDir(Path(job.save.directory).expanduser()).read_job() if resume else None
     planner = planner_here(machine, nodes, begun)
-    kind = kind_if_known(job.model)
-    resolved = resolve(job, machine, outside_ranks(), nodes=nodes, planner=planner, kind=kind)
+    resolved = resolve(
+        job,
+        machine,
+        outside_ranks(),
+        nodes=nodes,
+        planner=planner,
+        begun=begun,
+        kind=kind_if_known(job.model),
+    )
     check(resolved.job, loaded.place, machine if runs_here else None)
     return resolved
 

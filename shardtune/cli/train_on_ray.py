@@ -14,14 +14,16 @@ from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, RayLaunch
 from shardtune.config.rules import check
 from shardtune.core.machine import Machine
+from shardtune.core.matmul_speed import MatmulSpeed, gpu_matmul_speed
 from shardtune.core.world import outside_nodes
-from shardtune.errors import LaunchError, Problem
+from shardtune.errors import JobError, LaunchError, Problem
 from shardtune.launch.error_file import reporting_errors
 from shardtune.launch.ray import RayResources, RayTask, ray_cluster, run_ray
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.auto_micro_batch import leanest
+from shardtune.plan.cluster import find_gpu
 from shardtune.plan.run_forecast import RunForecast
-from shardtune.plan.this_machine import forecast_here
+from shardtune.plan.this_machine import forecast_here, measured_here
 from shardtune.report.start_summary import print_opening
 from shardtune.report.summary import print_summary
 from shardtune.train import open_inputs, train
@@ -35,7 +37,8 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
     launch = loaded.job.launch
     assert isinstance(launch, RayLaunch)
     with ray_cluster(launch) as workers, run.locked():
-        resolved = _resolved(loaded, workers, here=launch.address is None)
+        begun = run.read_job() if arguments.resume else None
+        resolved = _resolved(loaded, workers, begun, here=launch.address is None)
         job = resolved.job
         if launch.address is None:  # elsewhere only the workers need to see the files
             inputs = open_inputs(job, quiet=False)
@@ -62,19 +65,40 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
     return 0
 
 
-def _resolved(loaded: LoadedJob, workers: RayResources, *, here: bool) -> ResolvedJob:
+def _resolved(
+    loaded: LoadedJob, workers: RayResources, begun: Job | None, *, here: bool
+) -> ResolvedJob:
     """The job for what Ray gives it, checked."""
     gpus = workers.count if workers.gpu else 0
-    machine = Machine(cores=workers.cpus * workers.count, gpus=gpus)
+    matmul = measured_here().matmul if here else _matmul(workers)
+    machine = Machine(cores=workers.cpus * workers.count, gpus=gpus, matmul=matmul)
     unknown = "which GPUs the workers have isn't known here"
     resolved = resolve(
-        loaded.job, machine, workers.count, planner=lambda job: leanest(job, unknown)
+        loaded.job,
+        machine,
+        workers.count,
+        planner=lambda job: leanest(job, unknown),
+        begun=begun,
     )
     if loaded.job.launch.processes == "auto":
         reason = f"one for each GPU of the Ray cluster, {workers.count} found"
         resolved.reasons["launch", "workers"] = reason
     check(resolved.job, loaded.place, machine if here else None)
     return resolved
+
+
+def _matmul(workers: RayResources) -> MatmulSpeed:
+    """What workers elsewhere are fast in, so far as Ray names them."""
+    if not workers.gpu:
+        return MatmulSpeed((), "which CPUs the workers have isn't known here")
+    for name in workers.accelerators:
+        try:
+            gpu = find_gpu(name)
+        except JobError:
+            continue
+        if gpu.bf16_tflops is None:
+            return gpu.matmul
+    return gpu_matmul_speed(", ".join(workers.accelerators) or "a GPU of today", bf16=True)
 
 
 def on_worker(task: RayTask) -> None:

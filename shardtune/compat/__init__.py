@@ -2,7 +2,7 @@
 
 - `torch_compiler`: inductor's choice of reductions (speed of norms), dynamo's limit of graphs and
   its callbacks (the watchdog's patience), one log line
-- `cpu_bf16`: aten's bf16 products on CPUs without instructions for them (speed on those)
+- `cpu_half_precision`: aten's 16-bit products on CPUs that are slow in them (speed on those)
 - `transformers_rope`: `apply_rotary_pos_emb` of transformers' families (our RoPE kernel)
 - `deepspeed_process`: DeepSpeed's accelerator, ops and log; `F.linear`, which ZeRO-3 replaces
 - `c_allocator`: glibc's limits for memory that is freed (memory between tensors)

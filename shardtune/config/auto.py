@@ -16,11 +16,13 @@ from shardtune.config.model_config import config_of
 from shardtune.core.machine import Machine
 from shardtune.core.model.family_support import support_of
 from shardtune.core.model.kind import ModelKind
+from shardtune.core.setup import Precision
 from shardtune.core.strategy import JobFacts, ResolvedStrategy
 from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import ModelError
 
 MICRO_BATCH: KeyPath = ("train", "micro_batch")
+PRECISION: KeyPath = ("train", "precision")
 MICRO_BATCH_TOKENS = 4096  # of a CPU, and where no forecast can be made
 MICRO_BATCHES_A_STAGE = 4  # a rank then waits for at most a fifth of its time
 
@@ -45,12 +47,14 @@ def resolve(
     nodes: int = 1,
     planner: Planner | None = None,
     kind: ModelKind = "decoder",
+    begun: Job | None = None,
 ) -> ResolvedJob:
     """`ranks` is the number of processes that run already (under torchrun), where they do; `nodes`
     that of machines like this one. A resolved job counts the processes of all of them. `kind` is
     the model's, where it is known.
 
-    Without a planner the strategy and what is recomputed stay as they are.
+    Without a planner the strategy and what is recomputed stay as they are. `begun` is the job of a
+    run that goes on, which keeps its precision on whatever machine.
     """
     draft = _Draft(job)
     _resolve_launch(draft, machine, ranks, nodes)
@@ -59,6 +63,7 @@ def resolve(
     _resolve_family(draft, machine, kind)
     _resolve_kernels(draft, machine, kind)
     _resolve_offload(draft, machine)
+    _resolve_precision(draft, machine, begun)
     _resolve_evaluation(draft)
     _resolve_names(draft)
     if not memory_decides(draft.job, machine):
@@ -195,6 +200,28 @@ def _resolve_offload(draft: _Draft, machine: Machine) -> None:
         draft.put(("train", "optimizer", "paged"), False, reason)
 
 
+def _resolve_precision(draft: _Draft, machine: Machine, begun: Job | None) -> None:
+    if draft.job.train.precision == "auto":
+        draft.put(PRECISION, *_precision(draft.job, machine, begun))
+
+
+def _precision(job: Job, machine: Machine, begun: Job | None) -> tuple[Precision, str]:
+    """What a run was begun with, what a strategy's own file says, what the weights need, or what
+    the device is fast in."""
+    if begun is not None and begun.train.precision != "auto":
+        return begun.train.precision, "as the run was begun"
+    if told := job.strategy.precision():
+        return told
+    if job.model.quantization == "fp8":
+        return "bf16", "products with weights stored in fp8 are computed in bf16"
+    if machine.matmul is None:
+        return "bf16", "what the device is fast in isn't known here"
+    best, reason = machine.matmul.best(gpu=machine.gpus > 0)
+    if best not in job.strategy.capabilities.precisions:
+        return "fp32", f"{reason}, which strategy {job.strategy.type} doesn't take"
+    return best, reason
+
+
 def _resolve_evaluation(draft: _Draft) -> None:
     if draft.job.evaluate.every == "auto":
         draft.put(("evaluate", "every"), draft.job.save.every, "as often as save.every")
@@ -274,7 +301,7 @@ def _facts(job: Job) -> JobFacts:
         ranks=int(job.launch.processes),
         global_batch=train.global_batch,
         micro_batch=int(train.micro_batch),
-        precision=train.precision,
+        precision=train.compute_precision,
         max_grad_norm=train.max_grad_norm,
         optimizer=train.optimizer.setup(),
         learning_rate=train.learning_rate,

@@ -303,9 +303,11 @@ class TrainSection(Section):
     """The shape of `schedule: one_cycle`."""
     warmup_steps: NotNegative = 0
     """Steps in which the rate rises from zero."""
-    precision: Precision = "bf16"
-    """Of the computation. Weights that are trained are kept in fp32 in any case; how frozen ones
-    are stored is `model.quantization`."""
+    precision: Auto | Precision = "auto"
+    """Of the computation: `bf16` or `fp16` (mixed precision, the latter with loss scaling), or
+    `fp32`. `auto` takes bf16 where the device is fast in it; else fp16 on a GPU and fp32 on a CPU.
+    Weights that are trained are kept in fp32 in any case; how frozen ones are stored is
+    `model.quantization`."""
     gradient_checkpointing: Auto | Recompute = "none"
     """Activation checkpointing: what the backward pass recomputes instead of keeping it. `none`
     keeps the result of every matmul (small operations between them are recomputed where layers are
@@ -351,6 +353,12 @@ class TrainSection(Section):
     """What to do when memory runs out: stop and say what to change, or go on from the last
     checkpoint with half the micro-batch, which changes nothing else. In the preflight of a new run
     one that the forecast has chosen is halved in any case, by our own launcher."""
+
+    @property
+    def compute_precision(self) -> Precision:
+        """The precision of the computation, once `auto` is replaced."""
+        assert self.precision != "auto"
+        return self.precision
 
     @property
     def recompute(self) -> Recompute:
@@ -508,11 +516,13 @@ class Job(Section):
 
     def splits_weights(self, ranks: int) -> bool:
         """Whether fp32 weights are split: the model has their upper halves, the optimizer the lower
-        ones. Where one rank trains all weights; several would add up rounded gradients."""
+        ones. Where one rank trains all weights in bf16, which `auto` counts as until it is
+        replaced; several would add up rounded gradients."""
         rule = self.train.optimizer
         return (
             self.strategy.capabilities.split_weights
             and isinstance(self.adapter, NoAdapter)
             and isinstance(rule, AdamW)
-            and (self.train.precision, rule.bits, ranks) == ("bf16", 32, 1)
+            and self.train.precision in ("bf16", "auto")
+            and (rule.bits, ranks) == (32, 1)
         )

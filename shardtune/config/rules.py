@@ -408,5 +408,5 @@ def _lacking(job: Job, machine: Machine) -> list[Problem]:
         for place, need in needed
         if find_spec(need.package) is None
     ]
-    here = job.strategy.problems_here(gpu=machine.gpus > 0, precision=job.train.precision)
+    here = job.strategy.problems_here(gpu=machine.gpus > 0, precision=job.train.compute_precision)
     return [*problems, *here]

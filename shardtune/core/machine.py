@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from shardtune.core.matmul_speed import MatmulSpeed
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -18,6 +20,8 @@ class Machine:
     """What the driver calls the first of them."""
     memory: int = 0
     """Bytes of CPU memory; 0 if unknown."""
+    matmul: MatmulSpeed | None = None
+    """What the GPUs, or else the cores, are fast in; None if unknown."""
 
     @staticmethod
     def here() -> Machine:

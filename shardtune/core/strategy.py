@@ -149,6 +149,10 @@ class StrategyBase(Section, ABC):
         """The micro-batch that its own file asks for, and the reason; None where it's open."""
         return None
 
+    def precision(self) -> tuple[Precision, str] | None:
+        """The precision that its own file asks for, and the reason; None where it's open."""
+        return None
+
     def resolved(self, facts: JobFacts) -> ResolvedStrategy:
         """With what its own file says; JobError where that contradicts the job."""
         return ResolvedStrategy(self)

@@ -18,7 +18,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from shardtune.compat.cpu_bf16 import widen_products
 from shardtune.core.heartbeat import Heartbeat, open_heartbeat
 from shardtune.core.parent_death import die_with_parent
 from shardtune.core.stop_request import StopRequest
@@ -110,7 +109,6 @@ def join_process_group(threads: int) -> Iterator[JoinedWorld]:
         die_with_parent(int(launcher))
     dump_stack_on_signal()
     torch.set_num_threads(threads)
-    widen_products()
     device = "cpu"
     if torch.cuda.is_available():
         # torch reads them with its first tensor. Our launcher has set them; others have not.

@@ -52,6 +52,8 @@ class RayResources:
     gpu: bool
     cpus: int
     """Of each."""
+    accelerators: tuple[str, ...] = ()
+    """What Ray calls the GPUs of the cluster, such as `A100`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ def _workers(launch: RayLaunch, has: Mapping[str, float]) -> RayResources:
             problems.append(Problem("launch", fact, fix))
     if problems:
         raise LaunchError(problems)
-    return RayResources(count, gpu, max(1, int(cpus)))
+    kind = "accelerator_type:"
+    names = tuple(sorted(name.removeprefix(kind) for name in has if name.startswith(kind)))
+    return RayResources(count, gpu, max(1, int(cpus)), names)
 
 
 def run_ray(

@@ -58,7 +58,7 @@ class PretrainedModelBuilder:
         return build_model(
             self.files,
             self.adapter,
-            precision=self.train.precision,
+            precision=self.train.compute_precision,
             seed=self.train.seed,
             speed=LayerSetup.of(self.train),
             device=device,
@@ -89,7 +89,7 @@ class MetaModelBuilder:
         """The model that transformers builds from `config`, for `device`; no file is opened."""
         import peft  # noqa: F401 - it makes tensors when imported, which must not become fake
 
-        compute = COMPUTE_DTYPES[train.precision]
+        compute = COMPUTE_DTYPES[train.compute_precision]
         model = without_memory(config, section, compute)
         use_varlen_attention(model, device, compute)
         names, layers = TensorNames.unwritten(model), decoder_layers(model)

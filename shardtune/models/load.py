@@ -89,7 +89,7 @@ def check_weights(files: ModelFiles, adapter: Adapter) -> None:
 
 def held_precision(adapter: Adapter, train: TrainSection) -> Precision:
     """What the model's own weights are held in while they are trained, or adapted."""
-    return "fp32" if isinstance(adapter, NoAdapter) else train.precision
+    return "fp32" if isinstance(adapter, NoAdapter) else train.compute_precision
 
 
 def load_base(files: ModelFiles, precision: Precision) -> Any:

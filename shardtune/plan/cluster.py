@@ -16,6 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from shardtune.core.matmul_speed import MatmulSpeed, gpu_matmul_speed
+from shardtune.core.setup import Precision
 from shardtune.core.strategy import Devices
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.plan.machine_profile import GpuFacts, LinkKind, Measured, Profile, read_profile
@@ -54,6 +56,15 @@ class Gpu:
     def peak_tflops(self) -> float:
         """In the 16-bit precision that it is best trained in."""
         return self.bf16_tflops or self.fp16_tflops
+
+    @property
+    def matmul(self) -> MatmulSpeed:
+        """What it is fast in."""
+        if self.name == "CPU":  # as `shardtune bench` measured it
+            found = "is fast in" if self.bf16_tflops else "has no fast"
+            fast: tuple[Precision, ...] = ("bf16",) if self.bf16_tflops else ()
+            return MatmulSpeed(fast, f"the measured CPU {found} bf16")
+        return gpu_matmul_speed(self.name, bf16=self.bf16_tflops is not None)
 
 
 @dataclass(frozen=True)

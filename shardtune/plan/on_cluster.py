@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from shardtune.config.auto import Planner, ResolvedJob, resolve
+from shardtune.config.auto import PRECISION, Planner, ResolvedJob, resolve
 from shardtune.config.job import Job
 from shardtune.config.model_config import kind_if_known
 from shardtune.core.machine import Machine
@@ -18,14 +18,22 @@ CORES_PER_GPU = 16
 """What is assumed of a node; only the number of data workers follows from it."""
 
 
-def resolve_on(job: Job, cluster: Cluster, planner: Planner | None = None) -> Job:
+def resolve_on(job: Job, cluster: Cluster, planner: Planner | None = None) -> ResolvedJob:
     """The job on all GPUs of the cluster; what only the planner can say stays `auto`."""
-    machine = Machine(cores=CORES_PER_GPU * cluster.gpus_per_node, gpus=cluster.gpus)
+    machine = Machine(
+        cores=CORES_PER_GPU * cluster.gpus_per_node, gpus=cluster.gpus, matmul=cluster.gpu.matmul
+    )
     kind = kind_if_known(job.model)
-    return resolve(job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner, kind=kind).job
+    return resolve(job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner, kind=kind)
 
 
-def resolve_as_asked(job: Job, shape: ModelShape, cluster: Cluster) -> Job:
+def chosen_precision(resolved: ResolvedJob) -> tuple[str, ...]:
+    """Which precision was chosen, and why, in a line; nothing where the job says it."""
+    reason = resolved.reasons.get(PRECISION)
+    return () if reason is None else (f"precision: {resolved.job.train.precision} ({reason})",)
+
+
+def resolve_as_asked(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
     """The job with the strategy that it asks for, and with a micro-batch and a level of activation
     checkpointing that fit; `strategy: auto` is the best, or the default where nothing
     fits."""

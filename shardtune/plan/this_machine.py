@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,14 @@ from shardtune.config.job import Job
 from shardtune.config.model_config import shape_of
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
+from shardtune.core.matmul_speed import (
+    MatmulSpeed,
+    cpu_matmul_speed,
+    forced_matmul_speed,
+    gpu_matmul_speed,
+)
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.setup import Precision
 from shardtune.core.units import GIB
 from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, ModelError, Problem
@@ -23,7 +30,8 @@ from shardtune.plan.machine_profile import LinkKind
 from shardtune.plan.remedies import smallest_change, smallest_cluster
 from shardtune.plan.search import rank
 
-CPU_TFLOPS, CPU_GBS = 0.1, 10.0  # of a core, and of the memory: enough to rank strategies by
+CPU_TFLOPS, CPU_GBS = 0.1, 10.0
+"""Of a core whose products nobody has measured, and of the memory: enough to rank strategies by."""
 
 
 def profile_path() -> Path:
@@ -44,16 +52,47 @@ def cluster_here(machine: Machine, ranks: int, nodes: int = 1) -> Cluster:
     host = machine.memory / GIB or None
     if not machine.gpus:
         share = machine.memory / GIB / processes
+        core = CPU_TFLOPS
+        if machine.matmul is not None:
+            core = max(machine.matmul.tflops.values(), default=core)
         gpu = Gpu(
-            "CPU", share, CPU_TFLOPS * machine.cores, CPU_TFLOPS * machine.cores, CPU_GBS,
+            "CPU", share, core * machine.cores, core * machine.cores, CPU_GBS,
             None, "none", CPU_GBS, "this machine",
         )  # fmt: skip
         return Cluster("this machine", gpu, nodes, processes)
-    name = machine.gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    gpu = find_gpu(name.replace(" ", ""), "this machine")
+    gpu = _gpu_here(machine)
     link: LinkKind = "nvlink" if gpu.nvlink == "switch" else "pcie"
     name = f"{processes}x{gpu.name}" if nodes == 1 else f"{nodes}x{processes}x{gpu.name}"
     return Cluster(name, gpu, nodes, processes, link, host_gib=host)
+
+
+def measured_here() -> Machine:
+    """This machine, with what its device is fast in. The first time that imports torch."""
+    machine = Machine.here()
+    return replace(machine, matmul=forced_matmul_speed() or _matmul(machine))
+
+
+def _matmul(machine: Machine) -> MatmulSpeed:
+    def measure() -> Mapping[Precision, float]:
+        from shardtune.kernels.measure_matmul import measure_cpu_matmul  # which imports torch
+
+        return measure_cpu_matmul()
+
+    if not machine.gpus:
+        return cpu_matmul_speed(measure)
+    try:
+        return _gpu_here(machine).matmul
+    except JobError:  # not in the catalogue
+        from shardtune.kernels.measure_matmul import bf16_on_gpu
+
+        return gpu_matmul_speed(machine.gpu_name, bf16=bf16_on_gpu())
+
+
+def _gpu_here(machine: Machine) -> Gpu:
+    """The catalogue's entry of the first GPU."""
+    maker = ("NVIDIA", "GeForce", "Tesla")
+    name = "".join(word for word in machine.gpu_name.split() if word not in maker)
+    return find_gpu(name, "this machine")
 
 
 def forecast_here(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None:
@@ -101,11 +140,9 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
     return "no cluster of such devices that we know of would do"
 
 
-def planner_here(
-    machine: Machine, nodes: int = 1, begun: Callable[[], Job | None] | None = None
-) -> Planner:
+def planner_here(machine: Machine, nodes: int = 1, begun: Job | None = None) -> Planner:
     """Chooses by forecasts for this machine: the best strategy in place of `auto`, or else the
-    micro-batch and the least recomputation that fit. `begun` finds the job of a run that goes on.
+    micro-batch and the least recomputation that fit. `begun` is the job of a run that goes on.
     """
 
     def plan(job: Job) -> ResolvedJob:
@@ -126,15 +163,12 @@ def _cluster(job: Job, machine: Machine, nodes: int) -> Cluster:
     return cluster_here(machine, int(job.launch.processes), nodes)
 
 
-def _as_begun(
-    job: Job, machine: Machine, nodes: int, begun: Callable[[], Job | None]
-) -> ResolvedJob | None:
+def _as_begun(job: Job, machine: Machine, nodes: int, before: Job) -> ResolvedJob | None:
     """With the micro-batch that the run has had so far, if it is on as many ranks and fits: another
     one would add up in another order."""
     if job.train.micro_batch != "auto":
         return None
-    before = begun()
-    if before is None or before.launch.processes != job.launch.processes:
+    if before.launch.processes != job.launch.processes:
         return None
     job = with_rows(job, int(before.train.micro_batch))
     found = forecast_here(job, machine, nodes)

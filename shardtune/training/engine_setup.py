@@ -34,7 +34,7 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     train = job.train
     micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     setup = EngineSetup(
-        precision=train.precision,
+        precision=train.compute_precision,
         optimizer=train.optimizer.setup(),
         schedule=Schedule(
             train.schedule, train.learning_rate, train.warmup_steps, steps, train.one_cycle

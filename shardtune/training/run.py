@@ -300,5 +300,5 @@ class Run:
         )
         reloaded = load_result(str(target), self.model, held_precision(job.adapter, job.train))
         in_8_bits = job.model.quantization == "fp8"
-        computed = E4M3 if in_8_bits else COMPUTE_DTYPES[job.train.precision]
+        computed = E4M3 if in_8_bits else COMPUTE_DTYPES[job.train.compute_precision]
         return check_result(reloaded, trained, logits, probe, written=written, computed=computed)

@@ -63,7 +63,10 @@ def test_estimate_says_what_would_fit(job: Path, capsys: pytest.CaptureFixture[s
     [
         (["model.quantization=fp8"], "model.quantization"),
         (["model.quantization=nf4"], "model.quantization"),
-        (["train.optimizer.paged=true", "train.optimizer.bits=8"], "train.optimizer.paged"),
+        (
+            ["train.precision=bf16", "train.optimizer.paged=true", "train.optimizer.bits=8"],
+            "train.optimizer.paged",
+        ),
         (["train.steps=5", "train.warmup_steps=9"], "train.warmup_steps"),
     ],
 )

@@ -11,6 +11,7 @@ from shardtune.cli.train_command import _policy, resolve_here
 from shardtune.config.auto import ResolvedJob
 from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine
+from shardtune.core.matmul_speed import FAST_PRECISIONS
 from shardtune.core.yaml_document import dump_document
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.this_machine import forecast_here
@@ -24,6 +25,7 @@ GPU = Machine(cores=16, gpus=1, gpu_name="NVIDIA H200", memory=1 << 38)
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """LoRA on an 8 B model, 16 rows of 1,024 tokens a step, on a machine with one GPU."""
     monkeypatch.setattr(Machine, "here", lambda: GPU)
+    monkeypatch.delenv(FAST_PRECISIONS, raising=False)
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B")
     return write_job(
         tmp_path,

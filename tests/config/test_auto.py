@@ -9,7 +9,10 @@ import pytest
 
 from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job
+from shardtune.config.rules import check
 from shardtune.core.machine import Machine
+from shardtune.core.matmul_speed import MatmulSpeed, gpu_matmul_speed
+from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
 from tests.jobs import make_job
 
@@ -194,3 +197,58 @@ def test_stages_get_micro_batches_enough() -> None:
     assert found.reasons["train", "micro_batch"] == (
         "32 rows a step make 8 micro-batches, so that 2 stages wait little for each other"
     )
+
+
+SLOW_BF16 = MatmulSpeed(("fp32",), "bf16 is slow here")
+FAST_BF16 = MatmulSpeed(("fp32", "bf16"), "bf16 is fast here")
+OLD_GPU = gpu_matmul_speed("T4", bf16=False)
+NEW_GPU = gpu_matmul_speed("A100", bf16=True)
+NO_BF16 = "T4 is older than Ampere and has no bf16: fp16 with loss scaling"
+FP8 = {"model": {"name": "tiny", "quantization": "fp8"}, "adapter": {"type": "lora"}}
+NF4 = {"model": {"name": "tiny", "quantization": "nf4"}, "adapter": {"type": "lora"}}
+
+
+@pytest.mark.parametrize(
+    ("matmul", "gpus", "sections", "expected", "told"),
+    [
+        (SLOW_BF16, 0, {}, "fp32", "bf16 is slow here"),
+        (FAST_BF16, 0, {}, "bf16", "bf16 is fast here"),
+        (OLD_GPU, 1, {}, "fp16", NO_BF16),
+        (NEW_GPU, 1, {}, "bf16", "A100 is fast in bf16"),
+        (None, 1, {}, "bf16", "what the device is fast in isn't known here"),
+        (SLOW_BF16, 0, NF4, "fp32", "bf16 is slow here"),
+        (SLOW_BF16, 0, FP8, "bf16", "products with weights stored in fp8 are computed in bf16"),
+        (OLD_GPU, 1, NF4, "fp16", NO_BF16),
+        (SLOW_BF16, 0, {"strategy": {"type": "deepspeed"}}, "fp32", "bf16 is slow here"),
+        (OLD_GPU, 2, {"strategy": {"type": "tensor", "degree": 2}}, "fp32",
+         f"{NO_BF16}, which strategy tensor doesn't take"),
+    ],
+)  # fmt: skip
+def test_the_precision_is_what_the_device_is_fast_in(
+    matmul: MatmulSpeed | None, gpus: int, sections: dict[str, Any], expected: str, told: str
+) -> None:
+    machine = Machine(cores=2, gpus=gpus, matmul=matmul)
+    found = resolve(make_job(**sections), machine)
+    assert found.job.train.precision == expected
+    assert reason(found, "train.precision") == told
+    for given in ("bf16", "fp32", "fp16"):  # what the job says is obeyed, fast or not
+        found = resolve(make_job(**sections, train={"precision": given}), machine)
+        assert found.job.train.precision == given
+        assert reason(found, "train.precision") is None
+
+
+def test_a_run_that_goes_on_keeps_its_precision() -> None:
+    begun = resolve(make_job(), Machine(cores=2, gpus=0, matmul=FAST_BF16)).job
+    elsewhere = Machine(cores=2, gpus=0, matmul=SLOW_BF16)
+    found = resolve(make_job(), elsewhere, begun=begun)
+    assert found.job.train.precision == "bf16"
+    assert reason(found, "train.precision") == "as the run was begun"
+    told = resolve(make_job(train={"precision": "fp32"}), elsewhere, begun=begun)
+    assert told.job.train.precision == "fp32"  # which a guard refuses, naming both
+
+
+def test_states_are_not_paged_without_a_gpu_whatever_the_precision() -> None:
+    job = make_job(train={"optimizer": {"type": "adamw", "paged": True}})
+    found = resolve(job, Machine(cores=2, gpus=0, matmul=SLOW_BF16))
+    assert reason(found, "train.optimizer.paged") == "no GPU was found"
+    check(found.job, dotted)

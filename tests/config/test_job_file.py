@@ -143,7 +143,8 @@ WRONG = {
         "`shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
     ),
     "train.precision=fp8-base": (
-        "command line: train.precision: is \"fp8-base\"; it must be 'fp32', 'bf16' or 'fp16'\n"
+        "command line: train.precision: is \"fp8-base\"; it must be 'auto' or 'fp32', 'bf16' or "
+        "'fp16'\n"
         "    fix: write `model: {quantization: fp8}` and leave train.precision at bf16"
     ),
     "data.train.0.type=alpaca": (

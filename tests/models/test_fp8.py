@@ -62,7 +62,9 @@ def build(
 ) -> Any:
     model = ModelSection(name=str(folder), quantization=quantization)
     adapter = adapter or LoRA(rank=4)
-    return PretrainedModelBuilder(ModelFiles(model), adapter, TrainSection(**train)).whole("cpu")
+    return PretrainedModelBuilder(
+        ModelFiles(model), adapter, TrainSection(**{"precision": "bf16"} | train)
+    ).whole("cpu")
 
 
 def loss_of(model: Any) -> Tensor:
@@ -400,7 +402,7 @@ def test_channels_that_say_nothing_leave_weights_as_they_are() -> None:
 def rounded_by(folder: Path, adapter: Adapter, texts: list[list[int]], **train: Any) -> Any:
     model = ModelSection(name=str(folder), quantization="fp8")
     return PretrainedModelBuilder(
-        ModelFiles(model), adapter, TrainSection(**train), lambda: texts
+        ModelFiles(model), adapter, TrainSection(**{"precision": "bf16"} | train), lambda: texts
     ).whole("cpu")
 
 

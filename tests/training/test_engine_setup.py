@@ -37,7 +37,7 @@ def test_a_plan_carries_the_jobs_settings() -> None:
 
 
 def test_an_update_rule_keeps_to_its_own_fields() -> None:
-    job = make_job(train={"optimizer": {"type": "sgd", "momentum": 0.9}})
+    job = make_job(train={"precision": "fp32", "optimizer": {"type": "sgd", "momentum": 0.9}})
     assert make_plan(job, 1, 1).setup.optimizer == OptimizerSetup("sgd", momentum=0.9)
 
 

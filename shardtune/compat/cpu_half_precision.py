@@ -1,7 +1,8 @@
-"""Products in bf16 on an ARM CPU that has no instructions for them (Graviton 2, Ampere Altra).
+"""Products in bf16 and fp16 on a CPU that is slow in them, because it has no such instructions.
 
-torch asks oneDNN for each in vain, warns of it in fifty lines, and then multiplies number by
-number: a hundred times slower than in fp32. Here what goes in is widened, and the result is rounded
+On x86 torch then takes three to thirteen times as long as in fp32. On ARM (Graviton 2, Ampere
+Altra) it asks oneDNN for each product in vain, warns of it in fifty lines, and then multiplies
+number by number: a hundred times slower. Here what goes in is widened, and the result is rounded
 once, as it is where a product is added up in fp32. Products that write into given memory (`out=`)
 stay slow.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,25 +30,22 @@ ROUNDED = {
 """Operations, and how many of their results, the first ones, are as precise as what went in."""
 
 _registered: list[Any] = []
+_slow: set[torch.dtype] = set()
 
 
-def is_slow() -> bool:
-    """Whether this CPU is of that kind."""
-    asked: Any = torch.ops.mkldnn
-    known = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return known and platform.machine() == "aarch64" and not asked._is_mkldnn_bf16_supported()
-
-
-def widen_products() -> None:
-    """For this process, where it is worth it."""
-    if not _registered and is_slow():
+def widen_products(slow: Collection[torch.dtype]) -> None:
+    """For this process, those of these types."""
+    _slow.clear()
+    _slow.update(each for each in slow if each.itemsize == 2)
+    if _slow and not _registered:
         _override_products()
 
 
-@change("torch", since="2.10", before="2.15", lost="bf16 is a hundred times slower on this CPU")
+@change("torch", since="2.10", before="2.15", lost="16-bit products are slow on this CPU")
 def _override_products() -> None:
     made = {name: _widened(name, rounded) for name, rounded in ROUNDED.items()}
-    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    if platform.machine() == "aarch64":  # where it fails in other operations, too
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _registered.append(library)
     with warnings.catch_warnings():
@@ -62,19 +60,20 @@ def _widened(name: str, rounded: int) -> Callable[..., Any]:
 
     def called(keys: Any, *given: Any, **named: Any) -> Any:
         tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
-        narrow = [each.dtype == torch.bfloat16 for each in tensors]
+        dtype = tensors[0].dtype
+        alike = all(each.dtype == dtype for each in tensors)
         # Numbers of two kinds are refused, as elsewhere; a mask or a sum may be wider.
-        if not (all(narrow) or (attends and any(narrow))):
+        if dtype not in _slow or not (alike or attends):
             return kernel.call_boxed(keys, *given, **named)
-        wide = {name: _wide(each) for name, each in named.items()}
+        wide = {key: _wide(each) for key, each in named.items()}
         found = kernel.call_boxed(keys, *map(_wide, given), **wide)
         if isinstance(found, Tensor):
-            return found.bfloat16()
-        return (*(each.bfloat16() for each in found[:rounded]), *found[rounded:])
+            return found.to(dtype)
+        return (*(each.to(dtype) for each in found[:rounded]), *found[rounded:])
 
     return called
 
 
 def _wide(given: Any) -> Any:
-    narrow = isinstance(given, Tensor) and given.dtype == torch.bfloat16
+    narrow = isinstance(given, Tensor) and given.dtype in _slow
     return given.float() if narrow else given
