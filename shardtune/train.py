@@ -184,7 +184,7 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     This happens before the ranks join: whoever comes first does the work, the others wait at a
     file lock, and no collective can time out meanwhile.
     """
-    model = ModelFiles(job.model)
+    model = ModelFiles(job.model, job.data.chat_template)
     paired = model.kind == "encoder_decoder"
     target = job.data.longest_target if paired else None
     check_model(job, model.kind)

@@ -130,7 +130,7 @@ class Columns(Section):
     output: str = "output"
     """The answer to learn (format `instruction`)."""
     system: str = "system"
-    """A system prompt; may be missing (format `instruction`)."""
+    """A system prompt; may be missing (formats `instruction` and `chat`)."""
     messages: Auto | str = "auto"
     """The turns: `messages` or `conversations`, whichever is there (format `chat`)."""
     text: str = "text"
@@ -213,6 +213,10 @@ class DataSection(Section):
     where the model's family keeps them apart, and else gives each document a row of its own."""
     shuffle: bool = True
     """Draw the documents in a random order, another each epoch; false keeps the files' order."""
+    chat_template: str | None = None
+    """A chat template for a tokenizer that has none, or in the place of its own: a Jinja file, or
+    one of chatml, llama3, gemma, phi3, mistral, zephyr, alpaca, vicuna. It is saved with the
+    result, and the token that ends its answers is a stop token."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What to do when rows can't be read: list them all and stop, or list them and go on."""
     workers: Auto | Positive = "auto"

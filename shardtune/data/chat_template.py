@@ -1,4 +1,4 @@
-"""Conversations: read from a row, written by the tokenizer's own chat template, and masked.
+"""Conversations written by the tokenizer's own chat template, and masked.
 
 What is trained of an assistant's turn is what the model has to write itself: everything after the
 prompt that the template gives it (`add_generation_prompt`), up to and with the turn's terminator.
@@ -14,23 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jinja2
 
+from shardtune.data.conversation import ChatMessage, Conversation
 from shardtune.data.encode import Text
 from shardtune.data.records import Unreadable
-from shardtune.errors import did_you_mean
-
-ROLES = {
-    "system": "system", "developer": "developer", "user": "user", "human": "user",
-    "prompter": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant",
-    "bot": "assistant", "model": "assistant", "tool": "tool", "function": "tool",
-    "observation": "tool", "ipython": "ipython",
-}  # fmt: skip
-"""The names that data sets give to speakers, and what chat templates call them."""
 
 # Roles whose words a template must repeat.
 REPEATED_ROLES = (
@@ -50,88 +41,36 @@ TEMPLATE_ERRORS = (
     ValueError,
 )  # fmt: skip
 
-ChatMessage = dict[str, Any]
 Rendered = str | Unreadable
 
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages with the roles and keys that chat templates expect."""
-
-    messages: list[ChatMessage]
-    tools: list[Any] | None = None
-
-    @property
-    def trained(self) -> list[int]:
-        """The turns to learn; `weight: 0` excepts one, as in OpenAI's files."""
-        return [
-            place
-            for place, message in enumerate(self.messages)
-            if message["role"] == "assistant" and message.get("weight", 1) != 0
-        ]
-
-    def until(self, end: int) -> Conversation:
-        return Conversation(self.messages[:end], self.tools)
-
-    def replaced(self, turn: int, content: str) -> Conversation:
-        messages = list(self.messages)
-        messages[turn] = {**messages[turn], "content": content}
-        return Conversation(messages, self.tools)
+# The plainest conversations of their kind: a template that fails with one can't write the kind.
+_QUESTION: ChatMessage = {"role": "user", "content": "QUESTION"}
+_ANSWER: ChatMessage = {"role": "assistant", "content": "ANSWER"}
+_SYSTEM: ChatMessage = {"role": "system", "content": "SYSTEM PROMPT"}
+_NOTHING: ChatMessage = {"type": "object", "properties": {}}
+_FUNCTION: ChatMessage = {"name": "CALLED", "description": "a call", "parameters": _NOTHING}
+_CALL: ChatMessage = {
+    "id": "call00001",  # nine letters and digits, as Mistral's templates want it
+    "type": "function",
+    "function": {"name": "CALLED", "arguments": {}},
+}
+_CALLING: list[ChatMessage] = [
+    _QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "CALLED", "tool_call_id": "call00001", "content": "RESULT"},
+    _ANSWER,
+]
+PROBES = {
+    "a question and its answer": Conversation([_QUESTION, _ANSWER]),
+    "system prompts": Conversation([_SYSTEM, _QUESTION, _ANSWER]),
+    "tool calls": Conversation(_CALLING, [{"type": "function", "function": _FUNCTION}]),
+}
 
 
-def read_conversation(turns: Any, tools: Any = None) -> Conversation:
-    """A conversation in OpenAI's or in ShareGPT's form; raises Unreadable for anything else."""
-    if not isinstance(turns, list) or not turns:
-        raise Unreadable("the turns are not a list" if turns else "there are no turns")
-    messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Unreadable("no assistant turn, so there is nothing to learn")
-    if tools and not isinstance(tools, list):
-        raise Unreadable("'tools' is not a list")
-    return Conversation(messages, tools or None)
+class TemplateFault(Unreadable):
+    """What the chat template can't write, whatever the row."""
 
-
-def _message(turn: Any, number: int) -> ChatMessage:
-    if not isinstance(turn, dict):
-        raise Unreadable(f"turn {number} is not an object")
-    # A table gives every row the keys of all the others, with nothing in them.
-    message = {key: value for key, value in turn.items() if value is not None}
-    if "from" in message and "role" not in message:
-        message["role"] = message.pop("from")
-    if "value" in message and "content" not in message:
-        message["content"] = message.pop("value")
-    role = message.get("role")
-    if not isinstance(role, str):
-        wanted = "'role' and 'content', or 'from' and 'value'"
-        raise Unreadable(f"turn {number} has {_listed(turn)}, but a turn has {wanted}")
-    if role.lower() not in ROLES:
-        near = did_you_mean(role.lower(), ROLES)
-        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)}"
-        raise Unreadable(f"turn {number} has the unknown role {role!r}: {hint}")
-    message["role"] = ROLES[role.lower()]
-    message["content"] = content = _content(message, number)
-    if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
-        raise Unreadable(f"turn {number} (assistant) is empty")
-    return message
-
-
-def _content(message: ChatMessage, number: int) -> str:
-    content = message.get("content", "" if message.get("tool_calls") else None)
-    if isinstance(content, list):
-        content = "".join(_part(part, number) for part in content)
-    if not isinstance(content, str):
-        what = "no content" if content is None else f"content of type {type(content).__name__}"
-        raise Unreadable(f"turn {number} ({message['role']}) has {what}, not text")
-    if "\0" in content:
-        raise Unreadable(f"turn {number} ({message['role']}) holds a NUL character")
-    return content
-
-
-def _part(part: Any, number: int) -> str:
-    text = part.get("text") if isinstance(part, dict) else part
-    if not isinstance(text, str):
-        raise Unreadable(f"turn {number} has a part that is not text")
-    return text
+    culprit = "template"
 
 
 class ChatTemplate:
@@ -172,8 +111,29 @@ class ChatTemplate:
                 for turn, (before, after) in zip(conversation.trained, around, strict=True)
             ]
         except Unreadable as error:
-            return error
+            return self._fault(conversation) or error
         return Text(text, spans)
+
+    def _fault(self, conversation: Conversation) -> TemplateFault | None:
+        """Of the template that failed with this conversation, where not the row is to blame."""
+        roles = {message["role"] for message in conversation.messages}
+        calls = any(message.get("tool_calls") for message in conversation.messages)
+        has = {"system prompts": "system" in roles, "tool calls": calls or "tool" in roles}
+        reasons = (self._probed[kind] for kind in PROBES if has.get(kind, True))
+        return next((TemplateFault(reason) for reason in reasons if reason), None)
+
+    @cached_property
+    def _probed(self) -> dict[str, str]:
+        """Why the template can't write each kind of conversation; nothing where it can."""
+        return {kind: self._probe(kind) for kind in PROBES}
+
+    def _probe(self, kind: str) -> str:
+        try:
+            _require_all(PROBES[kind], self._text(PROBES[kind]))
+        except Unreadable as error:
+            why = error.reason.removeprefix("the chat template ").removeprefix("refuses it: ")
+            return f"can't write {kind}: {why}"
+        return ""
 
     def _span(
         self,
@@ -330,7 +290,3 @@ def _raised(rendered: Rendered) -> str:
 def _told(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
-
-
-def _listed(keys: dict[str, Any]) -> str:
-    return ", ".join(map(repr, list(keys)[:8])) or "no keys"

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
 from shardtune.core.step import IGNORED
-from shardtune.data.chat_template import ChatTemplate, Conversation, read_conversation
+from shardtune.data.chat_template import ChatTemplate
+from shardtune.data.conversation import Conversation, read_conversation
 from shardtune.data.data_file import TURNS
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.records import BadRow, SourceRecord, Unreadable
@@ -92,7 +94,8 @@ def make_format(source: Source, tokenizer: Any) -> RowFormat:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if (source.format == "chat" or source.template == "chat") and not has_template:
         fact = "needs a chat template, but the tokenizer has none"
-        fix = "use an instruct model, or put chat_template into its tokenizer_config.json"
+        fix = f"use an instruct model, or set {TEMPLATE_KEY}: a file, or one of "
+        fix += ", ".join(TEMPLATE_TOKENS)
         fix += ", or set template: plain" if source.format == "instruction" else ""
         raise DataError(Problem(source.path, fact, fix))
     if source.format == "chat":
@@ -128,14 +131,15 @@ class _Chat(RowFormat):
         self._template = ChatTemplate(tokenizer)
         self._columns = TURNS if columns.messages == "auto" else (columns.messages,)
         self.required = (self._columns,)
-        self.settings = ("chat", *self._columns)
+        self._system = columns.system
+        self.settings = ("chat", *self._columns, self._system)
 
     def _read(self, row: dict[str, Any]) -> Conversation:
         present = [column for column in self._columns if column in row]
         if not present:
             raise Missing(self._columns[0])
         turns = next((row[column] for column in present if row[column] is not None), None)
-        return read_conversation(turns, row.get("tools"))
+        return read_conversation(turns, row.get("tools"), row.get(self._system))
 
     def _encode(self, found: list[Conversation]) -> list[Tokens | Unreadable]:
         texts = self._template.texts(found)

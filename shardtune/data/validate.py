@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
 from shardtune.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -110,7 +111,10 @@ def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:
     shown = ", ".join(places) + (", ..." if complaint.count > len(places) else "")
     if complaint.culprit == "template":
         fact = f"{complaint.reason}; {complaint.count:,} of {checked.tally.rows:,} rows need that"
-        fix = "give the tokenizer a chat template that can, or set data.bad_rows: skip"
+        names = ", ".join(TEMPLATE_TOKENS)
+        fix = f"{TEMPLATE_KEY}: one that can, as a file or by name ({names})"
+        if checked.tally.bad < checked.tally.rows:
+            fix += "; or data.bad_rows: skip, to go on without these rows"
         return Problem("the chat template", f"{fact} ({shown})", fix)
     if complaint.count == 1:
         return Problem(places[0], complaint.reason)

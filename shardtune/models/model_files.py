@@ -20,6 +20,7 @@ from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import Growth, add_tokens
 from shardtune.models.catalogue import resolve
+from shardtune.models.set_chat_template import end_of_turn, set_chat_template
 from shardtune.models.weight_files import WeightFiles
 
 LOADING_FIX = (
@@ -34,6 +35,8 @@ class ModelFiles:
     """What the files of `section` say. Pass it on: who makes another reads them again."""
 
     section: ModelSection
+    chat_template: str | None = None
+    """The job's own chat template, by name or as a file."""
 
     @cached_property
     def path(self) -> str:
@@ -81,7 +84,8 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer that the model was trained with, and the job's new tokens in it."""
+        """The tokenizer that the model was trained with, and the job's new tokens and chat template
+        in it."""
         from transformers import AutoTokenizer
 
         name, folder = self.section.name, Path(self.path)
@@ -98,6 +102,8 @@ class ModelFiles:
                 self.path, trust_remote_code=trusted, **self.revision
             )
         add_tokens(tokenizer, self.section)
+        if self.chat_template is not None:
+            set_chat_template(tokenizer, self.chat_template)
         return tokenizer
 
     @property
@@ -141,6 +147,8 @@ class ModelFiles:
         if generation is not None and generation.eos_token_id is not None:
             ids = generation.eos_token_id
             found.update(ids if isinstance(ids, list) else [ids])
+        if self.chat_template is not None:
+            found.add(end_of_turn(self.tokenizer))
         return frozenset(found - {None})
 
 

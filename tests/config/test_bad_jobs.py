@@ -303,7 +303,7 @@ INPUTS = {
         ),
     ),
     "chat template with code": Bad(
-        "a.jsonl:1", "the chat template refuses it", NONE_LEFT,
+        "the chat template", "can't write a question and its answer: ", "data.chat_template",
         job_text(model="{name: ./model}", data="{train: [{path: a.jsonl, format: chat}]}"),
         {"a.jsonl": rows({"messages": [{"role": "assistant", "content": "x"}]})},
         model=escaping_template,

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtune.data.chat_template import ChatTemplate, Conversation, read_conversation
+from shardtune.data.chat_template import ChatTemplate
+from shardtune.data.conversation import Conversation, read_conversation
 from shardtune.data.encode import Encoder
 from shardtune.data.records import Unreadable
 from shardtune.models import tiny
@@ -188,7 +189,8 @@ def test_a_template_that_leaves_words_out_is_refused():
     tokenizer = with_template(NO_SYSTEM)
     good, bad = render(tokenizer, talk("a", "b"), talk("a", "b", system="Speak like a pirate."))
     assert good.text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-    assert bad.reason == "the chat template leaves out turn 1 (system)"
+    assert bad.reason == "can't write system prompts: leaves out turn 1 (system)"
+    assert bad.culprit == "template"
 
 
 def test_a_refusal_of_the_template_is_told_and_spoils_only_its_row():
@@ -196,20 +198,23 @@ def test_a_refusal_of_the_template_is_told_and_spoils_only_its_row():
     twice = Conversation([{"role": "user", "content": "a"}, *talk("b", "c").messages])
     first, bad, last = render(tokenizer, talk("a", "b"), twice, talk("c", "d"))
     assert bad.reason == "the chat template refuses it: user and assistant must take turns"
+    assert bad.culprit == "", "others of the kind can be written"
     assert first.text.count("<|im_end|>") == last.text.count("<|im_end|>") == 2
 
 
 def test_an_error_in_the_template_is_told():
     (bad,) = render(with_template("{{ messages[0].nothing.more }}"), talk("a", "b"))
-    assert bad.reason.startswith("the chat template refuses it: ")
+    assert bad.reason.startswith("can't write a question and its answer: ")
     (bad,) = render(with_template("{{ 1 / 0 }}"), talk("a", "b"))
-    assert bad.reason == "the chat template refuses it: ZeroDivisionError: division by zero"
+    assert bad.reason == (
+        "can't write a question and its answer: ZeroDivisionError: division by zero"
+    )
 
 
 def test_a_template_cannot_reach_python():
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     (bad,) = render(with_template(attack), talk("a", "b"))
-    assert bad.reason.startswith("the chat template refuses it: access to attribute '__class__'")
+    assert "access to attribute '__class__'" in bad.reason
 
 
 @pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, BRACKETS, THINKING])
@@ -272,7 +277,8 @@ def test_tools_and_calls_reach_the_template():
 
 def test_calls_that_the_template_leaves_out_are_refused():
     (bad,) = render(with_template(CHATML), read_conversation(CALL))
-    assert bad.reason == "the chat template leaves out the tool calls of turn 2"
+    assert bad.reason == "can't write tool calls: leaves out the tool calls of turn 2"
+    assert bad.culprit == "template"
 
 
 def test_both_forms_are_the_same_conversation():
@@ -298,13 +304,15 @@ def test_both_forms_are_the_same_conversation():
     [
         (None, "there are no turns"),
         ([], "there are no turns"),
-        ("hello", "the turns are not a list"),
+        ("hello", "the turns are text, but no JSON"),
+        ({"role": "user"}, "the turns are not a list"),
         (["hello"], "turn 1 is not an object"),
         ([{"text": "a"}], "turn 1 has 'text', but a turn has 'role' and 'content', or"),
         ([{"role": "asistant", "content": "a"}], "role 'asistant': did you mean 'assistant'"),
         ([{"role": "user"}], "turn 1 (user) has no content, not text"),
         ([{"role": "user", "content": 42}], "turn 1 (user) has content of type int, not text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "turn 1 has a part that is not text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "turn 1 has a part of type 'image'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "turn 1 has a part that is not text"),
         ([{"role": "user", "content": "a\0b"}], "turn 1 (user) holds a NUL character"),
         ([{"role": "user", "content": "a"}], "no assistant turn"),
         ([{"role": "assistant", "content": " \n"}], "turn 1 (assistant) is empty"),
@@ -317,6 +325,8 @@ def test_what_is_no_conversation_is_refused(turns, reason):
 
 def test_tools_that_are_no_list_are_refused():
     with pytest.raises(Unreadable, match="'tools' is not a list"):
+        read_conversation(CALL, {"name": "forecast"})
+    with pytest.raises(Unreadable, match="'tools' is text, but no JSON"):
         read_conversation(CALL, "forecast")
 
 
