@@ -93,10 +93,12 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
 
     widen_slow_products()
     run, job = open_result(directory)
-    model = load_result(str(run.result), ModelFiles(job.model), job.train.compute_precision)
+    files = ModelFiles(job.model)
+    model = load_result(str(run.result), files, job.train.compute_precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
+    raw = raw or files.kind == "encoder_decoder"  # it was trained on sources as they are
     if not raw and _plain(job, tokenizer):
         prompt, raw = plain_prompt(prompt), True
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)

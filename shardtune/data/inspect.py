@@ -55,6 +55,8 @@ def document_text(prepared: PreparedSet, number: int, tokenizer: Any) -> Text:
     shown = Text()
     for piece, trained in _pieces(row["input_ids"], row["trained"], tokenizer):
         style = TRAINED if trained else PLAIN
+        if prepared.paired:
+            shown.append("\ntarget: " if trained else "source: ")
         shown.append(OPEN if trained else "", style)
         for part in special.split(piece) if special else [piece]:
             is_special = special is not None and special.fullmatch(part) is not None
@@ -103,12 +105,25 @@ def _facts(prepared: PreparedSet) -> dict[str, str]:
         "length p50": f"{middle:,.0f}",
         "length p95": f"{high:,.0f}",
         "length max": f"{lengths.max():,}",
+        **_sides(prepared),
         "lengths, 0 to max": histogram(lengths),
         "truncated rows": _with_tokens(report.truncated, report.truncated_tokens),
         "split rows": f"{report.split:,}",
         "dropped: too long": f"{report.dropped:,}",
         "dropped: untrained": f"{report.untrained:,}",
         "bad rows": f"{report.bad:,}",
+    }
+
+
+def _sides(prepared: PreparedSet) -> dict[str, str]:
+    """The lengths of each side, where a document is a source and a target."""
+    if not prepared.paired:
+        return {}
+    targets = prepared.labels
+    sides = {"source": prepared.lengths - targets, "target": targets}
+    return {
+        f"{side} p95, max": f"{np.percentile(lengths, 95):,.0f}, {lengths.max():,}"
+        for side, lengths in sides.items()
     }
 
 

@@ -177,9 +177,3 @@ class _Pretokenized(PairFormat):
 
     def _encode(self, found: list[Tokens]) -> Sequence[Tokens]:
         return found
-
-
-def sides(input_ids: Sequence[int], trained: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """The source and the target of a document."""
-    border = list(trained).index(True)
-    return list(input_ids[:border]), list(input_ids[border:])

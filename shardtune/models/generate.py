@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from shardtune.core.model.kind import kind_of
+from shardtune.core.peft_wrapper import unwrap_model
 
 SHORTEST_PROMPT = 4  # where nearly all is trained (plain text), the first quarter is the prompt
 
@@ -28,6 +32,12 @@ def held_out_prompt(input_ids: Sequence[int], trained: Sequence[bool]) -> Prompt
         t for t, flag in zip(input_ids[first:], trained[first:], strict=True) if flag
     ]
     return Prompt(tuple(map(int, input_ids[:first])), tuple(map(int, generate_answers)))
+
+
+def source_prompt(input_ids: Sequence[int], trained: Sequence[bool]) -> Prompt:
+    """Of a pair, the source is the question and the target the answer."""
+    border = list(trained).index(True)
+    return Prompt(tuple(map(int, input_ids[:border])), tuple(map(int, input_ids[border:])))
 
 
 def question_text(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -57,9 +67,10 @@ def generate_answers(
     was_training = model.training
     model.eval()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    paired = kind_of(unwrap_model(model).config) == "encoder_decoder"
+    # A decoder goes on where a prompt ends; an encoder counts positions from where it begins.
+    ids, mask = _padded(prompts, pad, before=not paired, device=device)
+    read = _encoded(model, ids, mask) if paired else {}
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
         if temperature > 0
@@ -75,10 +86,40 @@ def generate_answers(
             pad_token_id=pad,
             use_cache=True,
             **sampling,
+            **read,
         )
     model.train(was_training)
-    texts: list[str] = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
+    first = 1 if paired else ids.shape[1]  # behind the token that a decoder starts with
+    texts: list[str] = tokenizer.batch_decode(written[:, first:], skip_special_tokens=True)
     return [text.strip() for text in texts]
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], pad: int, *, before: bool, device: str
+) -> tuple[Tensor, Tensor]:
+    """The prompts as rows of one length, and a mask of what is a prompt in them."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        start = longest - len(prompt) if before else 0
+        ids[row, start : start + len(prompt)] = torch.tensor(prompt)
+        mask[row, start : start + len(prompt)] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _encoded(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    """What the encoder makes of the prompts, for `generate`.
+
+    `generate` would call the encoder by itself. Weights that an engine has spread are gathered when
+    the whole model is called, so that is what we do.
+    """
+    from transformers.modeling_outputs import BaseModelOutput
+
+    start = torch.full_like(ids[:, :1], model.generation_config.decoder_start_token_id)
+    answer = model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False)
+    read = BaseModelOutput(last_hidden_state=answer.encoder_last_hidden_state)
+    return {"encoder_outputs": read, "num_beams": 1}
 
 
 def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> list[int]:

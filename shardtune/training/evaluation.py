@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardtune.config.job import EvaluateSection
 from shardtune.core.step import EvalResult, MicroBatch
-from shardtune.models.generate import Prompt, generate_answers, held_out_prompt, question_text
+from shardtune.models.generate import (
+    Prompt,
+    generate_answers,
+    held_out_prompt,
+    question_text,
+    source_prompt,
+)
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
 
 
 class HeldOut(Protocol):
-    """A tokenized set: its name, and its documents by number."""
+    """A tokenized set: its name, its documents by number, and whether they are pairs."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def paired(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,11 @@ class Evaluator:
         """A few held-out prompts, spread over the first set from its beginning to its end."""
         if not self.sets or not self.section.samples:
             return []
-        rows = self.sets[0].rows
+        rows, paired = self.sets[0].rows, self.sets[0].paired
         count = min(self.section.samples, len(rows))
         chosen = [rows[index * len(rows) // count] for index in range(count)]
-        return [held_out_prompt(row["input_ids"], row["trained"]) for row in chosen]
+        cut = source_prompt if paired else held_out_prompt
+        return [cut(row["input_ids"], row["trained"]) for row in chosen]
 
     def questions(self) -> list[Question]:
         """Each prompt and the answer that the data gives, as text."""

@@ -17,8 +17,8 @@ _T5 = {
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 48,
-    "num_layers": 2,
-    "num_decoder_layers": 3,  # another number than the encoder's, so that they can't be mixed up
+    "num_layers": 3,
+    "num_decoder_layers": 2,  # not as many as the encoder: they can't be mixed up
     "num_heads": 4,
     "relative_attention_num_buckets": 8,
     "dropout_rate": 0.0,
@@ -30,8 +30,8 @@ _V1_1 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 _BART = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48,

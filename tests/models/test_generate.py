@@ -20,10 +20,12 @@ from shardtune.models.generate import (
     held_out_prompt,
     prompt_ids,
     question_text,
+    source_prompt,
 )
 from shardtune.models.load import load_base
 from shardtune.models.materialize import decoder_layers
 from shardtune.models.model_files import ModelFiles
+from tests.models import encoder_decoder
 from tests.synthetic import load_model
 
 SMOLLM2 = Path(__file__).parents[3] / "shared" / "tokenizers" / "smollm2"
@@ -207,3 +209,26 @@ def test_asking_leaves_a_model_in_training_as_it_was(precision: Any, training: b
     assert found[0]
     assert adapted.training is training
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# Models with an encoder ---------------------------------------------------------------------------
+
+
+def test_of_a_pair_the_source_is_the_question() -> None:
+    assert source_prompt([5, 6, 7], [False, True, True]) == Prompt((5,), (6, 7))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_an_encoder_reads_prompts_of_any_length_as_alone(family: str, tmp_path: Path) -> None:
+    """Beside transformers' own `generate`, one prompt at a time."""
+    model = encoder_decoder.write(tmp_path, family).eval()
+    tokens, stops = encoder_decoder.tokenizer(family), frozenset({encoder_decoder.END})
+    asked = [prompt_ids(tokens, text, chat=False) for text in PROMPTS]
+    expected = [
+        tokens.decode(
+            model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0],
+            skip_special_tokens=True,
+        ).strip()
+        for ids in asked
+    ]
+    assert generate_answers(model, tokens, asked, stops=stops, max_new_tokens=6) == expected

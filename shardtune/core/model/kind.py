@@ -13,9 +13,14 @@ from typing import Any, Literal
 ModelKind = Literal["decoder", "encoder_decoder"]
 """`decoder` continues one sequence; `encoder_decoder` reads a source and writes a target."""
 
+_WITH_ENCODER = frozenset({"bart", "mt5", "t5"})
+"""Families (transformers' `model_type`) that have an encoder unless their config.json denies it."""
+
 
 def kind_of(config: Any) -> ModelKind:
     """The kind that a configuration of transformers, or a config.json, describes."""
     if isinstance(config, Mapping):
-        return "encoder_decoder" if config.get("is_encoder_decoder") else "decoder"
-    return "encoder_decoder" if getattr(config, "is_encoder_decoder", False) else "decoder"
+        both = config.get("is_encoder_decoder", config.get("model_type") in _WITH_ENCODER)
+    else:
+        both = getattr(config, "is_encoder_decoder", False)
+    return "encoder_decoder" if both else "decoder"
