@@ -61,7 +61,7 @@ def job_in(folder: Path, adapter: str, strategy: dict[str, Any], ranks: int = 1)
         launch={"processes": ranks, "threads": 1},
         save={"directory": str(folder / "run"), "every": 2},
     )  # fmt: skip
-    return resolve(job, Machine(cores=2, gpus=0), kind="encoder_decoder").job
+    return resolve(job, Machine(cores=2, gpus=0)).job
 
 
 def forecast(job: Job) -> RunForecast:

@@ -82,7 +82,6 @@ def resolve_here(
     machine has, too."""
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.auto import resolve
-    from shardtune.config.model_config import kind_if_known
     from shardtune.config.rules import check
     from shardtune.core.machine import Machine
     from shardtune.plan.this_machine import measured_here, planner_here
@@ -99,7 +98,6 @@ def resolve_here(
         nodes=nodes,
         planner=planner,
         begun=begun,
-        kind=kind_if_known(job.model),
     )
     check(resolved.job, loaded.place, machine if runs_here else None)
     return resolved

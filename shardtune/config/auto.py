@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardtune.config.job import Job, RayLaunch
-from shardtune.config.model_config import config_of
+from shardtune.config.model_config import config_of, kind_if_known
 from shardtune.core.machine import Machine
 from shardtune.core.model.family_support import support_of
 from shardtune.core.model.kind import ModelKind
@@ -46,17 +46,15 @@ def resolve(
     *,
     nodes: int = 1,
     planner: Planner | None = None,
-    kind: ModelKind = "decoder",
     begun: Job | None = None,
 ) -> ResolvedJob:
     """`ranks` is the number of processes that run already (under torchrun), where they do; `nodes`
-    that of machines like this one. A resolved job counts the processes of all of them. `kind` is
-    the model's, where it is known.
+    that of machines like this one. A resolved job counts the processes of all of them.
 
     Without a planner the strategy and what is recomputed stay as they are. `begun` is the job of a
     run that goes on, which keeps its precision on whatever machine.
     """
-    draft = _Draft(job)
+    draft, kind = _Draft(job), kind_if_known(job.model)
     _resolve_launch(draft, machine, ranks, nodes)
     draft.take_strategy(draft.job.strategy.on_nodes(nodes))
     _resolve_length(draft)

@@ -33,6 +33,13 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         lambda job: strategies_for(lambda each: BOTH in each.capabilities.models),
     ),
     Rule(
+        "both-halves-of-one-pair",
+        ("data", "packing"),
+        lambda job: job.data.packing is True,
+        lambda job: "is true, but each source has a row of its own beside its target",
+        "set data.packing: auto, or leave it out",
+    ),
+    Rule(
         "both-halves-as-written",
         ("train", "kernels"),
         lambda job: job.train.kernels == "compiled",

@@ -6,7 +6,6 @@ from functools import partial
 
 from shardtune.config.auto import PRECISION, Planner, ResolvedJob, resolve
 from shardtune.config.job import Job
-from shardtune.config.model_config import kind_if_known
 from shardtune.core.machine import Machine
 from shardtune.core.model.shape import ModelShape
 from shardtune.parallel import DEFAULT
@@ -23,8 +22,7 @@ def resolve_on(job: Job, cluster: Cluster, planner: Planner | None = None) -> Re
     machine = Machine(
         cores=CORES_PER_GPU * cluster.gpus_per_node, gpus=cluster.gpus, matmul=cluster.gpu.matmul
     )
-    kind = kind_if_known(job.model)
-    return resolve(job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner, kind=kind)
+    return resolve(job, machine, cluster.gpus, nodes=cluster.nodes, planner=planner)
 
 
 def chosen_precision(resolved: ResolvedJob) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def told(kind: Any, **sections: Any) -> list[Problem]:
         ({"strategy": {"type": "pipeline", "stages": 2}}, "strategy.type"),
         ({"strategy": {"type": "layers", "stages": 2}}, "strategy.type"),
         ({"strategy": {"type": "fsdp", "tensor": 2}}, "strategy.type"),
+        ({"data": {"packing": True}}, "data.packing"),
         ({"train": {"kernels": "compiled"}}, "train.kernels"),
         ({"train": {"loss": "fused"}}, "train.loss"),
         ({"train": {"gradient_checkpointing": "mlp"}}, "train.gradient_checkpointing"),
@@ -78,15 +79,16 @@ def test_a_target_of_its_own_needs_an_encoder() -> None:
 
 def test_on_a_gpu_both_halves_run_as_written() -> None:
     job = make_job(model=FLAN)
-    found = resolve(job, Machine(cores=8, gpus=1), kind="encoder_decoder").job
+    found = resolve(job, Machine(cores=8, gpus=1)).job
     assert (found.train.kernels, found.train.loss) == ("eager", "plain")
-    found = resolve_on(job, parse_cluster("8xA100-80GB"))
+    assert found.data.packing is False
+    found = resolve_on(job, parse_cluster("8xA100-80GB")).job
     assert (found.train.kernels, found.train.loss) == ("eager", "plain")
 
 
 def test_the_planner_ranks_what_can_be_trained() -> None:
     shape, cluster = known_model("google/flan-t5-xl"), parse_cluster("8xA100-80GB")
-    ranking = rank(resolve_on(make_job(model=FLAN), cluster), shape, cluster)
+    ranking = rank(resolve_on(make_job(model=FLAN), cluster).job, shape, cluster)
     possible = {each.name.partition("(")[0] for each in ranking.candidates if each.found}
     assert {"ddp", "fsdp", "zero3"} <= possible
     assert not any("tensor" in name or "pipeline" in name for name in possible)
