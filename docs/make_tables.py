@@ -235,11 +235,12 @@ NO_GPU: list[Sections] = [
 ]
 """Jobs that are refused on a machine without a GPU."""
 FILES: list[dict[str, Any]] = [
-    {"activation_checkpointing": {"partition_activations": True}},
     {"zero_optimization": {"stage": 3, "stage3_prefech_bucket_size": 5e7}},
     {"train_batch_size": 32},
+    {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+    {"scheduler": {"type": "OneCycle"}},
 ]
-"""DeepSpeed files that are refused."""
+"""DeepSpeed files that are refused beside a job with `global_batch: 16`."""
 
 
 def read(sections: Sections) -> Job:
@@ -276,7 +277,8 @@ def refusals() -> str:
         path = Path(folder) / "zero.json"
         for content in FILES:
             path.write_text(json.dumps(content))
-            problems = refusal({"strategy": {"type": "deepspeed", "config": str(path)}})
+            chosen = {"type": "deepspeed", "config": str(path)}
+            problems = refusal({"strategy": chosen, "train": {"global_batch": 16}})
             found.append((f"`config:` {code(content)}", problems))
     lines = []
     for shown, problems in found:

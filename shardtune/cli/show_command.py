@@ -24,5 +24,5 @@ def show(arguments: argparse.Namespace) -> int:
     from shardtune.report.job_table import print_job
 
     loaded, resolved = read_job(arguments)
-    print_job(resolved.job, resolved.reasons, loaded.origin)
+    print_job(resolved.job, resolved.reasons, loaded.origin, notes=resolved.notes)
     return 0

@@ -12,8 +12,9 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,7 +135,8 @@ def start(arguments: argparse.Namespace) -> int:
     ):
         with _telling(launchers):
             reasons = {**loaded.understood, **resolved.reasons}
-            inputs = _open(job, reasons, predicted if first else None, quiet=not first)
+            chosen = replace(resolved, reasons=reasons)
+            inputs = _open(chosen, predicted if first else None, quiet=not first)
             if first:
                 run.prepare(overwrite=arguments.overwrite)
                 run.write_forecast(RunForecast.of(predicted) if predicted is not None else None)
@@ -188,22 +190,22 @@ def _start_on_ray(
     return start_on_ray(arguments, loaded, _run_directory(arguments, loaded, loaded.job))
 
 
-def _open(
-    job: Job, reasons: Mapping[KeyPath, str], predicted: Forecast | None, *, quiet: bool
-) -> Inputs:
+def _open(resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> Inputs:
     """Opens what the run reads, and prints what it will do."""
     from shardtune.report.plan_table import print_outlook
     from shardtune.report.start_summary import print_opening
     from shardtune.train import count_steps, open_inputs, open_loader
     from shardtune.training.engine_setup import make_plan
 
+    job = resolved.job
     inputs = open_inputs(job, quiet=quiet)
     world = World(size=int(job.launch.processes))
     steps = count_steps(job, open_loader(job, inputs, world))
     make_plan(job, world.size, steps)
     if not quiet:
         sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-        print_opening(job, {**reasons, **_model_reasons(inputs.model)}, sources)
+        reasons = {**resolved.reasons, **_model_reasons(inputs.model)}
+        print_opening(job, reasons, sources, notes=resolved.notes)
     if predicted is not None:
         print_outlook(predicted, steps)
     return inputs

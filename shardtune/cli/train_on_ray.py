@@ -43,7 +43,8 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
         if launch.address is None:  # elsewhere only the workers need to see the files
             inputs = open_inputs(job, quiet=False)
             sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
-            print_opening(job, {**loaded.understood, **resolved.reasons}, sources)
+            reasons = {**loaded.understood, **resolved.reasons}
+            print_opening(job, reasons, sources, notes=resolved.notes)
         run.prepare(overwrite=arguments.overwrite)
         task = RayTask(job.model_dump_json(), arguments.resume, str(Path.cwd()))
         reduce = job.train.on_oom == "reduce_micro_batch"

@@ -7,19 +7,22 @@ strategy, the micro-batch on GPUs, what is recomputed) stays `auto` until a plan
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardtune.config.job import Job, RayLaunch
+from pydantic import ValidationError
+
+from shardtune.config.job import Job, RayLaunch, TrainSection
 from shardtune.config.model_config import config_of, kind_if_known
 from shardtune.core.machine import Machine
 from shardtune.core.model.family_support import support_of
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.setup import Precision
 from shardtune.core.strategy import JobFacts, ResolvedStrategy
-from shardtune.core.yaml_document import KeyPath
-from shardtune.errors import ModelError
+from shardtune.core.yaml_document import KeyPath, dotted
+from shardtune.errors import JobError, ModelError, Problem
 
 MICRO_BATCH: KeyPath = ("train", "micro_batch")
 PRECISION: KeyPath = ("train", "precision")
@@ -33,6 +36,8 @@ class ResolvedJob:
 
     job: Job
     reasons: dict[KeyPath, str]
+    notes: tuple[str, ...] = ()
+    """What else a person should know: of a strategy's own file, what is left out."""
 
 
 Planner = Callable[[Job], ResolvedJob]
@@ -56,6 +61,7 @@ def resolve(
     """
     draft, kind = _Draft(job), kind_if_known(job.model)
     _resolve_launch(draft, machine, ranks, nodes)
+    _take_told(draft)
     draft.take_strategy(draft.job.strategy.on_nodes(nodes))
     _resolve_length(draft)
     _resolve_family(draft, machine, kind)
@@ -70,7 +76,7 @@ def resolve(
     if planner is not None and _is_open(draft.job):
         draft.take(planner(draft.job))
     _resolve_micro_batch(draft)  # where no planner could tell
-    return ResolvedJob(draft.job, draft.reasons)
+    return ResolvedJob(draft.job, draft.reasons, draft.notes)
 
 
 @dataclass
@@ -79,6 +85,7 @@ class _Draft:
 
     job: Job
     reasons: dict[KeyPath, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -95,6 +102,7 @@ class _Draft:
     def take_strategy(self, resolved: ResolvedStrategy) -> None:
         self.job = self.job.model_copy(update={"strategy": resolved.strategy})
         self.reasons = resolved.reasons | self.reasons
+        self.notes += resolved.notes
 
 
 def _with_value(section: Any, path: KeyPath, value: Any) -> Any:
@@ -286,6 +294,45 @@ def _one_row(job: Job) -> bool:
 # A strategy's own file ----------------------------------------------------------------------------
 
 
+def _take_told(draft: _Draft) -> None:
+    """What a strategy's own file says of the section `train`, where the job itself is silent."""
+    train = draft.job.train
+    told = {
+        path: each
+        for path, each in draft.job.strategy.told(draft.ranks).items()
+        if not _says(train, str(path[1]))
+    }
+    if not told:
+        return
+    fields = train.model_dump(mode="json", exclude_unset=True)
+    for path, each in told.items():
+        *sections, key = path[1:]
+        section = fields
+        for name in sections:
+            section = section.setdefault(str(name), {})
+        section[str(key)] = each.value
+    try:
+        changed = TrainSection.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        problems = []
+        for item in error.errors(include_url=False):
+            path = ("train", *(part for part in item["loc"] if part not in ("adamw", "sgd")))
+            place = told[path].place if path in told else dotted(path)
+            fact = f"is {json.dumps(item['input'])}, and train takes none such: {item['msg']}"
+            problems.append(Problem(place, fact, f"change it there, or set {dotted(path)}"))
+        raise JobError(problems) from None
+    draft.job = draft.job.model_copy(update={"train": changed})
+    draft.reasons |= {path: each.place for path, each in told.items()}
+
+
+def _says(train: TrainSection, key: str) -> bool:
+    """Whether a job has a value of its own for a key, or for one that excludes it."""
+    keys = ("steps", "epochs") if key == "steps" else (key,)
+    return any(
+        key in train.model_fields_set and getattr(train, key) not in (None, "auto") for key in keys
+    )
+
+
 def _resolve_strategy_file(draft: _Draft) -> None:
     """Who has a file to read leaves no micro-batch to the forecast."""
     if draft.job.train.micro_batch != "auto":
@@ -306,4 +353,15 @@ def _facts(job: Job) -> JobFacts:
         schedule=train.schedule,
         warmup_steps=train.warmup_steps,
         steps=train.steps,
+        hidden_size=_hidden_size(job),
     )
+
+
+def _hidden_size(job: Job) -> int | None:
+    """The model's width, where its config.json can be had."""
+    try:
+        config = config_of(job.model)
+    except ModelError:  # whoever opens the model says what is wrong with it
+        return None
+    found = (config.get(key) for key in ("hidden_size", "d_model", "n_embd"))
+    return next((width for width in found if isinstance(width, int)), None)

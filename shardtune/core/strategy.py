@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -82,12 +82,22 @@ class JobFacts:
 
 
 @dataclass(frozen=True)
+class ToldValue:
+    """A value of the job that a strategy's own file has, and where it stands there."""
+
+    value: object
+    place: str
+
+
+@dataclass(frozen=True)
 class ResolvedStrategy:
     """A strategy whose own file, if it has one, was read, and why each value is what it is."""
 
     strategy: StrategyBase
     reasons: dict[KeyPath, str] = field(default_factory=dict)
     """By the job's key, such as `train.learning_rate` or `strategy.sharding`."""
+    notes: tuple[str, ...] = ()
+    """What of the file is left out, and why."""
 
 
 class StrategyBase(Section, ABC):
@@ -144,6 +154,11 @@ class StrategyBase(Section, ABC):
     def on_nodes(self, nodes: int) -> ResolvedStrategy:
         """With what follows from the number of nodes."""
         return ResolvedStrategy(self)
+
+    def told(self, ranks: int) -> Mapping[KeyPath, ToldValue]:
+        """What its own file says of the section `train`, by key: it holds where the job says
+        nothing."""
+        return {}
 
     def micro_batch(self, global_batch: int, ranks: int) -> tuple[int, str] | None:
         """The micro-batch that its own file asks for, and the reason; None where it's open."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,8 +19,10 @@ def print_job(
     reasons: Mapping[KeyPath, str],
     origin: Callable[[KeyPath], str],
     console: Console | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """One line a value, the sections apart."""
+    """One line a value, the sections apart; then what a person should know besides."""
+    console = console or Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("key", no_wrap=True)
     for heading in ("value", "where it came from"):  # wrapped, never cut off
@@ -33,7 +35,9 @@ def print_job(
         where = f"auto: {reasons[path]}" if path in reasons else origin(path)
         cells = (Text(cell) for cell in (dotted(path), _show(value), where))
         table.add_row(*cells, style="dim" if where == "default" else "")
-    (console or Console()).print(table)
+    console.print(table)
+    for note in notes:
+        console.print(Text(f"note: {note}", style="yellow"))
 
 
 def _show(value: Any) -> str:

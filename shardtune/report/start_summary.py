@@ -21,8 +21,10 @@ def print_opening(
     reasons: Mapping[KeyPath, str],
     sources: Sequence[SourceReport],
     console: Console | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """The job in a few lines, the data in a table, and every value that was chosen for it."""
+    """The job in a few lines, the data in a table, every value that was chosen for it, and what a
+    person should know besides."""
     console = console or Console()
     train = job.train
     length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epochs"
@@ -55,6 +57,8 @@ def print_opening(
     for path, reason in reasons.items():
         value = _at(job, path)
         console.print(Text(f"{dotted(path)} = {value}  ({reason})", style="dim"))
+    for note in notes:
+        console.print(Text(f"note: {note}", style="yellow"))
 
 
 def _at(job: Job, path: KeyPath) -> object:

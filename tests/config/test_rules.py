@@ -590,7 +590,7 @@ def test_files_need_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(job, NO_GPU) == []
     monkeypatch.setattr("shardtune.parallel.deepspeed.limits.find_library", lambda name: None)
     place = "strategy.zero_optimization.offload_optimizer.device"
-    assert told(job, NO_GPU) == [(place, "nvme needs libaio, which isn't installed here")]
+    assert told(job, NO_GPU) == [(place, "nvme needs libaio, which this machine doesn't have")]
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused_before_they_are_started() -> None:

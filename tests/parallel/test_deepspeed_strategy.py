@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from shardtune.config.auto import resolve
 from shardtune.core.layout import Layout, Move
 from shardtune.core.lr_schedule import Schedule
+from shardtune.core.machine import Machine
 from shardtune.core.mesh import Mesh
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.strategy import JobFacts
@@ -20,6 +22,7 @@ from shardtune.errors import JobError
 from shardtune.parallel.deepspeed.derive_config import to_deepspeed
 from shardtune.parallel.deepspeed.json_file import Read, read
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
+from tests.jobs import make_job
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "deepspeed"
 SETUP = EngineSetup("bf16", OptimizerSetup("adamw"), Schedule("cosine", 1e-3, 0, 10), None, 0, 2, 4)
@@ -137,7 +140,10 @@ def test_what_the_job_decides_is_written_out() -> None:
     [
         ({"stage": 2, "offload_param": CPU}, "offload_param"),
         ({"stage": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size"),
-        ({"stage": 1, "reduce_scatter": False}, "reduce_scatter"),
+        (
+            {"stage": 3, "reduce_scatter": False, "zero_quantized_gradients": True},
+            "reduce_scatter",
+        ),
         ({"stage": 2, "use_multi_rank_bucket_allreduce": True}, "use_multi_rank_bucket_allreduce"),
         ({"stage": 1, "zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"stage": 2, "zero_quantized_gradients": True}, "zero_quantized_gradients"),
@@ -224,7 +230,13 @@ def test_auto_sizes_follow_the_width_where_it_is_known() -> None:
         ("gradient_clipping", "gradient_cliping", "no key", "did you mean 'gradient_clipping'?"),
         ("loss_scale_window", "loss_scale_windw", "no key", "did you mean 'loss_scale_window'?"),
         ("steps_per_print", "sub_group_size", "no key", "it belongs into 'zero_optimization'"),
-        ('"steps_per_print": 2000', '"tensorboard": {}', "shardtune does this", "remove it"),
+        ('"steps_per_print": 2000', '"elasticity": {"enabled": true}', "shardtune does", "remove"),
+        (
+            '"steps_per_print": 2000',
+            '"data_types": {"grad_accum_dtype": "bf16"}',
+            "meet in fp32",
+            "remove it",
+        ),
         (
             '"train_batch_size": "auto"',
             '"train_batch_size": 32',
@@ -246,6 +258,7 @@ def test_auto_sizes_follow_the_width_where_it_is_known() -> None:
         ('"lr": "auto"', '"lr": 1e-5', "is 1e-05, .*makes it 0.0002", "train.learning_rate"),
         ('"AdamW"', '"Lamb"', 'is "Lamb", .* makes it "adamw"', "train.optimizer.type"),
         ("WarmupCosineLR", "WarmupLR", 'makes it "cosine"', "train.schedule"),
+        ("WarmupCosineLR", "OneCycle", 'is "OneCycle"; of DeepSpeed\'s there are', "one_cycle"),
         (
             '"bf16": { "enabled": "auto" }',
             '"bf16": { "enabled": false }',
@@ -257,12 +270,6 @@ def test_auto_sizes_follow_the_width_where_it_is_known() -> None:
         ('"stage": 3', '"stage": 7', "is 7: ", "documentation"),
         ('"stage": 3', '"stage": 3, "stage": 2', "written twice", "keep one"),
         ('"steps_per_print": 2000', '"steps_per_print": NaN', "NaN", "finite"),
-        (
-            '"steps_per_print": 2000',
-            '"activation_checkpointing": {"partition_activations": true}',
-            "tensor-parallel ranks share",
-            "gradient_checkpointing: full",
-        ),
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_fix(
@@ -291,3 +298,185 @@ def test_a_file_and_fields_together_are_refused() -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(JobError, match=r"nowhere\.json can't be read"):
         read_file(Path("nowhere.json"))
+
+
+# Files as tutorials print them -------------------------------------------------------------------
+
+LEFT_OUT = {
+    "wandb": {"enabled": True, "project": "mine"},
+    "tensorboard": {"enabled": True, "output_path": "logs"},
+    "csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "mine"},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
+    "flops_profiler": {"enabled": True, "profile_step": 1},
+    "checkpoint": {"tag_validation": "Warn"},
+    "zero_optimization": {"stage": 2, "load_from_fp32_weights": True},
+}
+SWITCHED_OFF = {
+    "wandb": {"enabled": False},
+    "amp": {"enabled": "auto", "opt_level": "auto"},
+    "elasticity": {"enabled": False},
+    "flops_profiler": {"enabled": False},
+    "compile": {"disable": True, "backend": "inductor"},
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "sparse_gradients": False,
+    "dump_state": False,
+    "zero_optimization": {"stage": 2, "legacy_stage1": False},
+}
+
+
+def write(folder: Path, **content: Any) -> Path:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(content, indent=2))
+    return path
+
+
+@pytest.mark.parametrize("block", LEFT_OUT)
+def test_what_changes_nothing_that_is_computed_is_left_out_with_a_word(
+    block: str, tmp_path: Path
+) -> None:
+    found = read_file(write(tmp_path, **{block: LEFT_OUT[block]}))
+    (note,) = found.notes
+    assert note.startswith("ds.json:")
+    assert block in note
+    assert "is left out: " in note
+    assert "does this itself" not in note
+
+
+@pytest.mark.parametrize("block", SWITCHED_OFF)
+def test_a_block_that_is_switched_off_is_no_matter(block: str, tmp_path: Path) -> None:
+    assert read_file(write(tmp_path, **{block: SWITCHED_OFF[block]})).notes == ()
+
+
+def test_older_and_second_names_of_deepspeed_are_known(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        zero_optimization={
+            "stage": 3,
+            "cpu_offload": True,
+            "cpu_offload_params": False,
+            "sub_group_size": 0,
+            "max_live_parameters": 7,
+            "stage3_gather_fp16_weights_on_model_save": True,
+        },
+    )
+    found = read_file(path)
+    zero = found.strategy.zero_optimization
+    assert zero.offload_optimizer.device == "cpu"
+    assert zero.offload_param.device == "none"
+    assert zero.stage3_max_live_parameters == 7
+    assert zero.stage3_gather_16bit_weights_on_model_save
+    assert found.reasons["strategy", "zero_optimization", "offload_optimizer", "device"] == (
+        "ds.json:4"
+    )
+
+
+PRINTED = {
+    "train_batch_size": 8,
+    "steps_per_print": 5,
+    "gradient_clipping": 0.5,
+    "fp16": {"enabled": True},
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 4},
+    },
+    "zero_optimization": {"stage": 2, "allgather_partitions": True, "reduce_scatter": False},
+}
+"""As DeepSpeed's own documentation has them: numbers, no `auto`."""
+SAID = {
+    "global_batch": 8,
+    "log_every": 5,
+    "max_grad_norm": 0.5,
+    "precision": "fp16",
+    "learning_rate": 3e-5,
+    "schedule": "constant",
+    "warmup_steps": 4,
+}
+SILENT = {"steps": 20}
+
+
+def resolved(path: Path, **train: Any) -> Any:
+    job = make_job(train=train, strategy={"type": "deepspeed", "config": str(path)})
+    return resolve(job, Machine(cores=2, gpus=0), 2)
+
+
+def test_a_file_decides_what_the_job_does_not_say(tmp_path: Path) -> None:
+    found = resolved(write(tmp_path, **PRINTED), **SILENT)
+    train = found.job.train
+    assert {key: getattr(train, key) for key in SAID} == SAID
+    assert train.optimizer.betas == (0.8, 0.999)
+    assert train.optimizer.weight_decay == 3e-7
+    assert found.reasons["train", "log_every"] == "ds.json:3"
+    assert found.reasons["train", "precision"] == "ds.json:6: fp16.enabled"
+    assert found.job.strategy.zero_optimization.reduce_scatter is False
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [
+        ({"learning_rate": 1e-3}, "optimizer.params.lr"),
+        ({"precision": "fp32"}, "fp16.enabled"),
+        ({"global_batch": 4}, "train_batch_size"),
+        ({"schedule": "cosine"}, "scheduler.type"),
+        ({"optimizer": {"type": "sgd"}}, "optimizer.type"),
+    ],
+)
+def test_what_the_job_says_has_to_agree(train: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        resolved(write(tmp_path, **PRINTED), **SILENT, **train)
+    assert any(problem.place.endswith(key) for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "precision"),
+    [
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16"),
+        ({"fp16": {"enabled": False}}, "fp32"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, None),
+        ({}, None),
+    ],
+)
+def test_the_precision_that_a_file_switches_on(
+    blocks: dict[str, Any], precision: str | None, tmp_path: Path
+) -> None:
+    told = DeepSpeed(config=str(write(tmp_path, **blocks))).precision()
+    assert (told and told[0]) == precision
+
+
+def test_two_precisions_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, bf16={"enabled": True}, fp16={"enabled": True})
+    with pytest.raises(JobError, match="bf16 is enabled as well"):
+        resolved(path)
+
+
+def test_rows_and_accumulation_make_the_batch(tmp_path: Path) -> None:
+    path = write(tmp_path, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3)
+    train = resolved(path).job.train
+    assert (train.global_batch, train.micro_batch) == (2 * 3 * 2, 2)
+
+
+def test_a_number_that_no_job_takes_is_told_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, train_batch_size=-8)
+    with pytest.raises(JobError, match=r"ds.json:2: is -8, and train takes none such"):
+        resolved(path)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardtune.parallel.deepspeed.limits.find_library", lambda name: name)
+    (tmp_path / "file").touch()
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "file" / "swap")}
+    told = strategy(stage=3, offload_param=nvme).problems_here(gpu=True, precision="bf16")
+    assert "can't be written to" in told[-1].fact
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_go_to_all_ranks_are_declared(stage: int) -> None:
+    moves = strategy(stage=stage, reduce_scatter=False).layout().rules[0].moves
+    assert [move.op for move in moves if move.what == "grads"] == ["all_reduce"]

@@ -83,7 +83,7 @@ class ZeRO(Section):
     allgather_bucket_size: Size | None = None
     """Elements of weights that are gathered at once (stages 1 and 2)."""
     reduce_scatter: bool | None = None
-    """Reduce to the rank that needs the gradient, not to all."""
+    """Reduce to the rank that needs the gradient; false sends the sum to all, twice the bytes."""
     allgather_partitions: bool | None = None
     """Collect updated weights by all-gather, not by broadcasts."""
     overlap_comm: bool | None = None
@@ -96,8 +96,8 @@ class ZeRO(Section):
     """Allow weights that a forward pass doesn't use."""
     parameter_alignment: bool | None = None
     """Let each weight start at a multiple of 16 bytes in the flat buffers (stages 1 and 2)."""
-    sub_group_size: Size | None = None
-    """Elements that are updated at once (stage 3)."""
+    sub_group_size: Count | None = None
+    """Elements that are updated at once (stage 3); 0 updates weight by weight."""
     memory_efficient_linear: bool | None = None
     """Linear layers that don't keep gathered weights for the backward pass (stage 3)."""
     stage3_prefetch_bucket_size: Count | None = None

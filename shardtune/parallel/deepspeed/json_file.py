@@ -17,11 +17,29 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from shardtune.core.strategy import JobFacts
+from shardtune.core.setup import Precision
+from shardtune.core.strategy import JobFacts, ToldValue
 from shardtune.core.yaml_document import KeyPath, dotted, parse_document
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
-from shardtune.parallel.deepspeed.json_keys import KNOWN, NOT_FIELDS, Known, section_of
+from shardtune.parallel.deepspeed.json_keys import (
+    KNOWN,
+    NOT_FIELDS,
+    OLD_NAMES,
+    Known,
+    LeftOutKey,
+    section_of,
+    switched_off,
+)
+from shardtune.parallel.deepspeed.json_values import (
+    MISSING,
+    OPTIMIZERS,
+    SCHEDULERS,
+    at,
+    file_precision,
+    told_values,
+    two_precisions,
+)
 
 Chosen = TypeVar("Chosen", bound=DeepSpeedFields)
 AUTO = "auto"
@@ -35,6 +53,8 @@ class Read(Generic[Chosen]):
     strategy: Chosen
     reasons: dict[KeyPath, str]
     """By the job's key, such as `train.learning_rate` or `strategy.zero_optimization.stage`."""
+    notes: tuple[str, ...] = ()
+    """What is left out, and why."""
 
 
 def read(strategy: Chosen, facts: JobFacts) -> Read[Chosen]:
@@ -61,6 +81,22 @@ def micro_batch(strategy: DeepSpeedFields, global_batch: int, ranks: int) -> tup
         found = max(1, math.ceil(global_batch / (value[steps] * ranks)))
         return found, f"{path.name}:{lines[steps,]}: {share}"
     return None
+
+
+def told(strategy: DeepSpeedFields, ranks: int) -> dict[KeyPath, ToldValue]:
+    """What the file says of the job's section `train`."""
+    assert strategy.config is not None
+    path = Path(strategy.config)
+    return told_values(*_parse(path), path.name, ranks)
+
+
+def precision(strategy: DeepSpeedFields) -> tuple[Precision, str] | None:
+    """The precision that the file switches on, and the reason; None where it leaves it open."""
+    assert strategy.config is not None
+    path = Path(strategy.config)
+    value, lines = _parse(path)
+    found = file_precision(value)
+    return found and (found[0], f"{path.name}:{lines[found[1]]}: {dotted(found[1])}")
 
 
 # What the job decides ----------------------------------------------------------------------------
@@ -127,10 +163,6 @@ def _sized(facts: JobFacts) -> dict[KeyPath, tuple[int | None, str]]:
     return {("zero_optimization", key): rule for key, rule in rules.items()}
 
 
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
-_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-
-
 class _Reader(Generic[Chosen]):
     def __init__(self, kind: type[Chosen], path: Path, facts: JobFacts) -> None:
         self.kind = kind
@@ -138,6 +170,7 @@ class _Reader(Generic[Chosen]):
         self.facts = facts
         self.problems: list[Problem] = []
         self.reasons: dict[KeyPath, str] = {}
+        self.notes: list[str] = []
         self.lines: dict[KeyPath, int] = {}
 
     def read(self) -> Read[Chosen]:
@@ -149,7 +182,7 @@ class _Reader(Generic[Chosen]):
         self._stop()
         strategy = self._strategy(value)
         self._stop()
-        return Read(strategy, self.reasons)
+        return Read(strategy, self.reasons, tuple(self.notes))
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -165,6 +198,12 @@ class _Reader(Generic[Chosen]):
                         f"it belongs into {elsewhere}" if elsewhere != "." else "move it to the top"
                     )
                 self._problem(here, "is no key of DeepSpeed's here", fix or "remove it")
+            elif isinstance(known[key], LeftOutKey):
+                if not switched_off(child):
+                    place = f"{self.path.name}:{self.lines[here]}: {dotted(here)}"
+                    self.notes.append(f"{place} is left out: {known[key].reason}")
+            elif isinstance(known[key], str) and switched_off(child):
+                continue
             elif isinstance(known[key], str):
                 self._problem(here, f"is not used: {known[key]}", "remove it from the file")
             elif isinstance(known[key], Mapping):
@@ -177,37 +216,53 @@ class _Reader(Generic[Chosen]):
         """What the job decides by a word, not by a number."""
         kind = value.get("optimizer", {}).get("type", AUTO)
         rule = self.facts.optimizer.type
-        if kind != AUTO and _OPTIMIZERS.get(str(kind).lower()) != rule:
+        if kind != AUTO and OPTIMIZERS.get(str(kind).lower()) != rule:
             self._contradiction(("optimizer", "type"), kind, "train.optimizer.type", rule)
         kind = value.get("scheduler", {}).get("type", AUTO)
         curve = self.facts.schedule
-        if kind != AUTO and _SCHEDULERS.get(str(kind)) != curve:
+        if kind != AUTO and str(kind) not in SCHEDULERS:
+            fact = f"is {json.dumps(kind)}; of DeepSpeed's there are {', '.join(SCHEDULERS)} here"
+            fix = "remove the block and set train.schedule, which has torch's one_cycle, too"
+            self._problem(("scheduler", "type"), fact, fix)
+        elif kind != AUTO and SCHEDULERS[kind] != curve:
             self._contradiction(("scheduler", "type"), kind, "train.schedule", curve)
-        block = value.get("activation_checkpointing", {})
-        for key in (key for key, used in block.items() if used):
-            fact = (
-                "acts on models that call DeepSpeed's own checkpointing, and on activations that "
-                "tensor-parallel ranks share; a model of transformers does neither"
-            )
-            fix = "remove it; `train.gradient_checkpointing: full` saves activation memory"
-            self._problem(("activation_checkpointing", key), fact, fix)
+        if two_precisions(value):
+            fact = "bf16 is enabled as well, and one of them has to go"
+            self._problem(("fp16", "enabled"), fact, 'set one of them to false or "auto"')
+        summed = at(value, ("data_types", "grad_accum_dtype"))
+        if summed not in (MISSING, None, AUTO, "fp32"):
+            fact = f"is {json.dumps(summed)}, but gradients of several micro-batches meet in fp32"
+            self._problem(("data_types", "grad_accum_dtype"), fact, "remove it")
 
     def _check_owned(self, value: dict[str, Any]) -> None:
         for path, owned in _owned(self.facts).items():
-            given = _at(value, path)
+            given = at(value, path)
             if given == AUTO:
                 how = f" = {owned.shown}" if owned.shown else ""
                 self._reason(tuple(owned.key.split(".")), f"{dotted(path)}{how}")
-            elif given is not _MISSING and not _same(given, owned.value):
+            elif given is MISSING or owned.value is None:  # steps of so many epochs
+                continue
+            elif not _same(given, owned.value):
                 self._contradiction(path, given, owned.key, owned.value, owned.shown)
         for path, (size, rule) in _sized(self.facts).items():
-            if size is not None and _at(value, path) == AUTO:
+            if size is not None and at(value, path) == AUTO:
                 value["zero_optimization"][path[-1]] = size
                 key: KeyPath = ("strategy", *path)
                 self.reasons[key] = f"{rule}, which is {self.facts.hidden_size}"
 
     def _strategy(self, value: Mapping[str, Any]) -> Chosen:
-        fields = {key: child for key, child in value.items() if key not in NOT_FIELDS}
+        fields = {
+            key: child
+            for key, child in value.items()
+            if key not in NOT_FIELDS and not isinstance(KNOWN[key], str | LeftOutKey)
+        }
+        zero = fields.get("zero_optimization", {})
+        of_zero = KNOWN["zero_optimization"]
+        fields["zero_optimization"] = {
+            key: child
+            for key, child in zero.items()
+            if not isinstance(of_zero[key], str | LeftOutKey)
+        }
         if "fp16" in fields:
             fields["fp16"] = {k: v for k, v in fields["fp16"].items() if k != "enabled"}
         fields.setdefault("zero_optimization", {}).setdefault("stage", 0)  # DeepSpeed's default
@@ -277,7 +332,25 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     if not isinstance(value, dict):
         fix = 'it looks like {"zero_optimization": {"stage": 2}}'
         raise JobError(Problem(str(path), "is not a JSON object", fix))
-    return value, parse_document(text, str(path)).lines  # also finds keys written twice
+    lines = dict(parse_document(text, str(path)).lines)  # also finds keys written twice
+    return _with_names_of_today(value, lines), lines
+
+
+def _with_names_of_today(value: dict[str, Any], lines: dict[KeyPath, int]) -> dict[str, Any]:
+    """The file with DeepSpeed's older and second names replaced; `lines` is told of them."""
+    zero = value.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return value
+    named = dict(zero)
+    for old, (new, meaning) in OLD_NAMES.items():
+        if old in named:
+            meant = meaning(named.pop(old))
+            named.setdefault(new, meant)
+            lines.setdefault(("zero_optimization", new), lines["zero_optimization", old])
+            for key in meant if isinstance(meant, dict) else ():
+                inner: KeyPath = ("zero_optimization", new, key)
+                lines.setdefault(inner, lines["zero_optimization", old])
+    return {**value, "zero_optimization": named}
 
 
 def _not_json(path: Path, text: str, error: ValueError) -> Problem:
@@ -288,17 +361,6 @@ def _not_json(path: Path, text: str, error: ValueError) -> Problem:
     if rest.startswith(("//", "/*", "#")):
         return Problem(place, "has a comment, and JSON has none", "remove the comment")
     return Problem(place, f"is not JSON: {error.msg}", "correct the line, or the one before")
-
-
-_MISSING = object()
-
-
-def _at(value: Any, path: KeyPath) -> Any:
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            return _MISSING
-        value = value[part]
-    return value
 
 
 def _same(given: Any, wanted: Any) -> bool:

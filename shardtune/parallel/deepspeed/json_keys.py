@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,10 +17,27 @@ from shardtune.parallel.deepspeed.deepspeed_fields import (
 )
 
 Known = Mapping[str, Any]
-"""Keys of a section: None for a plain value, a mapping for a section, or the reason to refuse."""
+"""Keys of a section: None for a plain value, a mapping for a section, the reason to refuse, or the
+reason to leave it out."""
+
+
+@dataclass(frozen=True)
+class LeftOutKey:
+    """Why a key has no effect here, and what there is instead. A run goes on without it."""
+
+    reason: str
+
 
 _OURS = "shardtune does this itself"
 _IDLE = "no model of transformers uses it"
+_MONITOR = LeftOutKey(
+    "shardtune sends nothing to it; a run's losses, rates and speeds are in its metrics.jsonl"
+)
+_ACTIVATIONS = LeftOutKey(
+    "it acts on models that call DeepSpeed's own checkpointing, which those of transformers don't; "
+    "`train.gradient_checkpointing: full` saves activation memory"
+)
+_OWN_FILES = LeftOutKey("it is about DeepSpeed's own checkpoints, which are not written here")
 
 
 def _keys(model: type[BaseModel], **more: Any) -> dict[str, Any]:
@@ -31,13 +49,11 @@ def _zero_keys() -> dict[str, Any]:
         ZeRO,
         offload_optimizer=_keys(OffloadOptimizer),
         offload_param=_keys(OffloadParam),
-        elastic_checkpoint="DeepSpeed's own checkpoints are not written here",
-        load_from_fp32_weights="DeepSpeed's own checkpoints are not written here",
+        elastic_checkpoint=_OWN_FILES,
+        load_from_fp32_weights=_OWN_FILES,
         legacy_stage1="DeepSpeed has removed it",
-        cpu_offload='DeepSpeed has replaced it: write `"offload_optimizer": {"device": "cpu"}`',
-        cpu_offload_param='DeepSpeed has replaced it: write `"offload_param": {"device": "cpu"}`',
         zenflow="it applies updates late, so the result is another one",
-        compute_grad_norm="shardtune reports the norm in every step",
+        compute_grad_norm=LeftOutKey("shardtune reports the norm in every step"),
     )
 
 
@@ -69,7 +85,8 @@ _CHECKPOINTING_KEYS = dict.fromkeys(
         "number_checkpoints",
         "synchronize_checkpoint_boundary",
         "profile",
-    )
+    ),
+    _ACTIVATIONS,
 )
 
 KNOWN: dict[str, Any] = {
@@ -93,18 +110,18 @@ KNOWN: dict[str, Any] = {
     "zero_optimization": _zero_keys(),
     "aio": _keys(AsyncIO),
     # Known to DeepSpeed, but not to be had through such a file here:
-    "tensorboard": f"{_OURS}: remove it",
-    "wandb": f"{_OURS}: remove it",
-    "csv_monitor": f"{_OURS}: remove it",
-    "comet": f"{_OURS}: remove it",
-    "checkpoint": f"{_OURS}: see `save`",
+    "tensorboard": _MONITOR,
+    "wandb": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "comet": _MONITOR,
+    "checkpoint": _OWN_FILES,
     "elasticity": f"{_OURS}: a run resumes on any number of ranks",
     "autotuning": f"{_OURS}: `shardtune plan`",
-    "data_types": "shardtune adds up gradients in fp32",
+    "data_types": {"grad_accum_dtype": None},
     "amp": "it needs apex; use `bf16` or `fp16`",
     "torch_autocast": "weights are computed with in train.precision; use `bf16` or `fp16`",
-    "flops_profiler": "it stops the run at its step",
-    "comms_logger": "shardtune counts collectives itself",
+    "flops_profiler": LeftOutKey("`shardtune estimate` counts the operations of a step"),
+    "comms_logger": LeftOutKey("`shardtune estimate` says what a step sends"),
     "compression_training": "it trains another model than the one declared",
     "data_efficiency": "it trains on other data than the job's",
     "curriculum_learning": "it trains on other data than the job's",
@@ -115,7 +132,7 @@ KNOWN: dict[str, Any] = {
     "tensor_parallel": "not supported yet",
     "gradient_allreduce_op": "gradients are averaged here",
     "managed_gradient_accumulation": "shardtune decides where a step ends",
-    "dump_state": "it prints DeepSpeed's settings; `shardtune show` does",
+    "dump_state": LeftOutKey("it prints DeepSpeed's settings; `shardtune show` prints the job's"),
 }
 NOT_FIELDS = {
     "steps_per_print",
@@ -124,6 +141,7 @@ NOT_FIELDS = {
     "optimizer",
     "scheduler",
     "activation_checkpointing",
+    "data_types",
     "bf16",
     "bfloat16",
     "train_batch_size",
@@ -132,6 +150,36 @@ NOT_FIELDS = {
     "gradient_clipping",
 }
 """Keys that are checked, and don't become fields."""
+
+
+def _cpu(asked: Any) -> dict[str, str]:
+    return {"device": "cpu"} if asked is True else {}
+
+
+OLD_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **{
+        key.removeprefix("stage3_"): (key, lambda given: given)
+        for key in ZeRO.model_fields
+        if key.startswith("stage3_")
+    },
+    "stage3_gather_fp16_weights_on_model_save": (
+        "stage3_gather_16bit_weights_on_model_save",
+        lambda given: given,
+    ),
+    "cpu_offload": ("offload_optimizer", _cpu),
+    "cpu_offload_param": ("offload_param", _cpu),
+    "cpu_offload_params": ("offload_param", _cpu),
+}
+"""Keys of `zero_optimization` that DeepSpeed takes under another name, too, or once took: the name
+that they have here, and what the value is under it."""
+
+
+def switched_off(block: Any) -> bool:
+    """Whether a block does nothing: `false`, nothing at all, or one that isn't enabled. Hugging
+    Face's `auto` is the Trainer's to switch on, which isn't here."""
+    if isinstance(block, Mapping):
+        return block.get("enabled") in (False, "auto") or block.get("disable") is True
+    return not block
 
 
 def section_of(key: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from ctypes.util import find_library
 from importlib.util import find_spec
+from pathlib import Path
 
 from shardtune.core.setup import Precision
 from shardtune.errors import Problem
@@ -31,19 +34,20 @@ def anywhere(zero: ZeRO) -> list[Problem]:
         fact = f"stage {zero.stage} keeps whole weights on every rank; this acts on divided ones"
         refuse(key, fact, "set stage: 3, or leave it out")
     if optimizer.device != "none" and zero.stage == 0:
-        fact = "stage 0 has no divided optimizer states to move"
-        refuse("offload_optimizer.device", fact, "set stage: 1 or higher")
+        fact = "DeepSpeed has no offload in stage 0: it would keep the states on the GPU, unsaid"
+        fix = "set stage: 1, which moves them, and divides them where there are several ranks"
+        refuse("offload_optimizer.device", fact, fix)
     if optimizer.device == "nvme" and zero.stage in (1, 2):
         # DeepSpeed takes it and keeps the states in CPU memory, without a word.
         fact = f"stage {zero.stage} can't put optimizer states into files"
         refuse("offload_optimizer.device", fact, "set stage: 3, or device: cpu")
-    others = {
-        "use_multi_rank_bucket_allreduce": zero.use_multi_rank_bucket_allreduce is True,
-        "reduce_scatter": zero.reduce_scatter is False,
-    }
-    for key in (key for key, used in others.items() if used and zero.stage > 0):
+    if zero.use_multi_rank_bucket_allreduce and zero.stage > 0:
         fact = "all ranks would get what one of them needs: twice the bytes of a reduction"
-        refuse(key, fact, "leave it out; each rank is sent its own share")
+        fix = "leave it out; each rank is sent its own share"
+        refuse("use_multi_rank_bucket_allreduce", fact, fix)
+    if zero.reduce_scatter is False and zero.zero_quantized_gradients:
+        fact = "quantized gradients are sent to their owners only"
+        refuse("reduce_scatter", fact, "leave it out, or set zero_quantized_gradients: false")
     for key, section in (("offload_optimizer", optimizer), ("offload_param", param)):
         if section.device == "nvme" and section.nvme_path is None:
             refuse(f"{key}.nvme_path", "is missing", "name a folder on a fast local disk")
@@ -64,7 +68,10 @@ def here(zero: ZeRO, *, gpu: bool, precision: Precision) -> list[Problem]:
     problems = []
     if precision == "fp16" and not gpu and not fp16_on_this_cpu():
         fact = "DeepSpeed computes in fp16 only on CPUs with instructions for it; this one has none"
-        fix = "set train.precision: bf16 or fp32, or run on a GPU"
+        fix = (
+            "set train.precision: bf16 or fp32 (in a DeepSpeed file: fp16 `enabled`: false or "
+            '"auto"), or run on a GPU'
+        )
         problems.append(Problem("train.precision", fact, fix))
     quantized = {
         "zero_quantized_weights": zero.zero_quantized_weights,
@@ -75,10 +82,31 @@ def here(zero: ZeRO, *, gpu: bool, precision: Precision) -> list[Problem]:
         fact = "DeepSpeed's quantized collectives are written for GPUs, and there is none here"
         problems.append(Problem(f"{PLACE}.{key}", fact, "set it to false, or run on a GPU"))
     for key in ("offload_optimizer", "offload_param"):
-        if getattr(zero, key).device == "nvme" and find_library("aio") is None:
-            fact = "nvme needs libaio, which isn't installed here"
-            fix = "apt-get install libaio-dev, or set device: cpu"
-            problems.append(Problem(f"{PLACE}.{key}.device", fact, fix))
+        if getattr(zero, key).device == "nvme":
+            problems += _without_nvme(key, getattr(zero, key).nvme_path)
+    return problems
+
+
+def _without_nvme(key: str, folder: str | None) -> list[Problem]:
+    """What keeps states from being written to files here."""
+    needed = {
+        "libaio": find_library("aio") is not None,
+        "g++": shutil.which("g++") is not None,
+        "ninja": shutil.which("ninja") is not None or find_spec("ninja") is not None,
+    }
+    problems = []
+    missing = [name for name, there in needed.items() if not there]
+    if missing:
+        fact = f"nvme needs {' and '.join(missing)}, which this machine doesn't have"
+        fix = "apt-get install libaio-dev g++ ninja-build, or set device: cpu"
+        problems.append(Problem(f"{PLACE}.{key}.device", fact, fix))
+    if folder is not None:
+        path = Path(folder).absolute()
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            fact = f"{folder} can't be written to here: {nearest} is closed to us"
+            fix = "name a folder on a fast local disk"
+            problems.append(Problem(f"{PLACE}.{key}.nvme_path", fact, fix))
     return problems
 
 

@@ -6,7 +6,7 @@ layout: `derive_config.py` derives the engine's settings from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup, Precision
-from shardtune.core.strategy import Choice, Devices, JobFacts, ResolvedStrategy
+from shardtune.core.strategy import Choice, Devices, JobFacts, ResolvedStrategy, ToldValue
 from shardtune.core.world import World
+from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, layers_as_written
 from shardtune.parallel.deepspeed import json_file, limits
@@ -57,13 +58,15 @@ class DeepSpeed(DeepSpeedFields):
         if zero.stage < 3:
             # Collected in one buffer, and once more in the form that the update wants.
             twice: frozenset[State] = frozenset({"grads"} if "optim" in home else ())
-            return Layout((AxisRule("data", divides, _MOVES[zero.stage], twice),), home, masters)
+            moves = tuple(self._reduced(move) for move in _MOVES[zero.stage])
+            return Layout((AxisRule("data", divides, moves, twice),), home, masters)
         gather = Move(
             "all_gather", "params", "micro_batch", INT8 if zero.zero_quantized_weights else 1.0
         )
         reduce = Move(
             "reduce_scatter", "grads", "micro_batch", INT4 if zero.zero_quantized_gradients else 1.0
         )
+        reduce = self._reduced(reduce)
         if zero.zero_hpz_partition_size == 1:
             return Layout((AxisRule("data", divides, (gather, gather, reduce)),), home, masters)
         # Forward over all ranks, backward within the node, which keeps a copy for it.
@@ -71,6 +74,12 @@ class DeepSpeed(DeepSpeedFields):
         within = AxisRule("within", divides, (gather,), frozenset({"params"}))
         everywhere = AxisRule(WORLD, moves=(gather, reduce))
         return Layout((between, within, everywhere), home, masters)
+
+    def _reduced(self, move: Move) -> Move:
+        """How gradients meet: to each rank its own share, or with `reduce_scatter: false` all of
+        them to all, twice the bytes."""
+        whole = self.zero_optimization.reduce_scatter is False and move.op == "reduce_scatter"
+        return replace(move, op="all_reduce") if whole else move
 
     @property
     def capabilities(self) -> Capabilities:
@@ -105,6 +114,12 @@ class DeepSpeed(DeepSpeedFields):
         zero = self.zero_optimization
         return [*limits.anywhere(zero), *limits.on_ranks(zero, ranks)]
 
+    def told(self, ranks: int) -> Mapping[KeyPath, ToldValue]:
+        return json_file.told(self, ranks) if self.config is not None else {}
+
+    def precision(self) -> tuple[Precision, str] | None:
+        return json_file.precision(self) if self.config is not None else None
+
     def micro_batch(self, global_batch: int, ranks: int) -> tuple[int, str] | None:
         return json_file.micro_batch(self, global_batch, ranks) if self.config is not None else None
 
@@ -112,7 +127,7 @@ class DeepSpeed(DeepSpeedFields):
         if self.config is None:
             return ResolvedStrategy(self)
         found = json_file.read(self, facts)
-        return ResolvedStrategy(found.strategy, found.reasons)
+        return ResolvedStrategy(found.strategy, found.reasons, found.notes)
 
     @classmethod
     def candidates(cls, shape: ModelShape, devices: Devices) -> Iterator[Choice]:
