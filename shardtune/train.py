@@ -37,6 +37,7 @@ from shardtune.training.pending_steps import PendingSteps
 from shardtune.training.preflight import preflight
 from shardtune.training.ranks_agree import require_agreement
 from shardtune.training.run import Run
+from shardtune.training.time_left import TimeLeft
 
 
 def train(
@@ -66,7 +67,9 @@ def train(
         )
         view = RunView(steps, shown=world.is_main)
         view.say(how_loaded(job))
-        engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
+        clock = TimeLeft(steps, int(job.evaluate.every))
+        with clock.timed("load"):
+            engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
         if data.packing:
             require_document_isolation(
                 engine.module(),
@@ -92,7 +95,17 @@ def train(
             saver = AsyncSaver(files.checkpoints, world, keep=keep, background=background)
             digests = inputs.data.digests()
             run = Run(
-                job, world, inputs.model, engine, evaluator, files, view, digests, saver, predicted
+                job,
+                world,
+                inputs.model,
+                engine,
+                evaluator,
+                files,
+                view,
+                digests,
+                saver,
+                predicted,
+                clock,
             )
             preflight(run, data)
             progress = run.resume() if resume else run.begin()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from shardtune.config.job import DataSection
 from shardtune.core.step import MicroBatch
@@ -19,6 +20,20 @@ from shardtune.data.packing import pack
 from shardtune.data.sampler import BatchRow, DocumentRef, Sampler
 
 PREFETCH_STEPS = 2  # steps that lie ready before they are asked for
+
+
+@dataclass(frozen=True)
+class CountedBatches:
+    """Micro-batches that are made one by one, and of which it is known how many there are."""
+
+    rows: Sequence[Sequence[BatchRow]]
+    collate: Callable[[Sequence[BatchRow]], MicroBatch]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self.collate, self.rows)
 
 
 class Loader:
@@ -124,7 +139,7 @@ class Loader:
         rows = -(-self._global_batch // (self._ranks * rounds))
         return [self._collate(self._sampler.longest(rows))] * rounds
 
-    def evaluation(self, name: str) -> Iterator[MicroBatch]:
+    def evaluation(self, name: str) -> CountedBatches:
         """This rank's share of an evaluation set; all ranks get as many micro-batches."""
         dataset = self._eval[name]
         lengths = self._sets[dataset].lengths
@@ -132,8 +147,8 @@ class Loader:
             pack(lengths, self._capacity) if self._packing else [[n] for n in range(len(lengths))]
         )
         rows = [tuple(DocumentRef(dataset, n, int(lengths[n])) for n in group) for group in groups]
-        for batch in micro_batches(rows, self._ranks, self._micro_batch)[self._rank]:
-            yield self._collate(batch)
+        mine = micro_batches(rows, self._ranks, self._micro_batch)[self._rank]
+        return CountedBatches(mine, self._collate)
 
     def collate(self, rows: Sequence[BatchRow]) -> MicroBatch:
         """Rows of training documents as one micro-batch, padded to the longest."""

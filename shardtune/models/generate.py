@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -62,8 +63,10 @@ def generate_answers(
     max_new_tokens: int,
     temperature: float = 0.0,
     device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """One answer a prompt, all in one batch; greedy unless a temperature is given."""
+    """One answer a prompt, all in one batch; greedy unless a temperature is given. `progress` hears
+    after each token how many of at most how many are written."""
     was_training = model.training
     model.eval()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
@@ -85,6 +88,7 @@ def generate_answers(
             eos_token_id=sorted(stops),
             pad_token_id=pad,
             use_cache=True,
+            stopping_criteria=[_told(progress, max_new_tokens)] if progress else None,
             **sampling,
             **read,
         )
@@ -120,6 +124,17 @@ def _encoded(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
     answer = model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False)
     read = BaseModelOutput(last_hidden_state=answer.encoder_last_hidden_state)
     return {"encoder_outputs": read, "num_beams": 1}
+
+
+def _told(progress: Callable[[int, int], None], most: int) -> Callable[..., Any]:
+    """A stopping criterion that stops nothing: transformers asks it after each token."""
+    written = count(1)
+
+    def criterion(ids: Any, scores: Any, **_: Any) -> Any:
+        progress(next(written), most)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    return criterion
 
 
 def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> list[int]:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
 from rich.text import Text
 
 from shardtune.core.step import EvalResult, Reading, StepResult
 
-PLAIN_LINES = 50  # lines that a whole run writes into a log, about
+PLAIN_LINES = 50  # lines that the steps of a run write into a log, about
+PLAIN_SECONDS = 10.0  # between two lines of what takes long beside them
 
 
 class RunView:
@@ -48,11 +58,32 @@ class RunView:
         )
         if reading.utilisation is not None:
             numbers += f"  {reading.utilisation:.0%} busy"
-        left = f"{duration(reading.seconds_left)} left"
         if self._live is not None:
-            self._live.show(done, numbers, left)
+            self._live.show(numbers, reading.seconds_left, done)
         elif done in (1, self.steps) or done % self._every == 0:
+            left = f"{duration(reading.seconds_left)} left"
             self.say(f"step {done}/{self.steps}  {numbers}  {left}")
+
+    @contextmanager
+    def phase(self, doing: str, run_left: float | None = None) -> Iterator[PhaseProgress]:
+        """What takes time beside the steps: shows it, and the time left until the run's end where
+        `run_left` tells, else until its own. Tell what is given how far it is."""
+        begun = shown = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            own = (now - begun) * (total - done) / done if done else None
+            known = [left for left in (own, _minus(run_left, now - begun)) if left is not None]
+            words = f"{doing}: {done} of {total}" if total else doing
+            if self._live is not None:
+                self._live.show(words, max(known) if known else None)
+            elif done and now - shown >= PLAIN_SECONDS:
+                shown = now
+                self.say(f"{words}, {duration(max(known))} left" if known else words)
+
+        progress(0, 0)
+        yield progress
 
     def evaluation(self, done: int, results: Iterable[EvalResult]) -> None:
         """One line a held-out set."""
@@ -70,6 +101,14 @@ class RunView:
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+PhaseProgress = Callable[[int, int], None]
+"""Told how many pieces of a phase are done, and of how many."""
+
+
+def _minus(left: float | None, spent: float) -> float | None:
+    return None if left is None else max(0.0, left - spent)
+
+
 class _Live:
     """Two lines that stay at the bottom: how far it is, and how it goes. One would be too long."""
 
@@ -78,20 +117,31 @@ class _Live:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[left]}"),
+            _LeftColumn(),
             expand=True,
         )
-        self._task: TaskID = self._bar.add_task("", total=steps, left="starting")
+        self._task: TaskID = self._bar.add_task("", total=steps, until=None)
         self._numbers = Text(no_wrap=True, overflow="ellipsis")
         self._live = Live(Group(self._bar, self._numbers), console=console)
         self._live.start()
 
-    def show(self, done: int, numbers: str, left: str) -> None:
-        self._bar.update(self._task, completed=done, left=left)
-        self._numbers.plain = numbers
+    def show(self, words: str, seconds_left: float | None, done: int | None = None) -> None:
+        until = None if seconds_left is None else time.monotonic() + seconds_left
+        self._bar.update(self._task, completed=done, until=until)
+        self._numbers.plain = words
 
     def stop(self) -> None:
         self._live.stop()
+
+
+class _LeftColumn(ProgressColumn):
+    """The time left, which goes on falling while a step or a phase takes its time."""
+
+    def render(self, task: Task) -> Text:
+        until: float | None = task.fields["until"]
+        if until is None:
+            return Text("starting")
+        return Text(f"{duration(max(0.0, until - time.monotonic()))} left")
 
 
 def duration(seconds: float) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardtune.config.job import EvaluateSection
@@ -19,6 +20,14 @@ from shardtune.models.generate import (
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
+
+
+PiecesDone = Callable[[int, int], None]
+"""Told how many pieces of some work are done, and of how many; of 0 if nobody knows."""
+
+
+def _nobody(done: int, total: int) -> None:
+    """Nobody wants to know."""
 
 
 class HeldOut(Protocol):
@@ -54,9 +63,18 @@ class Evaluator:
     section: EvaluateSection
     device: str = "cpu"
 
-    def losses(self) -> list[EvalResult]:
-        """One result a held-out set, over all ranks."""
-        return [self.engine.evaluate(each.name, self.batches(each.name)) for each in self.sets]
+    def losses(self, progress: PiecesDone = _nobody) -> list[EvalResult]:
+        """One result a held-out set, over all ranks. `progress` hears of each micro-batch."""
+        batches = {each.name: self.batches(each.name) for each in self.sets}
+        total = sum(len(each) for each in batches.values() if isinstance(each, Sized))
+        done = count()
+
+        def told(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+            for batch in batches:
+                progress(next(done), total)
+                yield batch
+
+        return [self.engine.evaluate(name, told(each)) for name, each in batches.items()]
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -79,8 +97,8 @@ class Evaluator:
             for prompt in self.prompts
         ]
 
-    def answers(self) -> list[str]:
-        """What the model says now to each prompt, greedily."""
+    def answers(self, progress: PiecesDone = _nobody) -> list[str]:
+        """What the model says now to each prompt, greedily. `progress` hears of each token."""
         if not self.prompts:
             return []
         return generate_answers(
@@ -90,4 +108,5 @@ class Evaluator:
             stops=self.stops,
             max_new_tokens=self.section.max_new_tokens,
             device=self.device,
+            progress=progress,
         )

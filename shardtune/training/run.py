@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
@@ -51,6 +51,7 @@ from shardtune.report.live import RunView
 from shardtune.training.environment import describe_environment
 from shardtune.training.evaluation import Evaluator
 from shardtune.training.meter import peak_memory
+from shardtune.training.time_left import TimeLeft
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +73,7 @@ class Run:
     saver: AsyncSaver
     predicted: RunForecast | None = None
     """What was predicted for it; None for a model or a device that the planner doesn't know."""
+    clock: TimeLeft = field(default_factory=TimeLeft)
 
     def begin(self) -> Progress:
         """Writes down what is about to run, and evaluates the model as it is."""
@@ -79,7 +81,7 @@ class Run:
         environment = describe_environment(self.world, secrets.token_hex(8), self.data)
         self.files.begin(self.job, environment)
         self.evaluate(Progress())
-        answers = self.evaluator.answers()
+        answers = self._answers()
         if self.world.is_main:
             self.files.write_answers(answers)
         return Progress()
@@ -144,6 +146,8 @@ class Run:
         samples: Sequence[str],
     ) -> None:
         """Shows the step and adds it to the metrics, with a digest of the samples it saw."""
+        left = self.clock.after(progress.step, reading.seconds_left)
+        reading = replace(reading, seconds_left=left)
         self.view.step(progress.step, result, reading)
         digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
         step = progress.step
@@ -170,7 +174,8 @@ class Run:
 
     def evaluate(self, progress: Progress) -> list[EvalResult]:
         """Loss, perplexity and accuracy of each held-out set, now."""
-        results = self.evaluator.losses()
+        with self.clock.timed("evaluate"):
+            results = self._losses()
         self.view.evaluation(progress.step, results)
         for result in results:
             line = EvaluationMetrics(
@@ -181,6 +186,18 @@ class Run:
             )
             self.files.jsonl.log(line)
         return results
+
+    def _losses(self) -> list[EvalResult]:
+        with self.view.phase("evaluating", self.clock.run) as progress:
+            return self.evaluator.losses(progress)
+
+    def _answers(self) -> list[str]:
+        """Of the model as it is now to a few held-out prompts."""
+        with (
+            self.clock.timed("answer"),
+            self.view.phase("answering held-out prompts", self.clock.run) as progress,
+        ):
+            return self.evaluator.answers(progress)
 
     def prepare_saving(self) -> None:
         """Gets memory for the first checkpoint while training goes on, if one comes before the end.
@@ -227,13 +244,14 @@ class Run:
         results = self.evaluate(progress)
         peak = self.world.max(peak_memory(self.world.device)) / GIB
         # What needs every rank comes first: a model that is spread answers only together.
-        answers = self.evaluator.answers()
+        answers = self._answers()
         trained = self._trained_weights()
         logits = probe_logits(self.engine.module(), probe, self.world.device)
         report: RunReport | None = None
         if self.world.is_main:
             self.view.say("saving the result, and reading it back")
-            difference = self._save_result(trained, logits, probe)
+            with self.view.phase("saving the result, and reading it back", self.clock.run):
+                difference = self._save_result(trained, logits, probe)
             report = RunReport(
                 finished=not progress.stopped,
                 directory=str(self.files.path),

@@ -107,3 +107,35 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 ])  # fmt: skip
 def test_duration(seconds: float, expected: str) -> None:
     assert duration(seconds) == expected
+
+
+def test_a_long_phase_is_told_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    console = log()
+    with RunView(2, console=console) as view:
+        with view.phase("evaluating") as progress:
+            for done in range(8):
+                now = 4.0 * done
+                progress(done, 8)
+        now = 100.0
+        with view.phase("answering", run_left=100.0) as progress:
+            for done in range(5):
+                now = 100 + 6.0 * done
+                progress(done, 96)
+    assert text(console).splitlines() == [
+        "evaluating: 3 of 8, 0:20 left",
+        "evaluating: 6 of 8, 0:08 left",
+        "answering: 2 of 96, 9:24 left",  # 6 s each are more than was left of the run
+        "answering: 4 of 96, 9:12 left",
+    ]
+
+
+def test_a_terminal_shows_a_phase_and_what_is_left_of_the_run() -> None:
+    console = terminal()
+    with RunView(60, console=console) as view, view.phase("evaluating", 391.0) as progress:
+        progress(0, 12)
+        view.say("x")  # draws
+    written = text(console)
+    assert "evaluating: 0 of 12" in written
+    assert "6:31 left" in written
