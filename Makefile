@@ -4,6 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
+# Without NVIDIA's driver torch needs no CUDA: 0.2 GB to download, not 3.
+ifeq ($(wildcard /proc/driver/nvidia),)
+TORCH_FOR_CPU := --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+PIP = $(BIN)/python -m pip --disable-pip-version-check
 
 # Tests that start no process run two at a time, neighbours in one place; the others start
 # several ranks each and have the machine to themselves.
@@ -12,9 +17,12 @@ TWO := -n 2 --dist worksteal
 
 .PHONY: demo quick test test-all check exam docs format clean
 
+# Each part says what it does; pip and the run say how long they still take.
 demo: $(VENV)/demo
-	$(BIN)/shardtune models pull smollm2-135m-instruct
-	$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
+	@echo "== 4 of 5: the model (downloaded and unpacked into ~/.cache/shardtune, or found there)"
+	@$(BIN)/shardtune models pull smollm2-135m-instruct
+	@echo "== 5 of 5: training (2 ranks, 3 to 5 minutes on two cores)"
+	@$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
 
 # Style, types, imports, and all tests that start no process.
 quick: check
@@ -49,20 +57,24 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 
 $(VENV)/torch:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	touch $@
+	@echo "== 1 of 5: an environment in $(VENV) (seconds)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "== 2 of 5: $(TORCH) (half a minute, and its download)"
+	@$(PIP) install $(TORCH_FOR_CPU) $(TORCH)
+	@touch $@
 
 $(VENV)/demo: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
-	touch $@
+	@echo "== 3 of 5: shardtune and the packages that it needs (half a minute, and their download)"
+	@$(PIP) install --editable '.[demo]'
+	@touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[demo,dev,docs,deepspeed,quant,ray]'
+	@echo "== shardtune with all that its tests need (a minute, and the downloads)"
+	@$(PIP) install --editable '.[demo,dev,docs,deepspeed,quant,ray]'
 	touch $@ $(VENV)/demo $(VENV)/docs
 
 $(VENV)/docs: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(PIP) install --quiet --editable '.[docs]'
 	touch $@
 
 clean:

@@ -12,6 +12,8 @@ import pytest
 from shardtune.cli.main import main
 from shardtune.config.job import LocalLaunch
 from shardtune.config.job_file import load_job
+from shardtune.core.machine import Machine
+from shardtune.core.matmul_speed import FAST_PRECISIONS
 
 JOB = """\
 model:
@@ -231,3 +233,44 @@ def test_words_that_slurm_would_misread_are_refused(
         "--time",
     ]
     assert main([*words, "--time", "2-00:00:00", "--partition", "large"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("T4", "fp16 (T4 is older than Ampere and has no bf16: fp16 with loss scaling)"),
+        ("V100", "fp16 (V100-32GB is older than Ampere and has no bf16: fp16 with loss scaling)"),
+        ("A100-80GB", "bf16 (A100-80GB is fast in bf16)"),
+    ],
+)
+def test_the_precision_is_that_of_the_clusters_gpus(
+    gpu: str, expected: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(job), "--cluster", f"8x{gpu}", "model.name=tiny"]
+    line = f"precision: {expected}"
+    for command in ("estimate", "plan"):
+        assert main([command, *words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert line in (found if command == "estimate" else found["best"])["reasons"]
+        assert main([command, *words]) == 0
+        assert line in " ".join(capsys.readouterr().out.split())
+        assert main([command, *words, "train.precision=fp32"]) == 0  # the job says it itself
+        assert "precision:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"), [("bf16,fp16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32"), ("", "fp32")]
+)
+def test_show_says_which_precision_is_taken_here_and_why(
+    said: str,
+    taken: str,
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Machine, "here", lambda: Machine(cores=2, gpus=0, memory=1 << 38))
+    monkeypatch.setenv(FAST_PRECISIONS, said)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["show", str(job), "model.name=tiny"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "train.precision" in line)
+    assert row.split() == ["train.precision", taken, "auto:", f"{FAST_PRECISIONS}={said}"]
