@@ -289,6 +289,24 @@ def test_torchrun_computes_the_same(place: Place, whole: Done) -> None:
     assert place.report("torchrun")["ranks"] == 2
 
 
+ACCELERATE = (
+    "-m", "accelerate.commands.launch", "--use_fsdp", "--num_processes", "2", "--num_machines", "1",
+    "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+)  # fmt: skip
+"""As `accelerate launch`, from a configuration that somebody made for another program."""
+
+
+@pytest.mark.long
+def test_accelerate_computes_the_same(place: Place, whole: Done) -> None:
+    changes = ("save.directory=accelerate", f"train.steps={SHORT}", "save.every=0")
+    done = place.run(*ACCELERATE, "-m", "shardtune", "train", "job.yaml", *changes)
+    assert done.code == 0, done
+    assert place.steps("accelerate") == place.steps("whole")[:SHORT]
+    assert place.report("accelerate")["ranks"] == 2
+    told = "note: ACCELERATE_USE_FSDP of accelerate: not used; the job's strategy decides"
+    assert done.out.count(told) == 1
+
+
 ON_ITS_OWN = """
 import os, sys
 from shardtune.cli.main import main

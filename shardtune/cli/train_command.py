@@ -52,7 +52,8 @@ def add_parser(commands: Commands) -> None:
   shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
   shardtune train recipes/quickstart.yaml --resume
   shardtune train recipes/zero1.yaml --nodes 2 --node-rank 0 --head host:29400
-  torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml""",
+  torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml
+  accelerate launch --multi_gpu -m shardtune train recipes/quickstart.yaml""",
     )
     add_job(command)
     add_nodes(command)
@@ -293,10 +294,13 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.job_file import load_job
     from shardtune.core.parent_death import die_with_parent
+    from shardtune.launch.accelerate_env import drop_plugins
     from shardtune.launch.error_file import reporting_errors
 
     if (launcher := os.environ.get(LAUNCHER_PID)) is not None:  # before anything that takes time
         die_with_parent(int(launcher))
+    if (given := drop_plugins(os.environ)) and os.environ["RANK"] == "0":
+        print(f"note: {', '.join(given)} of accelerate: not used; the job's strategy decides")
     with reporting_errors():
         loaded = load_job(arguments.job, arguments.overrides)
         if LAUNCHER_PID in os.environ:  # our launcher has resolved, checked, predicted and cleared

@@ -76,7 +76,7 @@ def test_help_fits_on_a_screen(command: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_shows_examples_that_work(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(command, capsys)
-    examples = re.findall(r"^  ((?:shardtune|torchrun) .*)$", text, re.MULTILINE)
+    examples = re.findall(r"^  ((?:shardtune|torchrun|accelerate) .*)$", text, re.MULTILINE)
     assert examples
     for example in examples:
         words = shlex.split(re.split(r" {3,}| > ", example)[0])  # what follows is for the reader
