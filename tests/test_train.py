@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_guards import require_same_job
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.machine import Machine
@@ -347,12 +348,61 @@ def test_all_weights_of_a_16_bit_model(tmp_path: Path, precision: str) -> None:
         train={"steps": 2, "global_batch": 2, "precision": precision, "learning_rate": 1e-3},
     )
     report = train_here(job)
-    assert report.result.kind == "none"
+    assert report.result.kind == "full fine-tune"
     assert 0 < report.result.largest_difference < 0.1
     found = load_file(tmp_path / "run" / "result" / "model.safetensors")
     assert found.keys() == weights.keys()
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     assert any(not torch.equal(found[name], weights[name]) for name in weights)
+
+
+def extendable(folder: Path, name: str, **train: Any) -> Job:
+    source = {"format": "instruction", "path": data_file(folder / "d.jsonl", 20), "name": "d"}
+    return make_job(
+        str(folder / name),
+        data={"train": [source], "sequence_length": 64},
+        train={"global_batch": 2, "precision": "fp32", "learning_rate": 1e-3, **train},
+        adapter={"type": "lora", "rank": 2, "dropout": 0.1},
+        save={"directory": str(folder / name), "trace": True},
+    )
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_an_extended_run_is_a_run_of_that_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the schedule doesn't depend on the length, to the bit, from the first step on."""
+    rate: dict[str, Any] = {"schedule": "constant", "warmup_steps": 2}
+    train_here(extendable(tmp_path, "parts", steps=3, **rate))
+    longer = extendable(tmp_path, "parts", steps=6, **rate)
+    require_same_job(RunDir(tmp_path / "parts"), longer)
+    capsys.readouterr()
+    train(longer, resume=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "was begun with 3 steps and has 6 steps now" in said
+    assert "the schedule (constant) goes on as in a run of 6 steps" in said
+    train_here(extendable(tmp_path, "whole", steps=6, **rate))
+    parts, whole = (tmp_path / name / "trace.jsonl" for name in ("parts", "whole"))
+    assert parts.read_text() == whole.read_text()
+    found = RunDir(tmp_path / "parts").read_job()
+    assert found is not None
+    assert found.train.steps == 6, "what is resumed from now on is the longer run"
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_schedule_can_begin_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(extendable(tmp_path, "run", epochs=0.3, schedule="linear"))
+    at = RunDir(tmp_path / "run").read_report()
+    assert at is not None
+    done = at.training.step
+    anew: dict[str, Any] = {"schedule": "linear", "schedule_start": done, "warmup_steps": 1}
+    train(extendable(tmp_path, "run", steps=done + 4, **anew), resume=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the schedule (linear) begins anew after step {done}" in said
+    rates = [line["learning_rate"] for line in metrics(tmp_path / "run", "step")[-4:]]
+    assert rates == pytest.approx([0.0, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    with pytest.raises(RunError, match=f"has done {done + 4} steps already; this job has 1"):
+        train(extendable(tmp_path, "run", steps=1, schedule="linear"), resume=True)
 
 
 def test_a_run_is_not_resumed_on_other_rows(tmp_path: Path) -> None:

@@ -161,6 +161,21 @@ class RunDir:
             atomic_write(self.job, dump_document(job.model_dump(mode="json")))
             atomic_write(self.path / "environment.json", environment.to_json(indent=2) + "\n")
 
+    def extend(self, begun: Job, job: Job) -> None:
+        """Writes down that the run has another length than it was begun with."""
+        now = job.train
+        length = {
+            "steps": now.steps,
+            "epochs": now.epochs,
+            "schedule_start": now.schedule_start,
+            "warmup_steps": now.warmup_steps,
+            "warmup_ratio": now.warmup_ratio,
+        }
+        train = begun.train.model_copy(update=length)
+        changed = begun.model_copy(update={"train": train})
+        if self.writes:
+            atomic_write(self.job, dump_document(changed.model_dump(mode="json")))
+
     def forget_after(self, step: int) -> None:
         """Drops the lines of steps that a resumed run will take again, and the old report."""
         if self.writes:

@@ -20,6 +20,17 @@ _FREE = {
 }
 
 
+# What may change with the length of a run. A shorter try may have had less warmup.
+_LENGTH = {
+    ("train", key) for key in ("steps", "epochs", "schedule_start", "warmup_steps", "warmup_ratio")
+}
+
+
+def is_extended(begun: Job, job: Job) -> bool:
+    """Whether `job` is a longer run than the one that was begun, or a shorter one."""
+    return (begun.train.steps, begun.train.epochs) != (job.train.steps, job.train.epochs)
+
+
 def require_folder(run: RunDir, place: str) -> None:
     """A run needs a folder."""
     there = next(path for path in (run.path, *run.path.parents) if path.exists())
@@ -48,10 +59,13 @@ def require_unoccupied(run: RunDir, place: str) -> None:
 def require_same_job(run: RunDir, job: Job) -> None:
     """A run is resumed as it was begun: what changes the mathematics may not differ."""
     require_run(run)
-    before = dict(leaves(load_job(run.job).job.model_dump(mode="json")))
+    before_job = load_job(run.job).job
+    before = dict(leaves(before_job.model_dump(mode="json")))
     now = dict(leaves(job.model_dump(mode="json")))
     # Dropout draws its numbers by micro-batch.
     free = _FREE - ({("train", "micro_batch")} if now.get(("adapter", "dropout")) else set())
+    if is_extended(before_job, job):
+        free |= _LENGTH
     problems = [
         Problem(
             dotted(key),
@@ -78,12 +92,23 @@ def require_same_data(run: RunDir, digests: Mapping[str, str]) -> None:
         raise RunError(Problem("data", fact, fix))
 
 
-def require_unfinished(run: RunDir) -> None:
-    """A run that came to its end has nothing left to do."""
-    report = run.read_report()
-    if report is not None and report.finished:
-        fact = f"the run is finished: {report.training.step} steps, result in result/"
-        fix = "replace it (--overwrite), or set save.directory for another run"
+def require_unfinished(run: RunDir, job: Job) -> None:
+    """A run that came to its end has nothing left to do, unless `job` makes it longer."""
+    report, begun = run.read_report(), run.read_job()
+    if report is None or not report.finished or begun is None:
+        return
+    done, wanted = report.training.step, job.train
+    longer = is_extended(begun, job)
+    if longer and wanted.steps is not None:
+        longer = wanted.steps > done
+    elif longer and wanted.epochs is not None and begun.train.epochs is not None:
+        longer = wanted.epochs > begun.train.epochs
+    if not longer:
+        fact = f"the run is finished: {done} steps, result in result/"
+        fix = (
+            f"extend it (--resume train.steps={2 * done}), replace it (--overwrite), or set "
+            "save.directory for another run"
+        )
         raise RunError(Problem(str(run.path), fact, fix))
 
 

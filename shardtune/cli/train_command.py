@@ -51,6 +51,7 @@ def add_parser(commands: Commands) -> None:
   shardtune train recipes/quickstart.yaml
   shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
   shardtune train recipes/quickstart.yaml --resume
+  shardtune train recipes/quickstart.yaml --resume train.steps=48    # a run that is to be longer
   shardtune train recipes/zero1.yaml --nodes 2 --node-rank 0 --head host:29400
   torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml
   accelerate launch --multi_gpu -m shardtune train recipes/quickstart.yaml""",
@@ -63,6 +64,11 @@ def add_parser(commands: Commands) -> None:
     )
     again.add_argument(
         "--overwrite", action="store_true", help="replace the run that is in save.directory"
+    )
+    command.add_argument(
+        "--restart-schedule",
+        action="store_true",
+        help="with --resume: begin the learning rate's schedule anew, for the steps that remain",
     )
     command.add_argument(
         "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"
@@ -113,7 +119,7 @@ def start(arguments: argparse.Namespace) -> int:
     node = this_node(arguments)
     if outside_ranks() is not None:
         return _as_rank(arguments)
-    loaded = load_job(arguments.job, arguments.overrides)
+    loaded = _scheduled(arguments, load_job(arguments.job, arguments.overrides))
     if isinstance(loaded.job.launch, RayLaunch):
         return _start_on_ray(arguments, loaded, loaded.job.launch, node)
     nodes, first = node.count if node else 1, node is None or node.number == 0
@@ -276,10 +282,25 @@ def _run_directory(
     require_folder(run, loaded.place(("save", "directory")))
     if arguments.resume:
         require_same_job(run, job)
-        require_unfinished(run)
+        require_unfinished(run, job)
     elif not arguments.overwrite:
         require_unoccupied(run, loaded.place(("save", "directory")))
     return run
+
+
+def _scheduled(arguments: argparse.Namespace, loaded: LoadedJob) -> LoadedJob:
+    """The job with a schedule that begins after the newest checkpoint, where that is asked for."""
+    if not arguments.restart_schedule:
+        return loaded
+    if not arguments.resume:
+        fact = "a run that begins has its schedule before it"
+        raise JobError(Problem("--restart-schedule", fact, "give it with --resume"))
+    from shardtune.checkpoint.commit_by_rename import checkpoints
+
+    folder = Path(loaded.job.save.directory).expanduser() / "checkpoints"
+    newest = max((step for step, _ in checkpoints(folder)), default=0)
+    train = loaded.job.train.model_copy(update={"schedule_start": newest})
+    return replace(loaded, job=loaded.job.model_copy(update={"train": train}))
 
 
 def _locked(run: RunDir, first: bool) -> AbstractContextManager[None]:
@@ -302,7 +323,7 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     if (given := drop_plugins(os.environ)) and os.environ["RANK"] == "0":
         print(f"note: {', '.join(given)} of accelerate: not used; the job's strategy decides")
     with reporting_errors():
-        loaded = load_job(arguments.job, arguments.overrides)
+        loaded = _scheduled(arguments, load_job(arguments.job, arguments.overrides))
         if LAUNCHER_PID in os.environ:  # our launcher has resolved, checked, predicted and cleared
             job, clears = loaded.job, False
             predicted = RunDir(Path(job.save.directory).expanduser()).read_forecast()

@@ -351,7 +351,7 @@ def _facts(job: Job) -> JobFacts:
         optimizer=train.optimizer.setup(),
         learning_rate=train.learning_rate,
         schedule=train.schedule,
-        warmup_steps=train.warmup_steps,
+        warmup_steps=train.warmup(train.steps) if train.steps else train.warmup_steps,
         steps=train.steps,
         hidden_size=_hidden_size(job),
     )

@@ -22,6 +22,7 @@ OTHERS_KEYS = {
     "lr": "here it is train.learning_rate",
     "lr_scheduler": "here it is train.schedule",
     "lr_scheduler_type": "here it is train.schedule",
+    "warmup": "here it is train.warmup_steps, or train.warmup_ratio",
     "num_epochs": "here it is train.epochs",
     "num_train_epochs": "here it is train.epochs",
     "max_steps": "here it is train.steps",
@@ -45,12 +46,29 @@ OTHERS_KEYS = {
 }
 """What keys are called in the configurations that people bring, and where it is here."""
 
+_RANKS = "here it is launch.processes, one for each GPU; `auto` counts them"
+OTHERS_PATHS = {
+    "save.steps": "here it is save.every",
+    "save.interval": "here it is save.every",
+    "save.strategy": "here it is save.every: a number of steps",
+    "evaluate.steps": "here it is evaluate.every",
+    "evaluate.interval": "here it is evaluate.every",
+    "evaluate.strategy": "here it is evaluate.every: a number of steps",
+    "launch.num_gpus": _RANKS,
+    "launch.gpus": _RANKS,
+    "launch.num_processes": _RANKS,
+    "launch.nproc_per_node": _RANKS,
+    "launch.nodes": "give it to the command: `train JOB --nodes 2 --node-rank 0 --head ...`",
+}
+"""The same, where a word means something else in another section."""
+
 _FLASH = (
     "write sdpa: with `shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
 )
 OTHERS_VALUES = {
     "flash_attention_3": _FLASH,
     "flash_attention_4": _FLASH,
+    "qlora": "QLoRA is adapter: {type: lora} on model: {quantization: nf4}",
     "fp8-base": "write `model: {quantization: fp8}` and leave train.precision at bf16",
 }
 """The same of values, and of our own earlier ones."""

@@ -7,6 +7,7 @@ job, and says why.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import PurePath
@@ -307,6 +308,11 @@ class TrainSection(Section):
     """The shape of `schedule: one_cycle`."""
     warmup_steps: NotNegative = 0
     """Steps in which the rate rises from zero."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The same as a share of the run, rounded up. Give this or `warmup_steps`."""
+    schedule_start: NotNegative = 0
+    """The step after which the schedule begins: warmup and decay go from there to the end. Set by
+    `--resume --restart-schedule`, when a run that came to its end is extended."""
     precision: Auto | Precision = "auto"
     """Of the computation: `bf16` or `fp16` (mixed precision, the latter with loss scaling), or
     `fp32`. `auto` takes bf16 where the device is fast in it; else fp16 on a GPU and fp32 on a CPU.
@@ -357,6 +363,11 @@ class TrainSection(Section):
     """What to do when memory runs out: stop and say what to change, or go on from the last
     checkpoint with half the micro-batch, which changes nothing else. In the preflight of a new run
     one that the forecast has chosen is halved in any case, by our own launcher."""
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warmup in a schedule over so many."""
+        ratio = self.warmup_ratio
+        return self.warmup_steps if ratio is None else math.ceil(steps * ratio)
 
     @property
     def compute_precision(self) -> Precision:
@@ -505,6 +516,11 @@ class Job(Section):
     backend: Backend | None = None
     """Ludwig's name for `launch` and `strategy`; give one or the other."""
     save: SaveSection = SaveSection()
+
+    @property
+    def trains(self) -> str:
+        """What is trained, as people call it: the adapter's type, or `full fine-tune`."""
+        return "full fine-tune" if isinstance(self.adapter, NoAdapter) else self.adapter.type
 
     def layout(self, ranks: int) -> Layout:
         """What the strategy declares, and where the optimizer's part of it lies."""

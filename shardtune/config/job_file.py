@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from shardtune.config.foreign_keys import OTHERS_KEYS, OTHERS_VALUES
+from shardtune.config.foreign_keys import OTHERS_KEYS, OTHERS_PATHS, OTHERS_VALUES
 from shardtune.config.job import Job
+from shardtune.config.job_keys import all_keys, sections_at, type_of, types_at
 from shardtune.config.ludwig import translated
+from shardtune.config.override_effects import apply_override_effects
 from shardtune.config.published_words import understand
 from shardtune.core.yaml_document import KeyPath, dotted, parse_document, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
@@ -29,7 +29,8 @@ class LoadedJob:
     job: Job
     origins: Mapping[KeyPath, str]
     understood: Mapping[KeyPath, str] = field(default_factory=dict)
-    """Values that were written in the words of other tools: which, and where."""
+    """Values that were written in the words of other tools, or that an override has made void:
+    which, and where."""
 
     def origin(self, path: KeyPath) -> str:
         """Where a value was written; `default` if nowhere."""
@@ -51,6 +52,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
     _override(value, origins, overrides)
     understood = understand(value, origins, COMMAND_LINE)
+    understood |= apply_override_effects(value, origins, COMMAND_LINE)
     try:
         job = Job.model_validate_json(json.dumps(value))
     except ValidationError as error:
@@ -215,11 +217,13 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
         return "is missing", f"add `{key}:`; `shardtune schema` says what it takes"
     if first in ("union_tag_invalid", "union_tag_not_found"):
         expected = items[0].get("ctx", {}).get("expected_tags")
-        expected = expected or ", ".join(sorted(_tags(path[:-1])))
+        expected = expected or ", ".join(sorted(types_at(path[:-1])))
         given = items[0].get("ctx", {}).get("tag")
         words = [word.strip(" '") for word in expected.split(",")]
         if given is None:
             return "is missing", f"add `type:` with one of {expected}"
+        if given in OTHERS_VALUES:
+            return f"is {given!r}", OTHERS_VALUES[given]
         near = did_you_mean(given, words)
         return f"is {given!r}", f"did you mean {near!r}?" if near else f"write one of {expected}"
     wanted = " or ".join(dict.fromkeys(_wanted(item) for item in items))
@@ -237,7 +241,7 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
         near = did_you_mean(given, words)
         fix = f"did you mean {near!r}?" if near else fix
         fix = OTHERS_VALUES.get(given, fix)
-        if given in _tags(path):
+        if given in types_at(path):
             fix = f"write {{type: {given}}}, or {dotted((*path, 'type'))}={given} behind a command"
     return f"is {_show(given)}; it must be {wanted}", fix
 
@@ -263,65 +267,26 @@ def _unknown_key(path: KeyPath, value: Any) -> tuple[str, str]:
     key = str(path[-1])
     known = _keys_at(path[:-1], value)
     near = did_you_mean(key, known)
-    types = [_tag(model) for model in _sections_at(path[:-1]) if key in model.model_fields]
+    types = [type_of(model) for model in sections_at(path[:-1]) if key in model.model_fields]
     if types:
         return "unknown key here", f"it belongs to `type: {types[0]}`; set that, or remove the key"
+    if (lead := OTHERS_PATHS.get(dotted(tuple(p for p in path if isinstance(p, str))))) is not None:
+        return "unknown key", lead
     if key in OTHERS_KEYS and path[0] != "evaluate":  # which has lengths of its own
         return "unknown key", OTHERS_KEYS[key]
     if near:
         return "unknown key", f"did you mean {near!r}?"
-    keys = (other for other in _all_keys(Job) if other[0] != "backend")  # others' words for ours
+    keys = (other for other in all_keys() if other[0] != "backend")  # others' words for ours
     elsewhere = list(dict.fromkeys(dotted(other) for other in keys if other[-1] == key))
     if elsewhere and key != "type":  # which many have
         return "unknown key here", f"did you mean {' or '.join(map(repr, elsewhere[:2]))}?"
     return "unknown key", f"known here: {', '.join(known)}"
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that an annotation allows, through tuples, unions and Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if typing.get_origin(annotation) in (typing.Annotated, tuple, typing.Union, types.UnionType):
-        return [model for part in typing.get_args(annotation) for model in _models(part)]
-    return []
-
-
-def _sections_at(path: KeyPath) -> list[type[BaseModel]]:
-    """The sections that may stand at `path`; several where a `type:` chooses."""
-    models: list[type[BaseModel]] = [Job]
-    for part in path:
-        if isinstance(part, str):
-            models = [
-                found
-                for model in models
-                if part in model.model_fields
-                for found in _models(model.model_fields[part].annotation)
-            ]
-    return models
-
-
-def _tag(model: type[BaseModel]) -> str | None:
-    """The one `type` that a section has; none where it has no such key, or a choice."""
-    field = model.model_fields.get("type")
-    words = typing.get_args(field.annotation) if field else ()
-    return str(words[0]) if len(words) == 1 else None
-
-
-def _tags(path: KeyPath) -> set[str]:
-    return {tag for model in _sections_at(path) if (tag := _tag(model))}
-
-
 def _keys_at(path: KeyPath, value: Any) -> list[str]:
     section = _at(value, path)
     chosen = section.get("type") if isinstance(section, dict) else None
-    models = _sections_at(path)
+    models = sections_at(path)
     if chosen is not None:
-        models = [model for model in models if _tag(model) in (None, chosen)]
+        models = [model for model in models if type_of(model) in (None, chosen)]
     return list(dict.fromkeys(key for model in models for key in model.model_fields))
-
-
-def _all_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterable[KeyPath]:
-    for key, info in model.model_fields.items():
-        yield (*path, key)
-        for inner in _models(info.annotation):
-            yield from _all_keys(inner, (*path, key))

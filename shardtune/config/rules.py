@@ -210,6 +210,25 @@ RULES: tuple[Rule, ...] = (
         "warm up for fewer steps, or train for more",
     ),
     Rule(
+        "warmup-once",
+        ("train", "warmup_ratio"),
+        lambda job: job.train.warmup_ratio is not None and job.train.warmup_steps > 0,
+        lambda job: (
+            f"both warmup_ratio ({job.train.warmup_ratio}) and warmup_steps "
+            f"({job.train.warmup_steps}) are given"
+        ),
+        "keep one of the two",
+    ),
+    Rule(
+        "schedule-within-steps",
+        ("train", "schedule_start"),
+        lambda job: job.train.steps is not None and job.train.schedule_start >= job.train.steps,
+        lambda job: (
+            f"the schedule begins after step {job.train.schedule_start} of {job.train.steps}"
+        ),
+        "train for more steps, or set train.schedule_start: 0",
+    ),
+    Rule(
         "one-cycle-has-its-own-warmup",
         ("train", "warmup_steps"),
         lambda job: job.train.schedule == "one_cycle" and job.train.warmup_steps > 0,

@@ -43,9 +43,12 @@ class Schedule:
     steps: int
     cycle: OneCycle = TORCHS_CYCLE
     """Of `one_cycle`, which has a warmup of its own."""
+    start: int = 0
+    """The step in which it begins; `steps` are those from there on."""
 
     def at(self, step: int) -> float:
         """The rate that the optimizer uses in step `step`, counted from 0."""
+        step = max(0, step - self.start)
         if self.kind == "one_cycle":
             return self._in_cycle(step)
         if step < self.warmup_steps:

@@ -85,7 +85,7 @@ class ResultReport(Record):
 
     path: str
     kind: str
-    """The adapter's type; `none` after a full fine-tune."""
+    """The adapter's type, or `full fine-tune`."""
     largest_difference: float | None
     """Between the logits before saving and after reading back."""
 

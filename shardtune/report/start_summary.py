@@ -32,7 +32,7 @@ def print_opening(
     console.print(
         Text.assemble(
             (job.model.name, "bold"),
-            f"  {job.adapter.type}  {train.precision}  {length} of "
+            f"  {job.trains}  {train.precision}  {length} of "
             f"{train.global_batch} rows x {job.data.sequence_length} tokens  "
             f"{job.strategy.type} on {job.launch.processes} {processes}",
         )

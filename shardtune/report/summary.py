@@ -103,8 +103,7 @@ def _facts(report: RunReport) -> Table:
     grid.add_row("peak memory", memory)
     for number, line in enumerate(_compared(report.forecast)):
         grid.add_row("" if number else "forecast", line)
-    kind = "full fine-tune" if result.kind == "none" else result.kind
-    grid.add_row("result", Text(f"{result.path} ({kind})"))
+    grid.add_row("result", Text(f"{result.path} ({result.kind})"))
     logits = f"logits within {_number(result.largest_difference):.2g}"
     grid.add_row("", f"read back: weights as they were written, {logits}")
     grid.add_row("all files", Text(report.directory))
@@ -156,7 +155,7 @@ def _next(report: RunReport) -> list[str]:
     directory = report.directory
     quoted = shlex.quote(directory)
     commands = [f'shardtune generate {quoted} --prompt "..."']
-    if report.result.kind != "none":
+    if report.result.kind != "full fine-tune":
         commands.append(f"shardtune merge {quoted} {shlex.quote(directory + '/merged')}")
     if not report.finished:
         commands.insert(0, f"shardtune train {shlex.quote(directory + '/job.yaml')} --resume")

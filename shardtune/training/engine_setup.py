@@ -25,19 +25,26 @@ class Plan:
 
 def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     """The plan for `job` on `ranks` ranks over `steps` optimizer steps."""
-    if job.train.warmup_steps >= steps:
-        fact = f"{job.train.warmup_steps} steps of warmup in a run of {steps}"
+    train = job.train
+    scheduled = max(1, steps - train.schedule_start)
+    warmup = train.warmup(scheduled)
+    if warmup >= scheduled and warmup:
+        fact = f"{warmup} steps of warmup in a run of {scheduled}"
         fix = "warm up for fewer steps, or train for more"
         raise JobError(Problem("train.warmup_steps", fact, fix))
     mesh = job.strategy.mesh(ranks)
     mesh.require(ranks)
-    train = job.train
     micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
     setup = EngineSetup(
         precision=train.compute_precision,
         optimizer=train.optimizer.setup(),
         schedule=Schedule(
-            train.schedule, train.learning_rate, train.warmup_steps, steps, train.one_cycle
+            train.schedule,
+            train.learning_rate,
+            warmup,
+            scheduled,
+            train.one_cycle,
+            train.schedule_start,
         ),
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,

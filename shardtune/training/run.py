@@ -20,7 +20,7 @@ from shardtune.checkpoint.export import check_result, probe_logits, save_result
 from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint
 from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.checkpoint.run_guards import require_run_id, require_same_data
+from shardtune.checkpoint.run_guards import is_extended, require_run_id, require_same_data
 from shardtune.config.job import AdamW, Job, NoAdapter
 from shardtune.core.engine import Engine
 from shardtune.core.metrics import (
@@ -40,7 +40,7 @@ from shardtune.core.run_report import (
 )
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
 from shardtune.core.units import GIB
-from shardtune.errors import RunError
+from shardtune.errors import Problem, RunError
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.models.load import COMPUTE_DTYPES, held_precision
 from shardtune.models.load_result import load_result
@@ -95,6 +95,11 @@ class Run:
         self._require_disk_space()
         require_same_data(self.files, self.data)
         path, manifest = found.checkpoint
+        if manifest.step > self.view.steps:
+            fact = f"has done {manifest.step} steps already; this job has {self.view.steps}"
+            raise RunError(
+                Problem(str(self.files.path), fact, "give it more, or begin another run")
+            )
         state = Reader(path, manifest)
         shards, _ = self.engine.shards()
         state.refuse_other_weights({p.key: p for p in shards if p.key.startswith("weight.")})
@@ -102,7 +107,21 @@ class Run:
         self.files.forget_after(manifest.step)
         by = f"written by {manifest.strategy} on {manifest.ranks} ranks"
         self.view.say(f"resuming after step {manifest.step}, from {path} ({by})")
+        begun = self.files.read_job()
+        self.world.barrier()  # all have read it before it is written
+        if begun is not None and is_extended(begun, self.job):
+            self.view.say(self._new_length(begun))
+            self.files.extend(begun, self.job)
         return manifest.progress
+
+    def _new_length(self, begun: Job) -> str:
+        """How long the run is now, and what that means for the rate."""
+        before, train, steps = begun.train, self.job.train, self.view.steps
+        length = f"{before.steps} steps" if before.steps else f"{before.epochs:g} epochs"
+        rate = f"the schedule ({train.schedule}) goes on as in a run of {steps} steps"
+        if train.schedule_start:
+            rate = f"the schedule ({train.schedule}) begins anew after step {train.schedule_start}"
+        return f"the run was begun with {length} and has {steps} steps now; {rate}"
 
     def _latest(self) -> LatestCheckpoint | None:
         """What to go on from. Damaged checkpoints are named, and put where none is looked for."""
@@ -261,7 +280,7 @@ class Run:
                 samples=self._samples(answers),
                 result=ResultReport(
                     path=str(self.files.result),
-                    kind=self.job.adapter.type,
+                    kind=self.job.trains,
                     largest_difference=difference,
                 ),
                 forecast=self._beside_forecast(progress, peak),

@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.checkpoint.run_guards import require_run, require_same_job, require_unoccupied
+from shardtune.checkpoint.run_guards import (
+    require_run,
+    require_same_job,
+    require_unfinished,
+    require_unoccupied,
+)
 from shardtune.config.job_file import load_job
 from shardtune.core.run_report import EvalFigures
 from shardtune.errors import RunError
@@ -89,7 +94,7 @@ def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None
     )
     other = make_job(
         str(tmp_path),
-        train={"learning_rate": 2e-3, "steps": 9},
+        train={"learning_rate": 2e-3, "max_grad_norm": 2.0},
         adapter={"type": "lora", "rank": 8},
     )
     with pytest.raises(RunError) as caught:
@@ -97,7 +102,7 @@ def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None
     assert [(problem.place, problem.fact) for problem in caught.value.problems] == [
         ("adapter.rank", "is 8, but the run was begun with 4"),
         ("train.learning_rate", "is 0.002, but the run was begun with 0.001"),
-        ("train.steps", "is 9, but the run was begun with None"),
+        ("train.max_grad_norm", "is 2.0, but the run was begun with 1.0"),
     ]
 
 
@@ -116,6 +121,21 @@ def test_a_run_is_resumed_with_the_job_it_was_begun_with(tmp_path: Path) -> None
 )
 def test_what_changes_no_result_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
     require_same_job(begun(tmp_path), make_job(str(tmp_path), **changes))
+
+
+def test_a_run_may_become_longer(tmp_path: Path) -> None:
+    run = begun(tmp_path, train={"steps": 10})
+    require_same_job(run, make_job(str(tmp_path), train={"steps": 20, "schedule_start": 10}))
+    require_same_job(run, make_job(str(tmp_path), train={"epochs": 2.0}))
+    run.write_report(make_report(finished=True))
+    done = make_report().training.step
+    for steps in (10, done):
+        with pytest.raises(RunError, match=f"the run is finished: {done} steps") as caught:
+            require_unfinished(run, make_job(str(tmp_path), train={"steps": steps}))
+        assert f"--resume train.steps={2 * done}" in caught.value.problems[0].fix
+    require_unfinished(run, make_job(str(tmp_path), train={"steps": done + 1}))
+    with pytest.raises(RunError, match=r"train.schedule_start: is 3"):
+        require_same_job(run, make_job(str(tmp_path), train={"steps": 10, "schedule_start": 3}))
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:

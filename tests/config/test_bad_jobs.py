@@ -178,8 +178,8 @@ JOBS = {
         arguments=("data.train.3.path=x",),
     ),
     "steps and epochs": Bad(
-        at("train", ".steps"), "both steps (2) and epochs (1.0) are given", "keep one of the two",
-        arguments=("train.epochs=1",),
+        "command line: train.steps", "both steps (2) and epochs (1.0) are given", "keep one",
+        arguments=("train.steps=2", "train.epochs=1"),
     ),
     "warmup longer than the run": Bad(
         at("train", ".warmup_steps"), "5 steps of warmup in a run of 5", "warm up for fewer steps",

@@ -9,7 +9,8 @@ import pytest
 
 from shardtune.config.foreign_keys import OTHERS_KEYS
 from shardtune.config.job import AdamW, Job, LocalLaunch
-from shardtune.config.job_file import LoadedJob, _all_keys, leaves, load_job
+from shardtune.config.job_file import LoadedJob, leaves, load_job
+from shardtune.config.job_keys import all_keys
 from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
 from shardtune.parallel.auto.strategy import AutoStrategy
@@ -68,7 +69,7 @@ def test_a_type_that_goes_without_saying(tmp_path: Path) -> None:
 def test_words_of_other_tools_lead_to_keys_that_are_there(word: str) -> None:
     named = set(re.findall(r"\b[a-z]+\.[a-z_]+", OTHERS_KEYS[word]))
     assert named
-    assert named <= {dotted(key) for key in _all_keys(Job)}
+    assert named <= {dotted(key) for key in all_keys()}
 
 
 def test_an_override_reaches_into_lists(tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ MISTAKES = [
      "    fix: write {type: lora}, or adapter.type=lora behind a command"),
     ("adapter", "{rank: 4}",
      "adapter.type: is missing\n    fix: add `type:` with one of ia3, lora, none"),
-    ("adapter", "{type: qlora}", "adapter.type: is 'qlora'\n    fix: did you mean 'lora'?"),
+    ("adapter", "{type: lorra}", "adapter.type: is 'lorra'\n    fix: did you mean 'lora'?"),
     ("adapter", "{type: x}", "adapter.type: is 'x'\n    fix: write one of 'lora', 'ia3', 'none'"),
     ("adapter", "{type: none, rank: 4}",
      "adapter.rank: unknown key here\n"

@@ -39,6 +39,22 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "warm up for fewer steps, or train for more",
         ),
     ),
+    "warmup-once": (
+        {"train": {"steps": 10, "warmup_steps": 2, "warmup_ratio": 0.1}},
+        Problem(
+            "train.warmup_ratio",
+            "both warmup_ratio (0.1) and warmup_steps (2) are given",
+            "keep one of the two",
+        ),
+    ),
+    "schedule-within-steps": (
+        {"train": {"steps": 10, "schedule_start": 10}},
+        Problem(
+            "train.schedule_start",
+            "the schedule begins after step 10 of 10",
+            "train for more steps, or set train.schedule_start: 0",
+        ),
+    ),
     "one-cycle-has-its-own-warmup": (
         {"train": {"steps": 10, "schedule": "one_cycle", "warmup_steps": 2}},
         Problem(

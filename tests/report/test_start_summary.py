@@ -26,7 +26,7 @@ def opening(**sections: dict[str, Any]) -> str:
 def test_the_job_in_a_line_and_the_data_in_a_table() -> None:
     found = opening(train={"steps": 60, "global_batch": 16}, launch={"processes": 2})
     assert found.splitlines()[0] == (
-        "tiny none fp32 60 steps of 16 rows x 1024 tokens ddp on 2 processes"
+        "tiny full fine-tune fp32 60 steps of 16 rows x 1024 tokens ddp on 2"
     )
     assert "data set documents tokens trained truncated left out unreadable" in found
     assert "code 1,234 100,000 25% 3 3 5" in found  # 25,000 of 100,000; 2 dropped + 1 untrained
@@ -59,4 +59,4 @@ def test_every_value_that_was_chosen_is_shown_with_its_reason() -> None:
 
 
 def test_the_name_of_a_model_is_no_markup() -> None:
-    assert opening(model={"name": "/models/[b]x"}).startswith("/models/[b]x none fp32")
+    assert opening(model={"name": "/models/[b]x"}).startswith("/models/[b]x full fine-tune fp32")

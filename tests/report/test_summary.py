@@ -72,7 +72,11 @@ def test_a_stopped_run_can_go_on() -> None:
 
 
 def test_a_run_of_all_weights_has_nothing_to_merge() -> None:
-    result = {"path": "runs/quickstart/result", "kind": "none", "largest_difference": 1e-5}
+    result = {
+        "path": "runs/quickstart/result",
+        "kind": "full fine-tune",
+        "largest_difference": 1e-5,
+    }
     found = summary(result=result)
     assert "logits within 1e-05" in found
     assert "runs/quickstart/result (full fine-tune)" in found

@@ -54,3 +54,15 @@ def test_who_gets_copies() -> None:
         yes | {"strategy": {"type": "fsdp"}},
     ):
         assert not make_plan(make_job(**changes), 1, 9).setup.split_fp32, changes
+
+
+def test_warmup_may_be_a_share_of_the_run() -> None:
+    """Rounded up, as in transformers; of what remains where a schedule begins anew."""
+    for train, steps, warmup, scheduled in (
+        ({"warmup_ratio": 0.1}, 41, 5, 41),
+        ({"warmup_ratio": 0.1, "schedule_start": 20}, 40, 2, 20),
+        ({"warmup_ratio": 0.0}, 40, 0, 40),
+    ):
+        schedule = make_plan(make_job(train=train), 1, steps).setup.schedule
+        assert (schedule.warmup_steps, schedule.steps) == (warmup, scheduled)
+        assert schedule.at(schedule.start + warmup) == schedule.peak
