@@ -160,14 +160,16 @@ class Source(Section):
     """One data set: a file, a saved `datasets` folder, or a hub id."""
 
     path: Annotated[str, Field(min_length=1)]
-    """JSONL, JSON, CSV, Parquet or text file (gzip, bz2 and zstd are unpacked), a folder saved by
-    `datasets`, or a hub id."""
+    """JSONL, JSON, CSV, Parquet, Arrow or text file (gzip, bz2 and zstd are unpacked), several by a
+    pattern (`data/*.txt`) or in a folder, a folder saved by `datasets`, or a hub id."""
     format: Format
     """How a row is read."""
     name: Auto | Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "auto"
     """What reports call it; `auto` takes the file's name."""
-    split: str = "train"
-    """Which split of a hub id or of a saved folder with several."""
+    config: str | None = None
+    """Which configuration of a hub id that has several (`load_dataset`'s `name`)."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """Which split of a hub id or of a saved folder with several, or a slice: `train[:1%]`."""
     columns: Columns = Columns()
     """Which columns hold what, where they are called otherwise."""
     template: Literal["auto", "chat", "plain"] = "auto"
@@ -191,6 +193,11 @@ class Source(Section):
 
 class TrainSource(Source):
     """A data set to train on."""
+
+    stop: Literal["required", "none"] = "required"
+    """Whether documents have to end with a stop token. `none` trains a set in which none does: a
+    model learns from it how to go on, not when to end. Rows of token ids that fill the sequence are
+    a corpus cut into windows, and need no such word."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How often its rows are seen in an epoch: 0.5 takes half of them (the other half the next

@@ -99,8 +99,8 @@ def _not_all(job: Job) -> str:
 
 def _leaks(job: Job) -> list[str]:
     """What is named on both sides. Two splits of one data set may be."""
-    held_out = {(source.path, source.split) for source in job.data.eval}
-    return [one.path for one in job.data.train if (one.path, one.split) in held_out]
+    held_out = {(source.path, source.config, source.split) for source in job.data.eval}
+    return [one.path for one in job.data.train if (one.path, one.config, one.split) in held_out]
 
 
 # What a strategy can do ---------------------------------------------------------------------------

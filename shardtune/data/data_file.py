@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +24,7 @@ from shardtune.data.readers import (
     JsonRow,
     Lines,
     ParquetGroups,
+    PartOfFile,
     SourcePart,
     broken_json,
     json_text,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from shardtune.config.job import Source
 
 READ_BLOCK = 1 << 20
+FILE_SPAN = 1 << 32  # the numbers of rows that are one file's, where a source is several
 PART_BYTES = 4 << 20  # bytes of a part of a file of lines
 FILE_KINDS = "JSONL, JSON, CSV, TSV, Parquet, Arrow or text (.txt)"
 TURNS = ("messages", "conversations")  # lists of objects that are a row's, not lists of rows
@@ -60,6 +62,27 @@ class OpenedSource:
     """What a document is made of."""
     note: str = ""
     """What to tell about how it is read."""
+    files: tuple[OpenedSource, ...] = ()
+    """Where it is several files: these, which the numbers of its rows point into."""
+
+    @staticmethod
+    def joined(path: str, files: Sequence[OpenedSource]) -> OpenedSource:
+        """Several files as one source."""
+        digest = hashlib.sha256("\n".join(file.digest for file in files).encode())
+        return OpenedSource(
+            path=path,
+            digest=digest.hexdigest(),
+            parts=tuple(
+                PartOfFile(part, number * FILE_SPAN)
+                for number, file in enumerate(files)
+                for part in file.parts
+            ),
+            numbering="row",
+            size=sum(file.size for file in files),
+            unit=files[0].unit,
+            note=files[0].note,
+            files=tuple(files),
+        )
 
     @property
     def count(self) -> int | None:
@@ -69,6 +92,9 @@ class OpenedSource:
 
     def place(self, number: int, column: int | None = None) -> str:
         """`file:line`, `file:line:column` or `file:row N`."""
+        if self.files:
+            file, inner = divmod(number, FILE_SPAN)
+            return self.files[file].place(inner, column)
         if self.numbering == "row":
             return f"{self.path}:row {number}"
         return f"{self.path}:{number}" if column is None else f"{self.path}:{number}:{column}"

@@ -116,7 +116,7 @@ class _Done:
             bad=tally.bad,
             stops_trained=self.checked.stops_trained(stop_ids),
             unit=self.checked.opened.unit,
-            notes=notes(self.checked, section),
+            notes=notes(self.checked, section, stop_ids),
         )
         return PreparedSet(
             name=report.name,

@@ -11,7 +11,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -240,6 +240,22 @@ class SavedRows:
         for batch in part.iter(TABLE_BATCH):
             yield from _table_rows(batch, number)
             number += len(batch)
+
+
+@dataclass(frozen=True)
+class PartOfFile:
+    """A part of one of several files: the numbers of its rows start behind `base`."""
+
+    part: SourcePart
+    base: int
+
+    @property
+    def count(self) -> int | None:
+        return self.part.count
+
+    def rows(self) -> Iterator[SourceRecord | BadRow]:
+        for row in self.part.rows():
+            yield replace(row, number=self.base + row.number)
 
 
 def broken_json(path: Path, error: json.JSONDecodeError) -> DataError:

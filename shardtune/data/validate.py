@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardtune.config.job import TrainSource
 from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
 from shardtune.errors import Problem, did_you_mean
 
@@ -186,7 +187,7 @@ def check_stops(
 ) -> list[Problem]:
     """A set to train on in which no document ends with a stop token teaches never to stop."""
     finals = checked.index.finals
-    if not len(finals) or checked.stops_trained(stops):
+    if not len(finals) or checked.stops_trained(stops) or may_go_on(checked, section):
         return []
     names = ", ".join(repr(tokenizer.convert_ids_to_tokens(stop)) for stop in sorted(stops))
     fact = "a stop token is never trained: "
@@ -204,18 +205,45 @@ def check_stops(
         fix += "; or cut rows into several documents: overflow: split"
     elif checked.source.format == "pretokenized":
         fix = "end each row's ids with a stop token, and don't mask it in the labels"
+        lengths = checked.index.lengths
+        if len(lengths) > 1 and (lengths == lengths[0]).all():
+            fix = f"data.sequence_length: {lengths[0]}, if these are a corpus cut into windows"
     elif tokenizer.eos_token is None:
         fix = "the tokenizer has no end-of-text token: set eos_token in its tokenizer_config.json"
     else:
         fix = f"use a chat template that ends an answer with {names or repr(tokenizer.eos_token)}"
+    fix += "; or stop: none beside its path, to train it without"
     return [Problem(checked.path, fact, fix)]
 
 
-def notes(checked: CheckedSource, section: DataSection) -> tuple[str, ...]:
+def may_go_on(checked: CheckedSource, section: DataSection) -> bool:
+    """Whether a set may do without stop tokens: the job says so, or it is one text in windows."""
+    asked = checked.source.stop if isinstance(checked.source, TrainSource) else "none"
+    return asked == "none" or is_windows(checked, section)
+
+
+def is_windows(checked: CheckedSource, section: DataSection) -> bool:
+    """Whether this is a corpus of token ids cut into windows: rows that fill the sequence, all but
+    the last, and that weren't cut here."""
+    lengths, cut = checked.index.lengths, checked.tally.truncated
+    return (
+        checked.source.format == "pretokenized"
+        and len(lengths) > 1
+        and not cut
+        and bool((lengths[:-1] == section.sequence_length).all())
+    )
+
+
+def notes(checked: CheckedSource, section: DataSection, stops: frozenset[int]) -> tuple[str, ...]:
     """What a person should know about a set that is good."""
     tally, told = checked.tally, []
     if checked.opened.note:
         told.append(checked.opened.note)
+    if is_windows(checked, section) and not checked.stops_trained(stops):
+        told.append(
+            f"rows of {section.sequence_length:,} token ids that fill the sequence, none of which "
+            "ends with a stop token: a corpus cut into windows, trained as it is"
+        )
     if tally.truncated and checked.source.format in ("completion", "pretokenized"):
         told.append(
             f"{tally.truncated:,} of {len(checked.index.lengths):,} documents are longer than "

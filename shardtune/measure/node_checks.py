@@ -87,7 +87,7 @@ def local_facts(job: Job | None) -> NodeFacts:
     if job is not None:
         disk["save.directory"] = _free(Path(job.save.directory).expanduser())
         sources = (*job.data.train, *job.data.eval)
-        data = {source.label: _fingerprint(Path(source.path)) for source in sources}
+        data = {source.label: _fingerprint(_place(source.path)) for source in sources}
         model = _fingerprint(Path(job.model.name).expanduser())
     wanted = (*PACKAGES, *_needed())
     installed = {name: found for name in wanted if (found := _version(name))}
@@ -246,6 +246,12 @@ def _size(folder: str) -> int | None:
 def _free(path: Path) -> int:
     there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     return shutil.disk_usage(there).free
+
+
+def _place(path: str) -> Path:
+    """The file or folder of a data set; of a pattern the folder that it looks through."""
+    before, star, _ = path.partition("*")
+    return Path(before.rpartition("/")[0] or "." if star else path).expanduser()
 
 
 def _fingerprint(path: Path) -> str:

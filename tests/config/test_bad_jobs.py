@@ -351,9 +351,13 @@ INPUTS = {
         "nowhere/a.jsonl", "nor the folder nowhere", "correct the path",
         data("nowhere/a.jsonl", "completion"),
     ),
-    "folder that nobody saved": Bad(
-        "folder", "is a folder that `datasets` did not save", "name a file in it",
-        data("folder", "completion"), {"folder/a.txt": "text"},
+    "folder without data": Bad(
+        "folder", "there is no data file in it", "name JSONL, JSON, CSV",
+        data("folder", "completion"), {"folder/a.py": "pass"},
+    ),
+    "split of a file": Bad(
+        "good.jsonl", "is a file, which has no split 'test'", "leave split out",
+        data("good.jsonl", "completion", ", split: test"),
     ),
     "unknown kind of file": Bad(
         "a.dat", "its kind can't be told", "give it as JSONL", data("a.dat", "completion"),

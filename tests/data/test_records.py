@@ -319,8 +319,10 @@ def test_a_file_of_an_unknown_kind_is_refused(tmp_path, name, content, fact):
     assert fact in refused(tmp_path / name).fact
 
 
-def test_a_folder_that_datasets_did_not_save_is_refused(tmp_path):
-    assert "`datasets` did not save" in refused(tmp_path).fact
+def test_a_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("nothing here")
+    assert refused(tmp_path).fact == "there is no data file in it"
+    assert refused(f"{tmp_path}/*.txt").fact == "no file matches it"
 
 
 def test_a_data_set_that_is_nowhere_is_refused(monkeypatch):

@@ -13,6 +13,7 @@ from shardtune.errors import DataError
 from shardtune.models import tiny
 
 STOPS = frozenset({tiny.END})
+OR = "; or stop: none beside its path, to train it without"
 GOOD = {"instruction": "Add 1 and 2.", "output": "3"}
 
 
@@ -236,13 +237,13 @@ def test_a_stop_token_that_is_never_trained_names_the_terminator(refused):
         "a stop token is never trained: none of its 2 documents ends with '<|im_end|>'; "
         "100% of them end with '<|endoftext|>'"
     )
-    assert fix == 'model.stop_tokens: ["<|endoftext|>"]'
+    assert fix == f'model.stop_tokens: ["<|endoftext|>"]{OR}'
 
 
 def test_a_template_without_a_terminator(refused):
     ((_, fact, fix),) = refused([GOOD] * 2, other=with_end(""))
     assert "none of its 2 documents ends with '<|im_end|>'" in fact
-    assert fix == "use a chat template that ends an answer with '<|im_end|>'"
+    assert fix == f"use a chat template that ends an answer with '<|im_end|>'{OR}"
 
 
 def test_a_stop_token_that_is_always_cut_off(refused):
@@ -250,13 +251,52 @@ def test_a_stop_token_that_is_always_cut_off(refused):
     assert fact.endswith("because all of them are cut off at 64 tokens")
     assert fix == (
         "raise data.sequence_length: the longest row has 101 tokens; "
-        "or cut rows into several documents: overflow: split"
+        f"or cut rows into several documents: overflow: split{OR}"
     )
 
 
 def test_pretokenized_rows_without_a_stop_token(refused):
-    ((_, _, fix),) = refused([{"input_ids": [1, 2, 3]}], "pretokenized")
-    assert fix == "end each row's ids with a stop token, and don't mask it in the labels"
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}]
+    ((_, _, fix),) = refused(rows, "pretokenized")
+    assert fix == f"end each row's ids with a stop token, and don't mask it in the labels{OR}"
+
+
+def test_blocks_that_don_t_fill_the_sequence_name_the_length_that_they_fill(refused):
+    ((_, _, fix),) = refused([{"input_ids": [1] * 32}] * 3, "pretokenized")
+    assert fix == f"data.sequence_length: 32, if these are a corpus cut into windows{OR}"
+
+
+def test_longer_blocks_are_not_cut_off_in_silence(refused):
+    ((_, fact, fix),) = refused([{"input_ids": [1] * 128}] * 3, "pretokenized")
+    assert fact.endswith("because all of them are cut off at 64 tokens")
+    assert "the longest row has 128 tokens" in fix
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "told"),
+    [
+        ([64, 64, 64], {}, True),
+        ([64, 64, 17], {}, True),
+        ([128, 128], {"overflow": "split"}, True),
+        ([3, 5, 64], {"stop": "none"}, False),
+    ],
+)
+def test_windows_of_a_corpus_are_trained(tmp_path, tokenizer, lengths, settings, told):
+    path = write(tmp_path / "ids.jsonl", [{"input_ids": [n] * length} for n, length in
+                                          enumerate(lengths)])  # fmt: skip
+    source = TrainSource(path=path, format="pretokenized", **settings)
+    section = DataSection(train=(source,), sequence_length=64)
+    (prepared,) = prepare(section, tokenizer, STOPS, cache=tmp_path, quiet=True).train
+    assert prepared.report.tokens == sum(lengths)
+    assert any("a corpus cut into windows" in note for note in prepared.report.notes) == told
+
+
+def test_windows_that_end_with_stop_tokens_are_ordinary_rows(tmp_path, tokenizer):
+    rows = [{"input_ids": [1] * 63 + [tiny.END]}] * 2
+    source = TrainSource(path=write(tmp_path / "ids.jsonl", rows), format="pretokenized")
+    section = DataSection(train=(source,), sequence_length=64)
+    (prepared,) = prepare(section, tokenizer, STOPS, cache=tmp_path, quiet=True).train
+    assert prepared.report.notes == ()
 
 
 def test_a_tokenizer_without_an_end(refused):

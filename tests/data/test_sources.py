@@ -1,0 +1,147 @@
+"""Folders, patterns, configurations and slices: what a path means besides one file."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from shardtune.config.job import DataSection, Source, TrainSource
+from shardtune.data.prepare import prepare
+from shardtune.data.sources import open_source
+from shardtune.errors import DataError
+from shardtune.models import tiny
+
+STOPS = frozenset({tiny.END})
+CARD = """---
+configs:
+- config_name: en
+  data_files: [{split: train, path: en/train.jsonl}, {split: test, path: en/test.jsonl}]
+- config_name: de
+  data_files: [{split: train, path: de/train.jsonl}]
+---
+"""
+
+
+def write(path, *words):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    return path
+
+
+def texts(path, **settings):
+    opened = open_source(Source(path=str(path), format="completion", **settings))
+    return [row.value["text"] for part in opened.parts for row in part.rows()]
+
+
+def refused(path, **settings):
+    with pytest.raises(DataError) as caught:
+        texts(path, **settings)
+    (problem,) = caught.value.problems
+    return problem.fact, problem.fix
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """What `datasets` writes goes to a folder of the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        datasets.disable_progress_bars()
+        yield
+
+
+@pytest.fixture(scope="module")
+def languages(tmp_path_factory, library):
+    """A folder that is laid out as a data set of the hub, with two configurations."""
+    folder = tmp_path_factory.mktemp("hub") / "languages"
+    write(folder / "en/train.jsonl", *(f"train {n}" for n in range(10)))
+    write(folder / "en/test.jsonl", "test 0", "test 1", "test 2")
+    write(folder / "de/train.jsonl", "Zug 0", "Zug 1")
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "split", "expected"),
+    [
+        ("de", "train", ["Zug 0", "Zug 1"]),
+        ("en", "test", ["test 0", "test 1", "test 2"]),
+        ("en", "train[:20%]", ["train 0", "train 1"]),
+        ("en", "train[-1:]+test[:1]", ["train 9", "test 0"]),
+    ],
+)
+def test_a_configuration_and_a_slice(languages, config, split, expected):
+    assert texts(languages, config=config, split=split) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact", "fix"),
+    [
+        ({}, "it has several configurations: en, de", "config: en, beside its path"),
+        ({"config": "dee"}, "it has no configuration 'dee'; it has en, de", "config: de, beside"),
+        ({"config": "en", "split": "tests"}, "has no split 'tests'; it has train", "split: test"),
+        ({"config": "en", "split": "train[:5"}, "split 'train[:5' is no split", "train[:1%]"),
+    ],
+)  # fmt: skip
+def test_what_isn_t_there_is_answered_with_what_is(languages, settings, fact, fix):
+    told = refused(languages, **settings)
+    assert told[0].startswith(fact)
+    assert fix in told[1]
+
+
+def test_slices_of_a_saved_folder(tmp_path):
+    both = {
+        name: datasets.Dataset.from_dict({"text": [f"{name} {n}" for n in range(count)]})
+        for name, count in (("train", 10), ("test", 3))
+    }
+    datasets.DatasetDict(both).save_to_disk(str(tmp_path / "both"))
+    both["train"].save_to_disk(str(tmp_path / "one"))
+    assert texts(tmp_path / "both", split="train[:20%]") == ["train 0", "train 1"]
+    assert texts(tmp_path / "both", split="test[1:]+train[9:]") == ["test 1", "test 2", "train 9"]
+    assert texts(tmp_path / "one", split="train[8:]") == ["train 8", "train 9"]
+    assert refused(tmp_path / "both", split="tset[:1]")[1] == "split: test"
+
+
+def test_a_folder_of_files_is_read_in_the_order_of_their_names(tmp_path):
+    write(tmp_path / "b.jsonl", "three")
+    write(tmp_path / "a" / "x.jsonl", "one", "two")
+    (tmp_path / "notes.log").write_text("not data")
+    assert texts(tmp_path) == ["one", "two", "three"]
+    assert texts(f"{tmp_path}/*.jsonl") == ["three"]
+    assert texts(f"{tmp_path}/**/*.jsonl") == ["one", "two", "three"]
+
+
+def test_a_folder_with_a_test_file_trains_on_the_others(tmp_path, library):
+    write(tmp_path / "train.jsonl", "one", "two")
+    write(tmp_path / "test.jsonl", "held out")
+    assert texts(tmp_path) == ["one", "two"]
+    assert texts(tmp_path, split="test") == ["held out"]
+
+
+def test_each_text_file_of_a_folder_is_a_document(tmp_path, tokenizer):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.txt").write_text(f"{name}\n\nmore of {name}\n")
+    source = TrainSource(path=str(folder), format="completion")
+    section = DataSection(train=(source,))
+    (prepared,) = prepare(section, tokenizer, STOPS, cache=tmp_path / "c", quiet=True).train
+    assert prepared.report.documents == 2
+    assert prepared.report.notes[0].startswith("each of its 2 files is a document")
+    assert texts(folder, documents="line") == ["a", "more of a", "b", "more of b"]
+
+
+def test_a_bad_row_of_a_folder_is_told_by_its_file(tmp_path, tokenizer):
+    write(tmp_path / "a.jsonl", "one")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": \n')
+    section = DataSection(train=(TrainSource(path=str(tmp_path), format="completion"),))
+    with pytest.raises(DataError) as caught:
+        prepare(section, tokenizer, STOPS, cache=tmp_path / "c", quiet=True)
+    assert caught.value.problems[0].place == f"{tmp_path}/b.jsonl:2:10"
+
+
+def test_a_file_has_no_configuration(tmp_path):
+    fact, _ = refused(write(tmp_path / "a.jsonl", "one"), config="en")
+    assert fact == "is a file, which has no config 'en'"
