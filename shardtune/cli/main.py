@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from shardtune import __version__
 from shardtune.cli import (
     bench_command,
+    completion_command,
     data_command,
     doctor_command,
     models_command,
@@ -35,12 +36,16 @@ from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 COMMANDS = (
     train_command, doctor_command, slurm_command, plan_command, bench_command, data_command,
     show_command, schema_command, result_command, verify_command, models_command,
+    completion_command,
 )  # fmt: skip
 """In the order in which `--help` lists them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Runs one command; returns the exit code. Without any it says what there is."""
+    if not (sys.argv[1:] if argv is None else argv):
+        _parser().print_help()
+        return 0
     arguments = parse(argv)
     quiet_imports()
     try:

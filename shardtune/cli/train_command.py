@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
   shardtune train recipes/quickstart.yaml
   shardtune train recipes/quickstart.yaml train.steps=10 save.directory=runs/try
   shardtune train recipes/quickstart.yaml --resume
-  shardtune train recipes/quickstart.yaml --resume train.steps=48    # a run that is to be longer
+  shardtune train recipes/quickstart.yaml --resume train.steps=48
   shardtune train recipes/zero1.yaml --nodes 2 --node-rank 0 --head host:29400
   torchrun --nproc-per-node 2 -m shardtune train recipes/quickstart.yaml
   accelerate launch --multi_gpu -m shardtune train recipes/quickstart.yaml""",
@@ -68,7 +68,7 @@ def add_parser(commands: Commands) -> None:
     command.add_argument(
         "--restart-schedule",
         action="store_true",
-        help="with --resume: begin the learning rate's schedule anew, for the steps that remain",
+        help="with --resume: the learning rate's schedule begins anew",
     )
     command.add_argument(
         "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"

@@ -54,3 +54,19 @@ def all_keys(model: type[BaseModel] = Job, path: KeyPath = ()) -> Iterable[KeyPa
         yield (*path, key)
         for inner in sections_in(info.annotation):
             yield from all_keys(inner, (*path, key))
+
+
+def override_keys() -> list[str]:
+    """Every dotted key that can stand before the sign of a `key=value`, sorted. The first item of a
+    list stands for all of them."""
+    return sorted(set(_override_keys(Job, "")))
+
+
+def _override_keys(model: type[BaseModel], prefix: str) -> Iterable[str]:
+    for key, info in model.model_fields.items():
+        inside = sections_in(info.annotation)
+        item = ".0" if typing.get_origin(info.annotation) is tuple else ""
+        for each in inside:
+            yield from _override_keys(each, f"{prefix}{key}{item}.")
+        if not inside:
+            yield f"{prefix}{key}"

@@ -30,7 +30,8 @@ from tests.jobs import make_job, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["plan", "estimate", "bench", "train", "data", "show", "schema", "generate", "merge",
-            "models", "models list", "models pull", "verify", "slurm", "doctor"]  # fmt: skip
+            "models", "models list", "models pull", "verify", "slurm", "doctor",
+            "completion"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
 ON_RAY = "shardtune.cli.train_on_ray"  # imported by a job that asks for Ray
 
@@ -59,7 +60,7 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_the_commands_of_this_test_are_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     def named(command: str, heading: str) -> list[str]:
         section = help_of(command, capsys).split(f"{heading}:\n")[1].split("\n\n")[0]
-        return re.findall(r"^    (\w+) ", section, re.MULTILINE)
+        return re.findall(r"^    (\w+)(?: |$)", section, re.MULTILINE)
 
     commands = named("", "commands")
     actions = [f"models {name}" for name in named("models", "actions")]
@@ -108,7 +109,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 # Mistakes on the command line --------------------------------------------------------------------
 
 WRONG = {
-    "": ("shardtune", "the following arguments are required: COMMAND"),
     "trian job.yaml": ("shardtune", "invalid choice: 'trian' (choose from "),
     "--versoin": ("shardtune", "required: COMMAND"),
     "train": ("shardtune train", "the following arguments are required: JOB\n"),
@@ -376,3 +376,10 @@ def test_deepspeed_is_silent_where_it_is_only_imported() -> None:
         assert logger.filter(logging.LogRecord("", logging.ERROR, "", 1, "lost", (), None))
     finally:
         logger.filters[:] = before
+
+
+def test_bare_shardtune_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert "commands:" in out
+    assert "shardtune train recipes/quickstart.yaml" in out
