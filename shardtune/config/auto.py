@@ -235,7 +235,7 @@ def _resolve_evaluation(draft: _Draft) -> None:
 
 def _resolve_names(draft: _Draft) -> None:
     data = draft.job.data
-    for side, sources in (("train", data.train), ("eval", data.eval)):
+    for side, sources in (("train", data.train), ("eval", data.eval_sources)):
         for index, source in enumerate(sources):
             if source.name == "auto":
                 draft.put(("data", side, index, "name"), source.label, "the file's name")

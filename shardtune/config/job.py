@@ -204,13 +204,22 @@ class TrainSource(Source):
     time), 2 takes each twice."""
 
 
+class EvalShare(Section):
+    """Rows of the training sets that are held out, drawn by their content: the same ones when rows
+    are added or reordered, and never one whose copy is trained."""
+
+    share: Annotated[float, Field(gt=0, lt=1)]
+    """About which part of the rows."""
+
+
 class DataSection(Section):
     """What the model is trained and judged on."""
 
     train: Annotated[tuple[TrainSource, ...], Field(min_length=1)]
     """The data sets to train on."""
-    eval: tuple[Source, ...] = ()
-    """Held-out data sets; each is reported by its own name."""
+    eval: tuple[Source, ...] | EvalShare = ()
+    """Held-out data sets, or `{share: 0.02}` of the training sets; each is reported by its own
+    name."""
     sequence_length: Annotated[int, Field(ge=8)] = 1024
     """The longest row, in tokens; the longest source of a model with an encoder."""
     target_length: Auto | Annotated[int, Field(ge=8)] = "auto"
@@ -229,6 +238,11 @@ class DataSection(Section):
     """What to do when rows can't be read: list them all and stop, or list them and go on."""
     workers: Auto | Positive = "auto"
     """Processes that tokenise."""
+
+    @property
+    def eval_sources(self) -> tuple[Source, ...]:
+        """The held-out data sets that have files of their own."""
+        return () if isinstance(self.eval, EvalShare) else self.eval
 
     @property
     def longest_target(self) -> int:

@@ -125,6 +125,9 @@ def _set(root: Any, key: str, new: Any) -> KeyPath:
 def _part(here: Any, name: str, path: KeyPath) -> str | int:
     """What `name` is called in a section or a list; raises JobError if it can't be there."""
     if isinstance(here, dict):
+        if name.isdigit():
+            fact, fix = f"{dotted(path)} is no list in this job", f"set {dotted(path)} as a whole"
+            raise JobError(Problem("", fact, fix))
         return name
     if not isinstance(here, list):
         fact = f"{dotted(path)} is {_show(here)}, not a section"

@@ -41,7 +41,7 @@ class Rule:
 
 def _shared_names(job: Job) -> list[str]:
     """Names that two sets of one side bear. A training set may be called as an evaluation set."""
-    sides = (job.data.train, job.data.eval)
+    sides = (job.data.train, job.data.eval_sources)
     counts = (Counter(source.name for source in side) for side in sides)
     return sorted({name for count in counts for name, times in count.items() if times > 1})
 
@@ -99,7 +99,7 @@ def _not_all(job: Job) -> str:
 
 def _leaks(job: Job) -> list[str]:
     """What is named on both sides. Two splits of one data set may be."""
-    held_out = {(source.path, source.config, source.split) for source in job.data.eval}
+    held_out = {(source.path, source.config, source.split) for source in job.data.eval_sources}
     return [one.path for one in job.data.train if (one.path, one.config, one.split) in held_out]
 
 

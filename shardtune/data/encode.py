@@ -42,6 +42,8 @@ class Tokens:
 
     ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
+    content: int = 0
+    """A hash of what the row says that it was made of."""
 
 
 class Encoder:

@@ -8,18 +8,21 @@ A data set that is refused leaves nothing behind.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardtune.config.job import TrainSource
+import numpy as np
+
+from shardtune.config.job import EvalShare, TrainSource
 from shardtune.core.atomic_write import atomic_folder
 from shardtune.core.cache import file_lock
 from shardtune.core.machine import Machine
@@ -29,6 +32,7 @@ from shardtune.data import prepared_cache as store
 from shardtune.data.data_file import OpenedSource
 from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
 from shardtune.data.formats import RowFormat, make_format
+from shardtune.data.held_out import hold_out
 from shardtune.data.pairs import PairFormat, make_pair_format
 from shardtune.data.readers import SourcePart
 from shardtune.data.sources import open_source
@@ -44,6 +48,7 @@ from shardtune.data.validate import (
 from shardtune.errors import DataError, Problem
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from rich.console import Console
 
     from shardtune.config.job import DataSection, Source
@@ -75,7 +80,7 @@ def prepare(
     work = _Work(section, tokenizer, stop_ids, cache / "data", console, kind)
     problems: list[Problem] = []
     done: list[_Done] = []
-    for source in (*section.train, *section.eval):
+    for source in (*section.train, *section.eval_sources):
         try:
             done.append(work.prepare(source))
         except DataError as error:  # noqa: PERF203 - all of them are to be told at once
@@ -86,9 +91,22 @@ def prepare(
     )
     if problems:
         raise DataError(problems)
-    prepared = tuple(one.load(section, stop_ids) for one in done)
     count = len(section.train)
-    return PreparedData(train=prepared[:count], eval=prepared[count:])
+    trained, held = done[:count], done[count:]
+    if isinstance(section.eval, EvalShare):
+        trained, held = _divided_sets(trained, section.eval.share)
+    return PreparedData(
+        train=tuple(one.load(section, stop_ids) for one in trained),
+        eval=tuple(one.load(section, stop_ids) for one in held),
+    )
+
+
+def _divided_sets(sets: Sequence[_Done], share: float) -> tuple[list[_Done], list[_Done]]:
+    """The training sets without the rows that are held out, and these rows by themselves."""
+    masks = hold_out([one.checked for one in sets], share)
+    trained = [one.without(mask) for one, mask in zip(sets, masks, strict=True)]
+    held = [one.alone(mask) for one, mask in zip(sets, masks, strict=True) if mask.any()]
+    return trained, held
 
 
 @dataclass(frozen=True)
@@ -97,6 +115,29 @@ class _Done:
 
     checked: CheckedSource
     folder: Path
+    kept: NDArray[np.bool_] | None = None
+    """Which of its documents are meant, where not all are."""
+    weight: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    def without(self, held: NDArray[np.bool_]) -> _Done:
+        """What is trained of it when some documents are held out."""
+        numbers = self.checked.index.numbers
+        out, rows = (len(np.unique(each)) for each in (numbers[held], numbers))
+        note = f"{out:,} of {rows:,} rows are held out for evaluation, drawn by their content"
+        return replace(self._part(~held), notes=(note,))
+
+    def alone(self, held: NDArray[np.bool_]) -> _Done:
+        """What is held out of it. The other rows, and what became of them, are the other side's."""
+        part = self._part(held)
+        rows = len(np.unique(part.checked.index.numbers))
+        opened = replace(part.checked.opened, note="")
+        checked = replace(part.checked, tally=RowCounts(rows=rows), opened=opened)
+        return replace(part, checked=checked, weight=1.0)
+
+    def _part(self, kept: NDArray[np.bool_]) -> _Done:
+        checked = replace(self.checked, index=self.checked.index.where(kept))
+        return replace(self, checked=checked, kept=kept)
 
     def load(self, section: DataSection, stop_ids: frozenset[int]) -> PreparedSet:
         source, tally, index = self.checked.source, self.checked.tally, self.checked.index
@@ -116,16 +157,21 @@ class _Done:
             bad=tally.bad,
             stops_trained=self.checked.stops_trained(stop_ids),
             unit=self.checked.opened.unit,
-            notes=notes(self.checked, section, stop_ids),
+            notes=(*notes(self.checked, section, stop_ids), *self.notes),
         )
+        rows = store.load(self.folder, report.documents if self.kept is None else len(self.kept))
+        digest = self.folder.name
+        if self.kept is not None:
+            rows = rows.select(np.flatnonzero(self.kept))
+            digest += hashlib.sha256(self.kept.tobytes()).hexdigest()[:16]
         return PreparedSet(
             name=report.name,
-            weight=source.weight if isinstance(source, TrainSource) else 1.0,
-            rows=store.load(self.folder, report.documents),
+            weight=self.weight,
+            rows=rows,
             lengths=index.lengths,
             labels=index.labels,
             report=report,
-            digest=self.folder.name,
+            digest=digest,
             paired=isinstance(self.checked.format, PairFormat),
         )
 
@@ -171,7 +217,8 @@ class _Work:
         if checked.tally.bad:
             lines = "\n".join(bad_row_lines(checked))
             self._console.print(lines, markup=False, highlight=False, soft_wrap=True)
-        return _Done(checked, target)
+        weight = source.weight if isinstance(source, TrainSource) else 1.0
+        return _Done(checked, target, weight=weight)
 
     def _kept_or_made(
         self, source: Source, opened: OpenedSource, format: RowFormat, target: Path

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -87,6 +87,8 @@ class DocumentIndex:
     """The line or row that it comes from."""
     digests: NDArray[np.uint64]
     """A hash of its token ids, two numbers for each."""
+    contents: NDArray[np.uint64]
+    """A hash of what its row says, the same for all documents of a row."""
 
     @staticmethod
     def of(documents: list[tuple[int, Tokens]]) -> DocumentIndex:
@@ -103,7 +105,12 @@ class DocumentIndex:
             finals=np.array(finals, dtype=np.int32),
             numbers=np.array([number for number, _ in documents], dtype=np.int64),
             digests=np.frombuffer(digest, dtype="<u8").astype(np.uint64).reshape(-1, 2),
+            contents=np.array([tokens.content for _, tokens in documents], dtype=np.uint64),
         )
+
+    def where(self, mask: NDArray[np.bool_]) -> DocumentIndex:
+        """The lines of some of the documents."""
+        return DocumentIndex(**{name: values[mask] for name, values in vars(self).items()})
 
     @staticmethod
     def joined(parts: list[DocumentIndex]) -> DocumentIndex:
@@ -181,7 +188,7 @@ def _documents(
         else:
             documents = _cut(result, length, overflow, tally)
         for document in documents:
-            yield row.number, document
+            yield row.number, replace(document, content=result.content)
 
 
 def _cut(tokens: Tokens, length: int, overflow: Overflow, tally: RowCounts) -> Iterator[Tokens]:

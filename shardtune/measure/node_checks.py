@@ -86,7 +86,7 @@ def local_facts(job: Job | None) -> NodeFacts:
     disk, data, model = {"cache": _free(cache_dir())}, {}, ""
     if job is not None:
         disk["save.directory"] = _free(Path(job.save.directory).expanduser())
-        sources = (*job.data.train, *job.data.eval)
+        sources = (*job.data.train, *job.data.eval_sources)
         data = {source.label: _fingerprint(_place(source.path)) for source in sources}
         model = _fingerprint(Path(job.model.name).expanduser())
     wanted = (*PACKAGES, *_needed())
@@ -189,7 +189,7 @@ def _alone(place: str, facts: NodeFacts) -> list[Finding]:
 
 
 def _missing(place: str, facts: NodeFacts, job: Job) -> list[Finding]:
-    local = {source.label: source.path for source in (*job.data.train, *job.data.eval)}
+    local = {source.label: source.path for source in (*job.data.train, *job.data.eval_sources)}
     return [
         Finding("bad", place, f"{path} is not there", "copy it, or put it on shared storage")
         for label, path in local.items()

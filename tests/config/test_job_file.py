@@ -169,7 +169,8 @@ WRONG = {
         "    fix: use a number from 0 to 0, or set data.train as a whole"
     ),
     "data.eval.0.path=b": (
-        "command line: data.eval: is a section; it must be a list\n    fix: give a list"
+        "command line: data.eval.0.path: data.eval is no list in this job\n"
+        "    fix: set data.eval as a whole"
     ),
     "train.steps=[1": (
         "command line: train.steps: not valid YAML: while parsing a flow sequence, expected ',' or "
