@@ -24,9 +24,8 @@ def print_job(
     """One line a value, the sections apart; then what a person should know besides."""
     console = console or Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("key", no_wrap=True)
-    for heading in ("value", "where it came from"):  # wrapped, never cut off
-        table.add_column(heading, overflow="fold")
+    for heading, least in (("key", 30), ("value", 12), ("where it came from", 24)):
+        table.add_column(heading, overflow="fold", min_width=least)  # wrapped, never cut off
     section: Any = None
     for path, value in leaves(job.model_dump(mode="json")):
         if section not in (None, path[0]):

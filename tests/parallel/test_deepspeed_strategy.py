@@ -309,6 +309,7 @@ LEFT_OUT = {
     "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
     "flops_profiler": {"enabled": True, "profile_step": 1},
     "checkpoint": {"tag_validation": "Warn"},
+    "compile": {"disable": False, "backend": "inductor"},
     "zero_optimization": {"stage": 2, "load_from_fp32_weights": True},
 }
 SWITCHED_OFF = {

@@ -113,7 +113,13 @@ def side_by_side(world: World, *cases: Case) -> list[dict[str, Any]]:
     return [scaled(world, case) for case in cases]
 
 
-@pytest.mark.parametrize("adapter", [NoAdapter(), LoRA(rank=4)], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        pytest.param(NoAdapter(), id="all"),
+        pytest.param(LoRA(rank=4), id="lora", marks=pytest.mark.long),
+    ],
+)
 def test_fp16_scales_the_loss_as_ddp_does(adapter: NoAdapter | LoRA, tmp_path: Path) -> None:
     """An infinity that one rank alone can see leaves the step out on all, and halves the scale."""
     write(tmp_path, "llama")

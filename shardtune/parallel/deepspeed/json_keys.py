@@ -128,7 +128,10 @@ KNOWN: dict[str, Any] = {
     "sparse_gradients": _IDLE,
     "sparse_attention": _IDLE,
     "hybrid_engine": _IDLE,
-    "compile": "not supported yet",
+    "compile": LeftOutKey(
+        "DeepSpeed runs layers as transformers writes them here; `strategy: {type: fsdp}` and "
+        "`{type: ddp}` compile them on a GPU (train.kernels)"
+    ),
     "tensor_parallel": "not supported yet",
     "gradient_allreduce_op": "gradients are averaged here",
     "managed_gradient_accumulation": "shardtune decides where a step ends",
