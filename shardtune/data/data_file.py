@@ -152,6 +152,9 @@ def _head(source: Source, path: Path) -> bytes:
     if head.startswith(b"PK\x03\x04"):
         fact = "is a zip archive (as Excel's files are)"
         raise DataError(Problem(source.path, fact, f"unpack it, or save it as {FILE_KINDS}"))
+    if head.lstrip()[:9].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        fact = "is a web page or XML, not data"
+        raise DataError(Problem(source.path, fact, "fetch the file itself, not the page around it"))
     if head[257:262] == b"ustar":
         raise DataError(Problem(source.path, "is a tar archive", "unpack it, and name a file"))
     if head.startswith(b"version https://git-lfs."):
@@ -168,7 +171,7 @@ def _kind_of(source: Source, path: Path, head: bytes) -> SourcePart:
     if head.startswith(b"ARROW1") or suffix in _ARROW:
         return ArrowFile(path)
     if suffix in (".csv", ".tsv"):
-        return CsvFile(path, "\t" if suffix == ".tsv" else ",")
+        return CsvFile(path, "\t" if suffix == ".tsv" else _delimiter(head))
     first = head.removeprefix(BOM).lstrip()[:1]
     if first == b"[":
         return _array_or_lines(path)
@@ -187,6 +190,12 @@ def _kind_of(source: Source, path: Path, head: bytes) -> SourcePart:
     shown = f"ends with {suffix}" if suffix else "has no ending"
     fact = f"its kind can't be told: it {shown} and holds no JSON"
     raise DataError(Problem(source.path, fact, f"give it as {FILE_KINDS}"))
+
+
+def _delimiter(head: bytes) -> str:
+    """What separates the fields of a CSV file: where a comma is the decimal sign, it is another."""
+    header = head.partition(b"\n")[0]
+    return ";" if b";" in header and b"," not in header else ","
 
 
 def _array_or_lines(path: Path) -> SourcePart:

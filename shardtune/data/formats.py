@@ -40,6 +40,8 @@ class RowFormat(ABC):
     """Columns that every row has to have; where there are several names, one of them."""
     named: tuple[str, ...] = ()
     """Columns that a row may lack, but that the job names itself: some row has to have them."""
+    can_split: bool = False
+    """Whether a row may go on in another document: it is one text, not a question and an answer."""
     settings: tuple[str, ...]
     """What of the source's settings decides the result, for the cache's key."""
 
@@ -115,6 +117,8 @@ def make_format(source: Source, tokenizer: Any) -> RowFormat:
 
 class _Completion(RowFormat):
     """A text, and the end-of-text token after it. All of it is trained."""
+
+    can_split = True
 
     def __init__(self, tokenizer: Any, columns: Columns) -> None:
         self._encoder = Encoder(tokenizer)
@@ -207,6 +211,8 @@ def plain_prompt(question: str, system: str = "") -> str:
 
 class _Pretokenized(RowFormat):
     """Token ids, with or without labels."""
+
+    can_split = True
 
     def __init__(self, tokenizer: Any, columns: Columns) -> None:
         self._ids = columns.input_ids

@@ -202,7 +202,8 @@ def check_stops(
     elif cut == len(finals):
         fact += f", because all of them are cut off at {section.sequence_length} tokens"
         fix = f"raise data.sequence_length: the longest row has {checked.tally.longest:,} tokens"
-        fix += "; or cut rows into several documents: overflow: split"
+        if checked.format.can_split:
+            fix += "; or cut rows into several documents: overflow: split"
     elif checked.source.format == "pretokenized":
         fix = "end each row's ids with a stop token, and don't mask it in the labels"
         lengths = checked.index.lengths
@@ -244,7 +245,7 @@ def notes(checked: CheckedSource, section: DataSection, stops: frozenset[int]) -
             f"rows of {section.sequence_length:,} token ids that fill the sequence, none of which "
             "ends with a stop token: a corpus cut into windows, trained as it is"
         )
-    if tally.truncated and checked.source.format in ("completion", "pretokenized"):
+    if tally.truncated and checked.format.can_split:
         told.append(
             f"{tally.truncated:,} of {len(checked.index.lengths):,} documents are longer than "
             f"data.sequence_length ({section.sequence_length}): {tally.truncated_tokens:,} tokens "
