@@ -64,7 +64,7 @@ def resolve(
     _take_told(draft)
     draft.take_strategy(draft.job.strategy.on_nodes(nodes))
     _resolve_length(draft)
-    _resolve_family(draft, machine, kind)
+    _resolve_family(draft, kind)
     _resolve_kernels(draft, machine, kind)
     _resolve_offload(draft, machine)
     _resolve_precision(draft, machine, begun)
@@ -150,7 +150,7 @@ def _resolve_length(draft: _Draft) -> None:
         draft.put(("train", "epochs"), 1.0, "neither steps nor epochs is given: one pass")
 
 
-def _resolve_family(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
+def _resolve_family(draft: _Draft, kind: ModelKind) -> None:
     """What the model's family can do: its attention, and whether it keeps packed documents
     apart."""
     job = draft.job
@@ -162,9 +162,9 @@ def _resolve_family(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
         config = {}
     family, support = config.get("model_type", "this model"), support_of(config)
     if job.model.attention == "auto" and support is not None:
-        best = support.best_attention(gpu=machine.gpus > 0)
-        words = f"the best that {family} has" + (" here" if best != support.attention[0] else "")
-        draft.put(("model", "attention"), best, words)
+        has = " or ".join(support.attention)
+        words = "" if support.best_attention == "sdpa" else f", which has no sdpa ({has})"
+        draft.put(("model", "attention"), support.best_attention, f"the best for {family}{words}")
     if job.data.packing == "auto" and config:
         packs, reason = True, f"{family} keeps packed documents apart"
         if kind != "decoder":

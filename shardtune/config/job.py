@@ -54,8 +54,8 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub id."""
     attention: Literal["auto", "sdpa", "flex_attention", "flash_attention_2", "eager"] = "auto"
     """Which attention implementation of transformers computes the forward pass. `auto` takes the
-    best that the model's family has (`sdpa`, on a GPU `flex_attention`, else `eager`). With `sdpa`
-    a GPU keeps packed documents apart without a mask, where the family allows it."""
+    best that the model's family has everywhere: `sdpa`, else `eager`. With `sdpa` a GPU keeps
+    packed documents apart without a mask, where the family allows it."""
     add_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Special tokens that the tokenizer shall have besides its own, such as `<|im_start|>`. Where
     the embedding has no spare rows for them it grows, and with it the output head; a new row starts

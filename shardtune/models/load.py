@@ -16,7 +16,11 @@ from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import grow
 from shardtune.models.model_files import LOADING_FIX, ModelFiles, auto_class, explaining
-from shardtune.models.peft_adapters import check_module_names, check_new_tokens_trained
+from shardtune.models.peft_adapters import (
+    check_experts,
+    check_module_names,
+    check_new_tokens_trained,
+)
 from shardtune.models.weight_files import INDEX
 
 COMPUTE_DTYPES = {
@@ -85,6 +89,7 @@ def check_weights(files: ModelFiles, adapter: Adapter) -> None:
         )
     check_module_names(model, adapter)
     check_new_tokens_trained(model, adapter, len(section.add_tokens))
+    check_experts(model, adapter)
 
 
 def held_precision(adapter: Adapter, train: TrainSection) -> Precision:

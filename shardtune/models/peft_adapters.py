@@ -17,6 +17,7 @@ from torch import nn
 
 from shardtune.compat.quiet import quiet_expert_patterns
 from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
+from shardtune.core.model.adapter_size import require_plain_experts
 from shardtune.core.model.architectures.ia3 import ia3_feedforward, ia3_targets
 from shardtune.core.model.kind import kind_of
 from shardtune.errors import ModelError, Problem, did_you_mean
@@ -58,6 +59,19 @@ def check_module_names(model: nn.Module, adapter: Adapter) -> None:
         _lora(model, adapter)
     elif isinstance(adapter, IA3):
         _ia3(model, adapter)
+
+
+def check_experts(model: nn.Module, adapter: Adapter) -> None:
+    """Refuses what LoRA can't do on experts, if it adapts any. The model gets adapters by it: it
+    has to be one without weights that nobody needs any more."""
+    if not isinstance(adapter, LoRA) or (adapter.variant, adapter.dropout) == ("plain", 0.0):
+        return
+    from peft.tuners.lora.layer import ParamWrapper
+
+    plain = adapter.model_copy(update={"variant": "plain", "dropout": 0.0})
+    modules = insert_adapters(model, plain).modules()
+    adapted = any(isinstance(module, ParamWrapper) for module in modules)
+    require_plain_experts(adapted, adapter.dropout, adapter.variant)
 
 
 def check_new_tokens_trained(model: Any, adapter: Adapter, tokens: int) -> None:

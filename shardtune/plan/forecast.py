@@ -9,9 +9,15 @@ from shardtune.config.model_rules import check_model
 from shardtune.core.footprint import Held, predict_held
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
+from shardtune.core.model.adapter_size import (
+    ia3_parameters,
+    lora_parameters,
+    require_plain_experts,
+    targeted,
+)
 from shardtune.core.model.family_support import require_attention
 from shardtune.core.model.parallel_plan import require_cuttable
+from shardtune.core.model.quantized_size import quantizable, require_quantizable
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import Cluster
@@ -176,6 +182,8 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     check_model(job, shape.kind)
     require_cuttable(shape, mesh, layout.pipelining)
     require_attention(shape.family, job.model.attention)
+    if job.model.quantization != "none":
+        require_quantizable(quantizable(shape))
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)
@@ -263,6 +271,8 @@ def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
             rank=1, trained=ia3_parameters(shape, chosen.targets, chosen.feedforward)
         )
     assert isinstance(chosen, LoRA)
+    experts = any(weight.routed for weight in targeted(shape, chosen.targets))
+    require_plain_experts(experts, chosen.dropout, chosen.variant)
     trained = lora_parameters(
         shape,
         chosen.rank,

@@ -55,10 +55,18 @@ def write_family(folder: Path, family: str) -> None:
     write(folder / family, family, **dropouts)
 
 
-def family_job(folder: Path, family: str, adapter: str, strategy: str, ranks: int) -> Job:
+def family_job(
+    folder: Path,
+    family: str,
+    adapter: str,
+    strategy: str,
+    ranks: int,
+    *,
+    quantization: str = "none",
+) -> Job:
     """The default job, as small as it goes, with every `auto` resolved on a CPU."""
     job = make_job(
-        model={"name": str(folder / family)},
+        model={"name": str(folder / family), "quantization": quantization},
         adapter=ADAPTERS[adapter],
         data={"sequence_length": LENGTH},
         train={

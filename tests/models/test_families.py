@@ -3,13 +3,26 @@ on one process, under DDP and under FSDP."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pydantic import TypeAdapter
 
+from shardtune import forecast, rank_strategies
+from shardtune.config.job import Job, LoRA
+from shardtune.core.model.architectures import SHAPE_READERS
 from shardtune.core.world import World
-from tests.models.families import CONFIGS
+from shardtune.errors import ShardtuneError
+from shardtune.models.load import check_weights
+from shardtune.models.materialize import decoder_layers, without_memory
+from shardtune.models.model_files import ModelFiles
+from shardtune.models.quantization.swap import quantizable
+from shardtune.parallel import Strategy
+from shardtune.train import require_cuttable
+from tests.models.families import CONFIGS, config
 from tests.models.family_runs import (
     ADAPTERS,
     Outcome,
@@ -32,9 +45,9 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def rows() -> list[Any]:
+def rows(families: Collection[str] = CONFIGS) -> list[Any]:
     slow = [pytest.mark.long]
-    return [pytest.param(name, marks=() if name in QUICK else slow) for name in sorted(CONFIGS)]
+    return [pytest.param(name, marks=() if name in QUICK else slow) for name in sorted(families)]
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +105,68 @@ def test_two_ranks(
     found = on_two_ranks[family, adapter, strategy]
     assert not found.refused
     assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
+
+
+ASKED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ddp": ("ddp", {}, "none"),
+    "fsdp": ("fsdp", {}, "none"),
+    "tensor": ("tensor", {"degree": 2}, "none"),
+    "pipeline": ("pipeline", {"stages": 2}, "none"),
+    "nf4": ("ddp", {}, "nf4"),
+}
+"""Strategies, their fields and a quantization that some families can't have."""
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("family", rows(CONFIGS.keys() & SHAPE_READERS.keys()))
+def test_estimate_refuses_what_train_refuses(family: str, asked: str, tmp_path: Path) -> None:
+    strategy, fields, quantization = ASKED[asked]
+    config(family).save_pretrained(tmp_path / family)
+    job = family_job(tmp_path, family, "lora", "ddp", 2, quantization=quantization)
+    chosen = TypeAdapter(Strategy).validate_python({"type": strategy, **fields})
+    job = job.model_copy(update={"strategy": chosen})
+    refused = refusal(lambda: forecast(job, "2xA100-80GB"))
+    assert refused == refusal(lambda: look_before_training(job))
+    if asked in ("ddp", "fsdp"):
+        assert refused == ""
+
+
+def look_before_training(job: Job) -> None:
+    """What `train` does with a model before it reads a weight."""
+    found: Any = ModelFiles(job.model).config
+    require_cuttable(job, found)
+    model = without_memory(found, job.model, torch.float32)
+    if job.model.quantization != "none":
+        quantizable(decoder_layers(model), ())
+
+
+def refusal(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except ShardtuneError as error:
+        return error.problems[0].fact
+    return ""
+
+
+def test_plan_ranks_what_train_runs(tmp_path: Path) -> None:
+    """Families with and without rules for slices and stages: `plan` offers what is possible."""
+    offered: dict[str, set[str]] = {}
+    for family in ("llama", "mixtral"):
+        config(family).save_pretrained(tmp_path / family)
+        job = family_job(tmp_path, family, "lora", "ddp", 2)
+        ranking = rank_strategies(job, "2xA100-80GB")
+        fitting = [each for each in ranking.candidates if each.found is not None]
+        offered[family] = {each.found.job.strategy.type for each in fitting if each.found}
+    assert {"ddp", "fsdp", "tensor", "pipeline"} <= offered["llama"]
+    assert offered["mixtral"] == offered["llama"] - {"tensor", "pipeline", "layers"}
+
+
+@pytest.mark.parametrize("setting", [{"dropout": 0.1}, {"variant": "dora"}, {"variant": "pissa"}])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_what_experts_cannot_have(family: str, setting: dict[str, Any], tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    job = family_job(tmp_path, family, "lora", "ddp", 1)
+    job = job.model_copy(update={"adapter": LoRA(rank=4, **setting)})
+    refused = refusal(lambda: check_weights(ModelFiles(job.model), job.adapter))
+    assert refused == refusal(lambda: forecast(job, "1xA100-80GB"))
+    assert ("experts are adapted as whole tensors" in refused) == (family == "mixtral")

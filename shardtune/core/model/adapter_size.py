@@ -28,6 +28,23 @@ def lora_parameters(
     return count + _saved(shape, modules_to_save)
 
 
+def require_plain_experts(adapted: bool, dropout: float, variant: str) -> None:
+    """Refuses what LoRA can't do where experts are `adapted`: peft adds the correction to their
+    whole tensors, before it sees an input."""
+    problems = []
+    fix = "or name adapter.targets without experts"
+    if adapted and dropout:
+        fact = f"is {dropout}, but experts are adapted as whole tensors, without an input to drop"
+        problems.append(Problem("adapter.dropout", fact, f"set adapter.dropout: 0, {fix}"))
+    if adapted and variant not in ("plain", "rslora"):
+        fact = f"is {variant}, but experts are adapted as whole tensors, which it can't do"
+        problems.append(
+            Problem("adapter.variant", fact, f"set adapter.variant: plain or rslora, {fix}")
+        )
+    if problems:
+        raise ModelError(problems)
+
+
 def ia3_parameters(
     shape: ModelShape,
     targets: Literal["auto"] | Collection[str] = "auto",

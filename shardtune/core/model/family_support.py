@@ -31,11 +31,12 @@ class FamilySupport:
     mixes_documents: str = ""
     """Why documents that are packed into a row would see each other; empty where they don't."""
 
-    def best_attention(self, *, gpu: bool) -> AttentionImplementation:
-        """The best one that needs no further package. FlexAttention is compiled for GPUs; a CPU
-        can't compute its backward pass."""
-        usable = ["sdpa", "flex_attention", "eager"] if gpu else ["sdpa", "eager"]
-        return next(each for each in self.attention if each in usable)
+    @property
+    def best_attention(self) -> AttentionImplementation:
+        """The best one that any machine computes as it is: `sdpa`, else `eager`. FlashAttention 2
+        is another package. FlexAttention has no backward pass on a CPU, and on GPUs it has to be
+        compiled for each kind of mask, which fails for some shapes of heads."""
+        return "sdpa" if "sdpa" in self.attention else "eager"
 
 
 _UNFLEXED: tuple[AttentionImplementation, ...] = ("sdpa", "flash_attention_2", "eager")

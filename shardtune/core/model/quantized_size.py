@@ -14,6 +14,7 @@ from shardtune.core.fp8_memory import (
 )
 from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.core.model.weight import Weight
+from shardtune.errors import ModelError, Problem
 
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 """Bits a weight: four, an 8-bit scale for 64 of them, an fp32 scale for 256 of those scales."""
@@ -22,6 +23,14 @@ NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 def quantizable(shape: ModelShape, kept: Collection[str] = ()) -> int:
     """Numbers in the linear modules that can be stored in 4 or 8 bits, biases not counted."""
     return sum(weight.total for weight in _packed(shape, kept))
+
+
+def require_quantizable(linears: int) -> None:
+    """Refuses to quantize a model without ordinary linear layers; the planner counts their numbers,
+    the trainer the layers."""
+    if not linears:
+        fact = "the model's layers have no ordinary linear layers that could be quantized"
+        raise ModelError(Problem("model.quantization", fact, "set model.quantization: none"))
 
 
 def fp8_bytes(shape: ModelShape) -> int:

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from shardtune.core.model.quantized_size import require_quantizable
 from shardtune.core.setup import Quantization
-from shardtune.errors import ModelError, Problem
 from shardtune.models.quantization.bitsandbytes_linear import (
-    QUANTIZATION_KEY,
     Int8Linear,
     NF4Linear,
     QuantizedLinear,
@@ -30,9 +29,7 @@ def quantizable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Modul
         for name, module in part.named_modules()
         if isinstance(module, nn.Linear) and names.isdisjoint(name.split("."))
     }
-    if not found:
-        fact = "the model's layers have no ordinary linear layers that could be quantized"
-        raise ModelError(Problem(QUANTIZATION_KEY, fact, "set model.quantization: none"))
+    require_quantizable(len(found))
     return found
 
 

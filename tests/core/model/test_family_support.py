@@ -39,10 +39,9 @@ def test_at_least_thirty_families() -> None:
 
 
 def test_the_best_attention() -> None:
-    assert FAMILY_SUPPORT["llama"].best_attention(gpu=True) == "sdpa"
-    assert FAMILY_SUPPORT["gemma2"].best_attention(gpu=True) == "flex_attention"
-    assert FAMILY_SUPPORT["gemma2"].best_attention(gpu=False) == "eager"
-    assert FAMILY_SUPPORT["gptj"].best_attention(gpu=True) == "eager"
+    assert FAMILY_SUPPORT["llama"].best_attention == "sdpa"
+    assert FAMILY_SUPPORT["gemma2"].best_attention == "eager"
+    assert FAMILY_SUPPORT["gptj"].best_attention == "eager"
 
 
 def test_a_text_model_inside_another_is_found() -> None:
@@ -66,7 +65,7 @@ def test_what_a_family_lacks_is_refused_with_what_it_has() -> None:
     ("family", "machine", "attention", "packing", "reason"),
     [
         ("llama", CPU, "sdpa", True, "llama keeps packed documents apart"),
-        ("gemma2", GPU, "flex_attention", True, "gemma2 keeps packed documents apart"),
+        ("gemma2", GPU, "eager", True, "gemma2 keeps packed documents apart"),
         ("bloom", GPU, "eager", False, "padded, as bloom mixes documents: its attention counts"),
         ("mamba", CPU, "auto", False, "padded: nobody has declared whether mamba keeps"),
     ],
@@ -79,7 +78,7 @@ def test_auto(
     assert (found.job.model.attention, found.job.data.packing) == (attention, packing)
     assert reason in found.reasons["data", "packing"]
     if attention != "auto":
-        assert found.reasons["model", "attention"].startswith(f"the best that {family} has")
+        assert found.reasons["model", "attention"].startswith(f"the best for {family}")
 
 
 def test_what_is_said_is_obeyed(tmp_path) -> None:

@@ -51,8 +51,8 @@ class GptSizes:
 
 
 _HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
@@ -134,6 +134,42 @@ def gptj(fields: Fields, family: str) -> ModelShape:
         max_positions=fields.optional(*_POSITIONS, default=2048) or 0,
         dropout=fields.share("resid_pdrop"),
         attention_dropout=fields.share("attn_pdrop"),
+    )
+
+
+def gpt_neo(fields: Fields, family: str) -> ModelShape:
+    """GPT-Neo: GPT-2 with separate projections; every second layer sees a window."""
+    sizes = _sizes(fields, "intermediate_size", tied=True)
+    h = sizes.hidden
+    positions = fields.count(*_POSITIONS, default=2048)
+    projections = ("k_proj", "v_proj", "q_proj")
+    layer = [
+        *norm("ln_1", h, bias=True),
+        *(w for name in projections for w in linear(f"attn.attention.{name}", h, h)),
+        *linear("attn.attention.out_proj", h, h, bias=True),
+        *norm("ln_2", h, bias=True),
+        *linear("mlp.c_fc", sizes.ffn, h, bias=True),
+        *linear("mlp.c_proj", h, sizes.ffn, bias=True),
+    ]
+    weights = [
+        *placed("embedding", 1, table("wte", sizes.vocab, h), table("wpe", positions, h)),
+        *placed("layer", sizes.layers, layer),
+        *placed("root", 1, norm("ln_f", h, bias=True)),
+        *head(sizes.vocab, h, tied=sizes.tied),
+    ]
+    kinds = fields.items("attention_layers")
+    local = kinds.count("local") if kinds is not None else sizes.layers // 2
+    return sizes.shape(
+        fields,
+        family,
+        weights,
+        activation=fields.word("activation_function", default="gelu_new"),
+        positions="learned",
+        max_positions=positions,
+        dropout=fields.share("resid_dropout"),
+        attention_dropout=fields.share("attention_dropout"),
+        window=fields.count("window_size", default=256) if local else None,
+        windowed_layers=local,
     )
 
 

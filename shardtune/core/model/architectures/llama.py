@@ -16,7 +16,7 @@ from shardtune.core.model.architectures.tensors import (
     vector,
 )
 from shardtune.core.model.architectures.traits import TRAITS, Traits
-from shardtune.core.model.shape import Experts, ModelShape
+from shardtune.core.model.shape import Experts, ModelShape, Weight
 
 
 def llama_like(fields: Fields, family: str) -> ModelShape:
@@ -35,7 +35,9 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
     experts = _experts(fields, traits, layers, ffn)
     attention = _attention(fields, traits, hidden, heads, kv_heads, head_dim)
     dense = mlp("mlp", traits, hidden, ffn, bias=traits.mlp_bias.of(fields))
-    norms = [weight for name in traits.norms for weight in _norm(traits, name, hidden)]
+    parallel = traits.parallel.of(fields)
+    names = traits.norms[:1] if parallel else traits.norms
+    norms = [weight for name in names for weight in _norm(traits, name, hidden)]
     weights = [
         *placed("embedding", 1, table("embed_tokens", vocab, hidden)),
         *placed("layer", layers - (experts.layers if experts else 0), attention, dense, norms),
@@ -59,7 +61,8 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
         tied=tied,
         norm=traits.norm,
         weights=tuple(weights),
-        qk_norm=traits.qk_norm != "no",
+        qk_norm=_has_qk_norm(fields, traits),
+        parallel=parallel,
         max_positions=fields.optional("max_position_embeddings", default=0) or 0,
         dropout=fields.share(traits.dropout) if traits.dropout else 0.0,
         attention_dropout=fields.share("attention_dropout"),
@@ -87,13 +90,25 @@ def _attention(
         found += linear("self_attn.k_proj", keys, hidden, bias=bias)
         found += linear("self_attn.v_proj", keys, hidden, bias=bias)
     found += linear("self_attn.o_proj", hidden, queries, bias=traits.output_bias.of(fields))
-    if traits.qk_norm != "no":
-        head = traits.qk_norm == "head"
-        found += norm("self_attn.q_norm", head_dim if head else queries)
-        found += norm("self_attn.k_norm", head_dim if head else keys)
+    if _has_qk_norm(fields, traits):
+        for name, count in zip(traits.qk_norms, (heads, kv_heads), strict=True):
+            found += _qk_norm(traits, f"self_attn.{name}", count, head_dim)
     if traits.mixture == "biased":  # GPT-OSS lets each head look at nothing
         found += vector("self_attn.sinks", heads)
     return found
+
+
+def _has_qk_norm(fields: Fields, traits: Traits) -> bool:
+    there = not traits.qk_norm_key or fields.flag(traits.qk_norm_key, False)
+    return traits.qk_norm != "no" and there
+
+
+def _qk_norm(traits: Traits, name: str, heads: int, head_dim: int) -> Tensors:
+    if traits.qk_norm == "each":
+        return [w for n in range(heads) for w in norm(f"{name}.norms.{n}", head_dim)]
+    if traits.qk_norm == "heads":
+        return [Weight(f"{name}.weight", (heads, head_dim), "root", "norm")]
+    return norm(name, head_dim if traits.qk_norm == "head" else heads * head_dim)
 
 
 def _norm(traits: Traits, name: str, size: int) -> Tensors:
@@ -156,7 +171,7 @@ def _mixture(traits: Traits, experts: Experts, hidden: int, rest: Tensors) -> Te
         found += vector("mlp.experts.gate_up_proj_bias", experts.count, width, routed=True)
         found += vector("mlp.experts.down_proj_bias", experts.count, hidden, routed=True)
     else:
-        found = routed("mlp.gate", hidden, experts, traits.experts_as)
+        found = routed(traits.router, hidden, experts, traits.experts_as)
     if experts.shared_ffn:
         found += mlp("mlp.shared_expert", traits, hidden, experts.shared_ffn)
         found += linear("mlp.shared_expert_gate", 1, hidden)

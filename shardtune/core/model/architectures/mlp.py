@@ -10,7 +10,7 @@ from shardtune.core.model.shape import Experts
 def mlp(name: str, traits: Traits, hidden: int, ffn: int, *, bias: bool = False) -> Tensors:
     *first, last = traits.mlp
     found: Tensors = []
-    if traits.fused:
+    if traits.fused or traits.fused_mlp:
         found += linear(f"{name}.gate_up_proj", 2 * ffn, hidden, bias=bias)
     else:
         for matrix_name in first:
@@ -21,7 +21,8 @@ def mlp(name: str, traits: Traits, hidden: int, ffn: int, *, bias: bool = False)
 def routed(router: str, hidden: int, experts: Experts, names: tuple[str, ...] = ()) -> Tensors:
     """Router and experts; transformers holds all experts of a layer in two tensors."""
     count, ffn = experts.count, experts.ffn
-    up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    beside = router.rpartition(".")[0]
+    up, down = f"{beside}.experts.gate_up_proj", f"{beside}.experts.down_proj"
     return [
         *matrix(f"{router}.weight", count, hidden, adapted_as=("gate",) if names else ()),
         *matrix(up, count, 2 * ffn, hidden, routed=True, adapted_as=names[:2]),

@@ -27,6 +27,7 @@ class Flag:
 _NO = Flag(False)
 EXPERT = ("gate_proj", "up_proj", "down_proj")
 _ATTENTION_BIAS = Flag(False, "attention_bias")
+_USE_BIAS = Flag(False, "use_bias")
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class Traits:
     norms: tuple[str, ...] = PRE_NORMS
     norm_bias: bool = False
     norm_weights: bool = True
-    qk_norm: Literal["no", "head", "whole"] = "no"
-    """A norm of each head, or of all heads at once."""
+    qk_norm: Literal["no", "head", "whole", "heads", "each"] = "no"
+    """A norm for every head, or for all heads at once; `heads` has weights for each of them, `each`
+    is a module for each of them."""
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_key: str = ""
+    """The key that says whether it is there, where not every model of the family has it."""
     qkv_bias: Flag = _ATTENTION_BIAS
     output_bias: Flag = _ATTENTION_BIAS
     mlp_bias: Flag = _NO
@@ -50,6 +55,10 @@ class Traits:
     """Names of its matrices, the last one last."""
     fused: bool = False
     """Whether one matrix makes queries, keys and values, and one both halves of the MLP."""
+    fused_mlp: bool = False
+    """Whether one matrix makes both halves of the MLP, while attention has three."""
+    parallel: Flag = _NO
+    """Whether attention and MLP read the same input, after the first of the norms."""
     window: Literal["no", "all", "switched", "every"] = "no"
     """Layers with a sliding window: none, all, those that a switch and a number choose, or all but
     every n-th."""
@@ -58,6 +67,8 @@ class Traits:
     experts_as: tuple[str, ...] = ()
     """What the experts' three matrices were called when each was a module. peft still goes by these
     names and adapts the experts, and the router as `gate`; not so where there are none."""
+    router: str = "mlp.gate"
+    """The router's name; the experts stand beside it."""
     dropout: str = ""
     """The key of the residual stream's dropout."""
 
@@ -178,5 +189,92 @@ TRAITS: dict[str, Traits] = {
         output_bias=Flag(True, "attention_bias"),
         window="every",
         mixture="biased",
+    ),
+    "arcee": Traits(
+        activation="relu2", mlp_bias=Flag(False, "mlp_bias"), mlp=("up_proj", "down_proj")
+    ),
+    "cohere": Traits(
+        tied=True,
+        norm="layer",
+        norms=PRE_NORMS[:1],
+        qk_norm="heads",
+        qk_norm_key="use_qk_norm",
+        parallel=Flag(True),
+    ),
+    "cohere2": Traits(
+        tied=True,
+        defaults={"sliding_window": 4096},
+        norm="layer",
+        norms=PRE_NORMS[:1],
+        window="every",
+        every=4,
+        parallel=Flag(True),
+    ),
+    "ernie4_5": Traits(
+        tied=True,
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+        qkv_bias=_USE_BIAS,
+        output_bias=_USE_BIAS,
+        mlp_bias=_USE_BIAS,
+    ),
+    "exaone4": Traits(
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+        norms=_POST,
+        qk_norm="head",
+        qkv_bias=_NO,
+        output_bias=_NO,
+        window="every",
+        every=4,
+    ),
+    "glm": Traits(
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+        qkv_bias=Flag(True, "attention_bias"),
+        output_bias=_NO,
+        fused_mlp=True,
+    ),
+    "glm4": Traits(
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+        norms=(*PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+        qkv_bias=Flag(True, "attention_bias"),
+        output_bias=_NO,
+        fused_mlp=True,
+    ),
+    "granitemoe": Traits(
+        defaults={"experts": 8, "per_token": 2},
+        mixture="plain",
+        router="block_sparse_moe.router",
+    ),
+    "helium": Traits(
+        defaults={"num_key_value_heads": 20, "head_dim": 128},
+        output_bias=_NO,
+        mlp_bias=Flag(False, "mlp_bias"),
+    ),
+    "hunyuan_v1_dense": Traits(qk_norm="head", qk_norms=("query_layernorm", "key_layernorm")),
+    "ministral": Traits(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        qkv_bias=_NO,
+        output_bias=_NO,
+        window="all",
+    ),
+    "olmo3": Traits(
+        defaults={"sliding_window": 4096}, norms=_POST, qk_norm="whole", window="every", every=4
+    ),
+    "seed_oss": Traits(
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+        qkv_bias=Flag(True, "attention_bias"),
+        output_bias=Flag(False, "attention_out_bias"),
+        mlp_bias=Flag(False, "mlp_bias"),
+        dropout="residual_dropout",
+    ),
+    "stablelm": Traits(
+        norm="layer",
+        norm_bias=True,
+        qk_norm="each",
+        qk_norms=("q_layernorm", "k_layernorm"),
+        qk_norm_key="qk_layernorm",
+        qkv_bias=Flag(False, "use_qkv_bias"),
+        output_bias=_NO,
+        parallel=Flag(False, "use_parallel_residual"),
+        dropout="hidden_dropout",
     ),
 }
