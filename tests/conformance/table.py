@@ -137,6 +137,10 @@ ROWS: tuple[Row, ...] = (
         for adapter in ("full", "lora")
     ),
     *(
+        Row(f"zero{stage}-allreduce", _zero(stage, reduce_scatter=False), "full", 2, "deepspeed")
+        for stage in (1, 2, 3)
+    ),
+    *(
         Row("zero3-nvme", SWAPPED, adapter, 2, "deepspeed", build=True)
         for adapter in ("full", "lora", "ia3")
     ),

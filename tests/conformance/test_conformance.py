@@ -19,7 +19,7 @@ SENT = {"zero3": {"all_gather": 0.2}}
 """By how much more may be sent. ZeRO-3 gathers some weights a third time, where the backward pass
 comes to them by another way than the forward pass did (tied ones, for instance)."""
 
-VARIANTS = ("offload", "keep", "hpz", "interleaved", "zero-bubble")
+VARIANTS = ("offload", "keep", "hpz", "allreduce", "interleaved", "zero-bubble")
 """Strategies that shard as another of the table does."""
 SWAPPED = 0.01  # vectors are a group of their own, too small to be swapped
 UNHEARD = {
