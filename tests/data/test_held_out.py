@@ -142,3 +142,18 @@ def test_another_share_is_another_data_set(tmp_path, tokenizer):
     digests = [run(tmp_path, tokenizer, ROWS, share=share)[1].digests() for share in (0.1, 0.2)]
     assert digests[0].keys() == {"train/a", "eval/a"}
     assert digests[0] != digests[1]
+
+
+def test_pairs_of_an_encoder_decoder_model(tmp_path, tokenizer):
+    rows = [{"source": f"question {n}", "target": f"answer {n}"} for n in range(200)]
+    section = DataSection(
+        train=(TrainSource(path=write(tmp_path / "p.jsonl", rows), format="source_target"),),
+        eval=EvalShare(share=0.1),
+    )
+    data = prepare(
+        section, tokenizer, STOPS, cache=tmp_path, quiet=True, kind="encoder_decoder"
+    )  # fmt: skip
+    (one,), (other,) = data.train, data.eval
+    assert len(one.rows) + len(other.rows) == 200
+    assert one.paired
+    assert other.paired
