@@ -25,7 +25,7 @@ from tests.jobs import make_job
 from tests.models import encoder_decoder
 from tests.runs import lines, train_on
 
-PROMPT = "Say 9 backwards."
+PROMPT = "9 backwards."
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     encoder_decoder.write(tmp_path / "model", "flan_t5")
     for name, numbers in (("train", range(100, 140)), ("held", range(10, 14))):
-        rows = ({"prompt": f"Say {n} backwards.", "completion": str(n)[::-1]} for n in numbers)
+        rows = ({"prompt": f"{n} backwards.", "completion": str(n)[::-1]} for n in numbers)
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return tmp_path
@@ -41,7 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def job_in(folder: Path, adapter: str, strategy: dict[str, Any], ranks: int = 1) -> Job:
     def source(name: str) -> dict[str, str]:
-        return {"path": str(folder / f"{name}.jsonl"), "format": "source_target"}
+        path = str(folder / f"{name}.jsonl")
+        return {"path": path, "format": "source_target", "prefix": "Say "}
 
     job = make_job(
         model={"name": str(folder / "model")},
@@ -96,7 +97,7 @@ def test_from_job_to_result(folder: Path, adapter: str) -> None:
         model = AutoModelForSeq2SeqLM.from_pretrained(result)
     tokenizer = AutoTokenizer.from_pretrained(result)
     with torch.no_grad():
-        given = tokenizer(PROMPT, return_tensors="pt").input_ids
+        given = tokenizer(f"Say {PROMPT}", return_tensors="pt").input_ids
         written = model.eval().generate(input_ids=given, max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(written[0], skip_special_tokens=True).strip() == answer
 

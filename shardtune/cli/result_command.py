@@ -98,7 +98,8 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
-    raw = raw or files.kind == "encoder_decoder"  # it was trained on sources as they are
+    if files.kind == "encoder_decoder":
+        prompt, raw = ("" if raw else _prefix(job)) + prompt, True
     if not raw and _plain(job, tokenizer):
         prompt, raw = plain_prompt(prompt), True
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
@@ -144,6 +145,12 @@ def _prompts(run: RunDir) -> list[str]:
     report = run.read_report()
     samples = report.samples if report is not None else ()
     return [*(f"{each.prompt}\n{each.after}" for each in samples), _PROMPT]
+
+
+def _prefix(job: Job) -> str:
+    """What stood before each source, where it was the same in all sets."""
+    found = {source.prefix for source in job.data.train}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _plain(job: Job, tokenizer: Any) -> bool:

@@ -172,6 +172,9 @@ class Source(Section):
     """Which split of a hub id or of a saved folder with several, or a slice: `train[:1%]`."""
     columns: Columns = Columns()
     """Which columns hold what, where they are called otherwise."""
+    prefix: str = ""
+    """Text before each source (format `source_target`): `summarize: `, for T5 knows its tasks by
+    one."""
     template: Literal["auto", "chat", "plain"] = "auto"
     """How an instruction becomes text: the tokenizer's chat template, or plain headings.
     `auto` takes the chat template where the tokenizer has one."""

@@ -46,6 +46,15 @@ def _shared_names(job: Job) -> list[str]:
     return sorted({name for count in counts for name, times in count.items() if times > 1})
 
 
+def _prefixed(job: Job) -> list[str]:
+    """What is wrong with sets that have a prefix, and a format that has no source for it."""
+    return [
+        f"{each.label}: a prefix stands before sources, and format: {each.format} has none"
+        for each in (*job.data.train, *job.data.eval)
+        if each.prefix and each.format != "source_target"
+    ]
+
+
 def _processes(job: Job) -> int:
     return job.launch.processes if isinstance(job.launch.processes, int) else 1
 
@@ -285,6 +294,13 @@ RULES: tuple[Rule, ...] = (
         lambda job: bool(_shared_names(job)),
         lambda job: f"two data sets are called {', '.join(_shared_names(job))}",
         "give one of them a `name:` of its own",
+    ),
+    Rule(
+        "prefix-before-a-source",
+        ("data",),
+        lambda job: bool(_prefixed(job)),
+        lambda job: ", ".join(_prefixed(job)),
+        "leave prefix out, or use format: source_target",
     ),
     Rule(
         "train-is-not-eval",

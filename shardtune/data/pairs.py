@@ -83,7 +83,7 @@ def make_pair_format(source: Source, tokenizer: Any, target_length: int) -> Pair
         fact = "overflow: split cuts one text into several, but a source belongs to its target"
         raise DataError(Problem(source.path, fact, "set overflow: truncate or drop"))
     if source.format == "source_target":
-        return _SourceTarget(tokenizer, source.columns, target_length)
+        return _SourceTarget(tokenizer, source, target_length)
     if source.format == "instruction" and source.template != "chat":
         return _Instruction(tokenizer, source.columns, target_length)
     if source.format == "pretokenized":
@@ -112,17 +112,18 @@ class _TextPair(PairFormat):
 class _SourceTarget(_TextPair):
     """Two columns, by the names that the job gives or by common ones."""
 
-    def __init__(self, tokenizer: Any, columns: Columns, target_length: int) -> None:
+    def __init__(self, tokenizer: Any, source: Source, target_length: int) -> None:
         super().__init__(tokenizer, target_length)
-        self._pairs = _named(columns)
+        self._pairs, self._prefix = _named(source.columns), source.prefix
         sources, targets = zip(*self._pairs, strict=True)
         self.required = (tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets)))
-        self.settings = ("source_target", *sources, *targets, str(target_length))
+        settings = (self._prefix, str(target_length))
+        self.settings = ("source_target", *sources, *targets, *settings)
 
     def _read(self, row: dict[str, Any]) -> tuple[str, str]:
         for source, target in self._pairs:
             if source in row and target in row:
-                return text_column(row, source), text_column(row, target)
+                return self._prefix + text_column(row, source), text_column(row, target)
         present = next((each for each in self._pairs if each[0] in row), None)
         raise Missing(present[1] if present else self._pairs[0][0])
 

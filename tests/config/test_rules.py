@@ -100,6 +100,14 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"data": {"train": [source("a/x.jsonl"), source("b/x.jsonl"), source("c.jsonl")]}},
         Problem("data", "two data sets are called x", "give one of them a `name:` of its own"),
     ),
+    "prefix-before-a-source": (
+        {"data": {"train": [source("x.jsonl", prefix="summarize: ")]}},
+        Problem(
+            "data",
+            "x: a prefix stands before sources, and format: completion has none",
+            "leave prefix out, or use format: source_target",
+        ),
+    ),
     "train-is-not-eval": (
         {"data": {"train": [source("a.jsonl")], "eval": [source("a.jsonl")]}},
         Problem(

@@ -25,6 +25,7 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.core.yaml_document import dotted
+from shardtune.data.loader import Loader
 from shardtune.errors import JobError
 from shardtune.measure.collective_counter import CollectiveCounter
 from shardtune.models.builder import PretrainedModelBuilder
@@ -35,7 +36,8 @@ from tests.conformance.slices import sliced
 from tests.conformance.stages import place_of
 from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MODELS, SWAP, Row
 from tests.jobs import make_job
-from tests.models import families
+from tests.models import encoder_decoder, families
+from tests.numerics.test_encoder_decoder import loader as pair_loader
 from tests.numerics.test_factorisations import BATCH, loader
 from tests.ranks import on_ranks
 
@@ -136,7 +138,9 @@ def setup(ranks: int) -> EngineSetup:
 def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
     """Ten steps on this rank."""
     mesh = chosen.mesh(world.size)
-    data = loader(True, mesh.data_rank(world.rank), mesh.data_ranks, MICRO_BATCH)
+    rank, ranks = mesh.data_rank(world.rank), mesh.data_ranks
+    paired = ModelFiles(ModelSection(name=model)).kind == "encoder_decoder"
+    data = pair_loader(rank, ranks, MICRO_BATCH, BATCH) if paired else whole_rows(rank, ranks)
     probe = CollectiveCounter()
     with chosen.build(builder(model, adapter), setup(mesh.data_ranks), world) as engine:
         sizes = [(each.numel(), each.requires_grad) for each in engine.module().parameters()]
@@ -155,6 +159,10 @@ def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
     return Outcome(
         list(losses), list(norms), evaluation, weights, held, dict(probe.bytes), sizes, shapes
     )
+
+
+def whole_rows(rank: int, ranks: int) -> Loader:
+    return loader(True, rank, ranks, MICRO_BATCH)
 
 
 @cache
@@ -187,7 +195,10 @@ def folder(model: str) -> str:
         return model
     path = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, path)
-    families.write(Path(path), "llama", **MODELS[model])
+    if model in MODELS:
+        families.write(Path(path), "llama", **MODELS[model])
+    else:
+        encoder_decoder.write(Path(path), model)
     return path
 
 

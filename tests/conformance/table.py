@@ -23,7 +23,7 @@ class Row:
     needs: str = ""
     """A Python package that this row can't do without."""
     model: str = "tiny"
-    """`tiny`, or one of `MODELS`."""
+    """`tiny`, one of `MODELS`, or a family of `tests/models/encoder_decoder.py`."""
     build: bool = False
     """Swaps to files, for which DeepSpeed compiles a part of itself; with a larger model, because
     shares below 1 MiB stay in memory."""
@@ -111,6 +111,9 @@ STAGES: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 """Settings, ranks and the model of strategies that cut it into stages."""
 
+BOTH_HALVES = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3", "zero3-offload")
+"""Strategies with models that have an encoder and a decoder."""
+
 SWAPPED = _zero(
     3,
     offload_optimizer={**_NVME, "buffer_count": 5},
@@ -139,6 +142,12 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(f"zero{stage}-allreduce", _zero(stage, reduce_scatter=False), "full", 2, "deepspeed")
         for stage in (1, 2, 3)
+    ),
+    *(
+        Row(f"{family}-{name}", *STRATEGIES[name][:1], adapter, *STRATEGIES[name][1:], family)
+        for family in ("flan_t5", "bart")
+        for name in BOTH_HALVES
+        for adapter in ("full", "lora")
     ),
     *(
         Row("zero3-nvme", SWAPPED, adapter, 2, "deepspeed", build=True)

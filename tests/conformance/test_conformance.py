@@ -9,6 +9,7 @@ import pytest
 
 from tests.conformance.guarantees import examine, refusal
 from tests.conformance.table import ROWS, Row
+from tests.models.encoder_decoder import FAMILIES
 
 SAME = 1e-5  # relative, fp32: ten steps of rounding in another order
 ALIGNED = 2048  # bytes: shares are rounded up to whole rows, and to alignments
@@ -31,6 +32,10 @@ their shares of a layer's norms: of `tiny` those are messages too small to be to
 ranks agree on something."""
 
 
+PAIRED = ("flan_t5-fsdp-full", "flan_t5-zero3-lora")
+"""Rows of models with an encoder that the gate has."""
+
+
 def slack(table: dict[str, dict[str, float]], row: Row, key: str) -> float:
     return next((each.get(key, 0.0) for name, each in table.items() if name in row.id), 0.0)
 
@@ -46,6 +51,8 @@ def marks(row: Row) -> list[pytest.MarkDecorator]:
         return [pytest.mark.build]
     if row.refused and "nvme" in row.strategy:
         return [pytest.mark.process]  # libaio is looked for with a command of the system
+    if row.model in FAMILIES and row.id not in PAIRED:
+        return [pytest.mark.long]  # tests/numerics has each strategy in one group of ranks
     large = row.ranks >= 4 or any(word in row.strategy for word in VARIANTS)
     slowest = row.strategy in ("tensor4", "fsdp2-pipeline2-tensor2", "pipeline2-tensor2-data2")
     return [pytest.mark.long] if slowest or (large and row.adapter != "lora") else []

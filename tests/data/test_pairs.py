@@ -60,6 +60,11 @@ def test_named_columns(columns: dict[str, str]) -> None:
     assert found == ("ja<|im_end|>", "yes<|im_end|>")
 
 
+def test_a_prefix_stands_before_the_source() -> None:
+    found = sides("t5", "source_target", {"source": "a", "target": "b"}, prefix="summarize: ")
+    assert found == ("summarize: a<|im_end|>", "b<|im_end|>")
+
+
 def test_an_instruction_is_a_source() -> None:
     row = {"system": "Be brief.", "instruction": "Add.", "input": "1, 2", "output": "3"}
     expected = ("Be brief.\n\nAdd.\n\n1, 2<|im_end|>", "3<|im_end|>")

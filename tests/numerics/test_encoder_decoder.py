@@ -62,7 +62,7 @@ def pairs() -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def loader(rank: int, ranks: int, micro_batch: int) -> Loader:
+def loader(rank: int, ranks: int, micro_batch: int, global_batch: int = BATCH) -> Loader:
     rows = pairs()
     flags = [[False] * len(source) + [True] * len(target) for source, target in rows]
     dataset = Dataset.from_dict(
@@ -77,7 +77,7 @@ def loader(rank: int, ranks: int, micro_batch: int) -> Loader:
         PreparedData((made,), ()),
         section,
         seed=3,
-        global_batch=BATCH,
+        global_batch=global_batch,
         micro_batch=micro_batch,
         rank=rank,
         ranks=ranks,
