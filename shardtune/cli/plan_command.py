@@ -142,6 +142,7 @@ def _dry_run(found: Forecast) -> DryRunSummary:
         ranks=found.mesh.size,
         rows=closed.work.micro_batch,
         length=closed.work.sequence,
+        target=closed.work.target,
         microbatches=closed.work.microbatches,
         vocabulary=found.shape.vocab,
     )

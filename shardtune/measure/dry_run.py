@@ -71,8 +71,10 @@ def dry_run(
     microbatches: int = 1,
     packed: bool = False,
     vocabulary: int = 0,
+    target: int | None = None,
 ) -> DryRun:
-    """Two steps of the first of `ranks` ranks, with `rows` rows of `length` tokens at a time.
+    """Two steps of the first of `ranks` ranks, with `rows` rows of `length` tokens at a time; a
+    model with an encoder reads those and writes `target` tokens.
 
     `packed` rows hold two documents each, which takes another way through attention. `vocabulary`
     lets logits be told from other activations. More than two micro-batches take no more memory
@@ -85,7 +87,10 @@ def dry_run(
         if isinstance(can, Refusal):
             fact, fix = f"{mesh}: {can.fact}", f"{fix}; or {can.fix}" if can.fix else fix
         raise JobError(Problem("strategy", fact, fix))
-    batches = [micro_batch(rows, length, packed=packed)] * min(microbatches, 2)
+    batch = micro_batch(rows, length, packed=packed)
+    if target is not None:
+        batch = pair_batch(rows, length, target)
+    batches = [batch] * min(microbatches, 2)
     world = World(0, ranks, 0, "cuda" if torch.cuda.is_available() else "cpu")
     try:
         with fake_world(ranks):
@@ -139,6 +144,15 @@ def micro_batch(rows: int, length: int, *, packed: bool) -> MicroBatch:
         positions[length // 2 :] -= length // 2
     labels = rows * (length - 1)
     return MicroBatch(ids, positions.repeat(rows, 1), targets, (), rows * length, labels)
+
+
+def pair_batch(rows: int, length: int, target: int) -> MicroBatch:
+    """Sources and targets without padding."""
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    labels = torch.zeros(rows, target, dtype=torch.long)
+    tokens = rows * (length + target)
+    mask = torch.ones_like(ids)
+    return MicroBatch(ids, ids, labels, (), tokens, labels.numel(), source_mask=mask)
 
 
 def _summary(ledger: AllocationLedger, built: int, held: Held) -> DryRun:

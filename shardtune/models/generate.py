@@ -120,10 +120,11 @@ def _encoded(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
     """
     from transformers.modeling_outputs import BaseModelOutput
 
-    start = torch.full_like(ids[:, :1], model.generation_config.decoder_start_token_id)
+    first = unwrap_model(model).config.decoder_start_token_id
+    start = torch.full_like(ids[:, :1], first)
     answer = model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False)
     read = BaseModelOutput(last_hidden_state=answer.encoder_last_hidden_state)
-    return {"encoder_outputs": read, "num_beams": 1}
+    return {"encoder_outputs": read, "decoder_start_token_id": first, "num_beams": 1}
 
 
 def _told(progress: Callable[[int, int], None], most: int) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from shardtune.compat.quiet import hide_loading_bars
 from shardtune.config.job import Adapter, NoAdapter, TrainSection
 from shardtune.core.model.family_support import require_attention
+from shardtune.core.model.kind import kind_of
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
@@ -36,7 +37,16 @@ def config_from(found: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     with explaining(MODEL_NAME, str(found.get("model_type")), "estimate without --dry-run"):
-        return AutoConfig.for_model(**found)
+        config = AutoConfig.for_model(**found)
+    if kind_of(config) == "encoder_decoder" and _decoder_start(config) is None:
+        config.decoder_start_token_id = 0  # the catalogue has sizes alone; any token is as large
+    return config
+
+
+def _decoder_start(config: Any) -> int | None:
+    """The token that a decoder behind an encoder starts with."""
+    found: int | None = getattr(config, "decoder_start_token_id", None)
+    return found
 
 
 def check_fits_data(
@@ -55,6 +65,10 @@ def check_fits_data(
         for key, length in lengths.items()
         if longest is not None and length > longest
     ]
+    if target_length is not None and _decoder_start(config) is None:
+        fact = "config.json has no decoder_start_token_id: a decoder can't begin without one"
+        fix = "write it there: pad_token_id for T5 and mT5, eos_token_id for BART"
+        problems.append(Problem(MODEL_NAME, fact, fix))
     if len(tokenizer) > config.vocab_size:
         problems.append(
             Problem(

@@ -30,6 +30,7 @@ from shardtune.plan.estimate.workload import (
     NF4_DOUBLE_BITS,
     AdapterSize,
     Buckets,
+    Pair,
     Widths,
     Workload,
     whole_bytes,
@@ -209,9 +210,15 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     autocast = can.trained_weights == "autocast" and not split and train.precision != "fp32"
     order = job.strategy.layout().pipelining
     packed = {"nf4": NF4_DOUBLE_BITS, "int8": INT8_BITS}.get(job.model.quantization)
+    read, pair = job.data.sequence_length, None
+    if shape.kind == "encoder_decoder":
+        share = shape.encoder_layers / (shape.encoder_layers + shape.layers)
+        pair = Pair(job.data.longest_target, share)
     return Workload(
         micro_batch=micro,
-        sequence=job.data.sequence_length,
+        sequence=read,
+        pair=pair,
+        scored=1.0 if pair is None else pair.target / pair.mean(read, pair.target),
         microbatches=microbatches,
         widths=widths(job, microbatches, split_fp32=split),
         adapter=adapter(job, shape),
@@ -226,6 +233,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         kernels="compiled" if train.kernels == "compiled" else "eager",
         counted=True,
         autocast=autocast,
+        dropout=pair is not None and shape.dropout > 0,
         packed_inputs=False,
         buckets=Buckets() if can.send_buckets else None,
         sequence_parallel=mesh.size_of("tensor") > 1,

@@ -6,9 +6,11 @@ copies those are depends on how the small operations run and on what is trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.model.adapter_size import targeted
-from shardtune.core.model.shape import LAYER_PARTS, ModelShape
+from shardtune.core.model.shape import LAYER_PARTS, ModelPart, ModelShape
 from shardtune.plan.estimate.constants import MemoryConstants
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import (
@@ -36,12 +38,15 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     norms, readers = _norms(shape, work), _read(shape, work)
     # Our slices read what was gathered, all tokens of it, and keep that.
     total = norms / spread + readers / (1 if work.counted else spread)
-    total += (_attention(shape, work) + _mlp(shape, work)) / cut.tensor
+    attentions = _attention(shape, work) * attention_blocks(shape)
+    total += (attentions + _mlp(shape, work)) / cut.tensor
     total *= width * tokens
     if work.attention == "eager":
-        total += tokens * work.sequence * shape.heads / cut.tensor * _score(work)
+        scores = work.micro_batch * work.scores / cut.context
+        total += scores * shape.heads / cut.tensor * _score(work)
     if work.dropout:
         total += 2 * shape.hidden * tokens / spread  # a byte for each of two masks
+        total += mlp_width(shape) * tokens / cut.tensor if work.pair else 0.0  # and in the MLP
     if work.adapter is not None:
         total += _adapters(shape, work) * tokens / cut.tensor
     return total
@@ -71,7 +76,18 @@ def stack_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     if work.offloaded:
         return max(each, more) * min(layers, ON_DEVICE)
     kept = min(work.kept_layers, layers) if more else 0
-    return (each * (layers - kept) + more * kept) * in_flight(work, cut)
+    stack = (each * (layers - kept) + more * kept) * in_flight(work, cut)
+    return stack + _position_bias(shape, work)
+
+
+def _position_bias(shape: ModelShape, work: Workload) -> float:
+    """T5's relative positions and its mask: a number for each pair of tokens and head. The first
+    layer of each half makes it, and all others add the same to their scores."""
+    if work.pair is None or shape.positions != "relative":
+        return 0.0
+    read, written = work.sequence, work.pair.target
+    pairs = read**2 + written**2 + read * written
+    return work.micro_batch * shape.heads * pairs * work.stream
 
 
 def waiting_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
@@ -215,15 +231,49 @@ def mlp_width(shape: ModelShape) -> float:
     return shape.experts.per_token * shape.experts.ffn + shape.experts.shared_ffn
 
 
-def norm_count(shape: ModelShape) -> int:
-    """Norms of the residual stream in a layer: one, two, or four where results are normed too."""
-    layer = max(LAYER_PARTS, key=shape.layer_parameters)
+def attention_blocks(shape: ModelShape) -> float:
+    """Attentions of an average layer: behind an encoder, a decoder's layer has two."""
+    if not shape.encoder_layers:
+        return 1.0
+    return 1 + shape.layers / (shape.layers + shape.encoder_layers)
+
+
+def norm_count(shape: ModelShape) -> float:
+    """Norms of the residual stream in a layer: one, two, or four where results are normed too; on
+    average, where a decoder's layers have more than an encoder's."""
+    if shape.encoder_layers:
+        return _mean(shape, lambda part: _norms_in(shape, part))
+    return _norms_in(shape, max(LAYER_PARTS, key=shape.layer_parameters))
+
+
+def _norms_in(shape: ModelShape, layer: ModelPart) -> int:
     return sum(
         weight.kind == "norm"
         and weight.name.endswith(".weight")
         and weight.size == shape.hidden
         and not weight.module.endswith(("q_norm", "k_norm"))
         for weight in shape.in_part(layer)
+    )
+
+
+def _mean(shape: ModelShape, count: Callable[[ModelPart], float]) -> float:
+    """Over the layers of an encoder and a decoder."""
+    layers = shape.layers + shape.encoder_layers
+    encoder, decoder = count("encoder_layer"), count("layer")
+    return (shape.encoder_layers * encoder + shape.layers * decoder) / layers
+
+
+def _reading(shape: ModelShape, names: Collection[str]) -> float:
+    """How many linears of a layer have one of these names; a decoder behind an encoder has those of
+    attention twice."""
+    if not shape.encoder_layers:
+        return len(names)
+    return _mean(
+        shape,
+        lambda part: sum(
+            weight.linear and weight.module.rpartition(".")[2] in names
+            for weight in shape.in_part(part)
+        ),
     )
 
 
@@ -240,7 +290,7 @@ def _norms(shape: ModelShape, work: Workload) -> float:
     return inside * norms * shape.hidden
 
 
-def _cast_norms(shape: ModelShape, work: Workload, norms: int) -> float:
+def _cast_norms(shape: ModelShape, work: Workload, norms: float) -> float:
     """The same under autocast, in hidden sizes. Compiled, only the beginning of the stream is kept
     in fp32, with what was added to it."""
     if work.adapter is not None:
@@ -261,8 +311,11 @@ def _read(shape: ModelShape, work: Workload) -> float:
     every = work.adapter is None or (_keeps_packed_inputs(work) and not work.autocast)
     if work.autocast and work.kernels != "compiled":
         readers = stream_readers(shape)
-        return len(readers if every else readers & frozenset(adapted)) * shape.hidden
-    sides = sum(every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS))
+        reading = readers if every else readers & frozenset(adapted)
+        return _reading(shape, reading) * shape.hidden
+    sides: float = sum(
+        every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS)
+    )
     norms = norm_count(shape)
     if work.autocast and work.adapter is None:
         sides = norms  # one behind each

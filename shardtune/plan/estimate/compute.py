@@ -103,7 +103,7 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRate
     layers = shape.layers + shape.encoder_layers
     total = Busy(0.0, 0.0)
     for weight, _ in products(shape):
-        each = _linear(weight, shape, work, cut, tokens, on)
+        each = _linear(weight, shape, work, cut, work.tokens_of(weight) / cut.context, on)
         share = weight.times / layers
         total += Busy(each.forward * share, each.backward * share)
     total += _attention(shape, work, cut, on)
@@ -202,7 +202,7 @@ def _linear(
 
 def _attention(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
     layers = shape.layers + shape.encoder_layers
-    pairs = attention_flops(shape, work.sequence) / layers * work.micro_batch
+    pairs = attention_flops(shape, work.sequence, work.target) / layers * work.micro_batch
     pairs /= cut.tensor * cut.context
     if work.attention != "eager":
         share = on.chip.attention if work.attention == "flash" else on.chip.sdpa
@@ -210,7 +210,7 @@ def _attention(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) 
         return Busy(forward, 2.5 * forward / 0.75)  # five products instead of two, less well
     # Every pair is computed and written down: forward 2 products, backward 4.
     every = 2 * pairs / (on.flops * 0.5)
-    scores = work.micro_batch * shape.heads * work.sequence**2 / cut.tensor
+    scores = work.micro_batch * shape.heads * work.scores / cut.tensor
     passes = 13 if work.kernels != "eager" else 26
     return Busy(every + scores * passes / on.bytes, 2 * every + scores * 1.5 * passes / on.bytes)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from shardtune.core.footprint import Message, predict_messages
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.flops import attention_flops, matmul_flops_per_token
+from shardtune.core.model.flops import attention_flops, matmul_flops
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.activations import waiting_bytes
@@ -128,7 +128,7 @@ class _Step:
         )
         return SpeedEstimate(
             step,
-            work.tokens * micro * self._replicas,
+            work.micro_batch * work.row_tokens * micro * self._replicas,
             self.mesh.size,
             self._flops(),
             self.on.peak,
@@ -283,8 +283,9 @@ class _Step:
         return self._layers * unhidden
 
     def _flops(self) -> float:
-        tokens = self.work.tokens * self.work.microbatches * self._replicas
-        once = tokens * matmul_flops_per_token(self.shape)
-        pairs = tokens / self.work.sequence * attention_flops(self.shape, self.work.sequence)
+        work = self.work
+        rows = work.micro_batch * work.microbatches * self._replicas
+        once = rows * matmul_flops(self.shape, work.sequence, work.target)
+        pairs = rows * attention_flops(self.shape, work.sequence, work.target)
         passes = 3 if self.work.adapter is None else 2
         return passes * once + 3 * pairs

@@ -12,8 +12,10 @@ from typing import Literal
 
 from shardtune.core.footprint import ModelBytes
 from shardtune.core.model.adapter_size import lora_parameters, targeted
+from shardtune.core.model.flops import reads_source
 from shardtune.core.model.quantized_size import NF4_BITS, fp8_bytes, quantizable
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.model.weight import Weight
 from shardtune.core.pipeline_schedule import Pipelining
 
 Checkpointing = Literal["none", "mlp", "most", "selective", "full"]
@@ -90,13 +92,27 @@ class Buckets:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """What a model with an encoder makes of a row: it reads `Workload.sequence` tokens."""
+
+    target: int
+    """Tokens that the decoder writes."""
+    encoder_share: float
+    """The encoder's share of all layers."""
+
+    def mean(self, encoder: float, decoder: float) -> float:
+        """Of something that layers of the encoder and of the decoder have, in an average layer."""
+        return self.encoder_share * encoder + (1 - self.encoder_share) * decoder
+
+
+@dataclass(frozen=True)
 class Workload:
     """One optimizer step of a run."""
 
     micro_batch: int
     """Rows of one forward pass on one rank."""
     sequence: int
-    """Tokens of a row."""
+    """Tokens of a row; of a model with an encoder those that it reads."""
     microbatches: int = 1
     """Forward passes of a step on each rank."""
     widths: Widths = MIXED
@@ -152,10 +168,38 @@ class Workload:
     variable_lengths: bool = False
     """Rows are of different lengths, `sequence` is the longest: the allocator keeps more."""
 
+    pair: Pair | None = None
+    """Of a model with an encoder."""
+
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank."""
-        return self.micro_batch * self.sequence
+        """Tokens of a micro-batch on one rank, as a layer sees them on average."""
+        if self.pair is None:
+            return self.micro_batch * self.sequence
+        return round(self.micro_batch * self.pair.mean(self.sequence, self.pair.target))
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row, read and written."""
+        return self.sequence + (self.pair.target if self.pair else 0)
+
+    @property
+    def target(self) -> int | None:
+        """Tokens that a decoder behind an encoder writes."""
+        return self.pair.target if self.pair else None
+
+    @property
+    def scores(self) -> float:
+        """Query-key pairs of a row, in an average layer."""
+        if self.pair is None:
+            return float(self.sequence**2)
+        read, written = self.sequence, self.pair.target
+        return self.pair.mean(read**2, written**2 + read * written)
+
+    def tokens_of(self, weight: Weight) -> int:
+        """Tokens of a micro-batch that a weight is multiplied with."""
+        written = self.sequence if self.pair is None else self.pair.target
+        return self.micro_batch * (self.sequence if reads_source(weight) else written)
 
     @property
     def wide_stream(self) -> bool:

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from shardtune.config.job import IA3, LoRA
 from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
 from shardtune.core.model.architectures import SHAPE_READERS, read_shape
-from shardtune.core.model.flops import attention_flops, matmul_flops_per_token
+from shardtune.core.model.flops import attention_flops, matmul_flops, matmul_flops_per_token
+from shardtune.core.model.known_models import known_model
 from shardtune.core.model.quantized_size import frozen_bytes, quantizable
 from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.errors import ModelError
@@ -467,3 +468,21 @@ def test_no_config_ends_in_a_traceback(family: str, data: st.DataObject) -> None
     except ModelError:
         return
     assert shape.parameters > 0
+
+
+def test_a_model_with_an_encoder_reads_and_writes() -> None:
+    """By hand, for T5's layers: an encoder's weights meet the source, a decoder's the target, but
+    for keys and values of what it reads."""
+    shape = known_model("google/flan-t5-xl")
+    d, ffn, heads, layers, vocab = 2048, 5120, 32 * 64, 24, 32128
+    attention, mlp = 4 * d * heads, 3 * d * ffn
+    read, written = 512, 128
+    across = 2 * d * heads
+    by_source = layers * (attention + mlp + across)
+    by_target = layers * (attention + across + mlp) + vocab * d
+    expected = 2 * (read * by_source + written * by_target)
+    assert matmul_flops(shape, read, written) == expected
+    assert matmul_flops(shape, 256, 256) == 256 * matmul_flops_per_token(shape)
+    seen = read * read + written * (written + 1) // 2 + read * written
+    assert attention_flops(shape, read, written) == layers * seen * 4 * heads
+    assert attention_flops(shape, 256, 256) == attention_flops(shape, 256)
