@@ -106,6 +106,7 @@ def train(
                 saver,
                 predicted,
                 clock,
+                sets=inputs.data,
             )
             preflight(run, data)
             progress = run.resume() if resume else run.begin()

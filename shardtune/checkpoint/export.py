@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.checkpoint.model_card import CARD_FILE, hide_path
 from shardtune.checkpoint.rounding_error import Rounding, fp32_logits, rounding_bound
 from shardtune.checkpoint.seal import seal_folder
 from shardtune.core.atomic_write import atomic_folder
@@ -35,12 +36,15 @@ def save_result(
     target: Path,
     *,
     dtype: torch.dtype,
+    base: tuple[str, str] | None = None,
+    card: str | None = None,
 ) -> torch.dtype:
     """A PEFT folder for an adapter, an ordinary model folder otherwise; always safetensors.
 
     What is written are the weights in `trained`: the model may hold a share of them only. `dtype`
     is what whole models are written in; adapters are small and stay in fp32. Returns what it was.
-    An older result in `target` is replaced once the new one is complete.
+    An older result in `target` is replaced once the new one is complete. `base` is what the base
+    model was loaded from, and what others may know of it; `card` is the model card.
     """
     adapted = hasattr(model, "peft_config")
     with atomic_folder(target, replace=True) as partial:
@@ -57,6 +61,10 @@ def save_result(
         generation.eos_token_id = sorted(stops)  # where the answers learned to end
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        if base is not None:
+            hide_path(partial, *base)
+        if card is not None:
+            (partial / CARD_FILE).write_text(card, encoding="utf-8")
         seal_folder(partial)
     return torch.float32 if adapted else dtype
 

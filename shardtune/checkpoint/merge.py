@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.checkpoint.model_card import CARD_FILE, card_of_merged, hide_path
 from shardtune.checkpoint.rounding_error import (
     ModelCalls,
     Rounding,
@@ -53,12 +54,20 @@ class MergedModel:
 
 
 def merge_adapter(
-    model: Any, tokenizer: Any, target: Path, dtype: torch.dtype, prompts: Sequence[str]
+    model: Any,
+    tokenizer: Any,
+    target: Path,
+    dtype: torch.dtype,
+    prompts: Sequence[str],
+    *,
+    base: tuple[str, str] | None = None,
+    card: str | None = None,
 ) -> MergedModel:
     """Writes the merged model to `target`; RunError if it isn't the adapted one.
 
     `model` is the adapted model in fp32: adding a small correction to 16-bit weights would round
     most of it away before the sum is formed. The sum is rounded once, to `dtype`, at the end.
+    `base` and `card` are those of `save_result`.
     """
     inputs = tokenize_prompts(tokenizer, prompts, model)
     adapted = fp32_logits(model, inputs)
@@ -69,6 +78,10 @@ def merge_adapter(
     with atomic_folder(target) as partial:
         merged.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        if base is not None:
+            hide_path(partial, *base)
+        if card is not None:
+            (partial / CARD_FILE).write_text(card_of_merged(card), encoding="utf-8")
         require_read_back(merged, partial)
     return MergedModel(_word(dtype), same, rounded)
 

