@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardtune.core.matmul_speed import cpu_matmul_speed, forced_matmul_speed, gpu_matmul_speed
+from shardtune.core.setup import Precision
 from shardtune.core.units import GIB
 from shardtune.core.world import World
 from shardtune.errors import JobError
+from shardtune.kernels.measure_matmul import DTYPES, bf16_on_gpu, measure_cpu_matmul
 from shardtune.plan.cluster import find_gpu
 from shardtune.plan.machine_profile import CollectivePoint, GpuFacts, MatmulPoint, Measured, Profile
 
@@ -67,12 +70,22 @@ def bench(world: World, folder: Path, say: Callable[[str], None]) -> Profile:
 
 
 def matmuls(device: torch.device) -> Iterator[MatmulPoint]:
-    """The rate of each shape in the precision that training computes in."""
+    """The rate of each shape in the precision that training computes in by default."""
+    precision = _precision(device)
+    dtype = DTYPES[precision]
     for m, k, n in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
-        left = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-        right = torch.randn(n, k, device=device, dtype=torch.bfloat16).T  # as weights are stored
+        left = torch.randn(m, k, device=device).to(dtype)
+        right = torch.randn(n, k, device=device).to(dtype).T  # as weights are stored
         seconds = timed(lambda a=left, b=right: a @ b, device)  # type: ignore[misc]
-        yield MatmulPoint(m=m, n=n, k=k, tflops=2 * m * n * k / seconds / 1e12)
+        yield MatmulPoint(m=m, n=n, k=k, dtype=precision, tflops=2 * m * n * k / seconds / 1e12)
+
+
+def _precision(device: torch.device) -> Precision:
+    gpu = device.type == "cuda"
+    speed = forced_matmul_speed()
+    if speed is None and gpu:
+        speed = gpu_matmul_speed("this GPU", bf16=bf16_on_gpu())
+    return (speed or cpu_matmul_speed(measure_cpu_matmul)).best(gpu=gpu)[0]
 
 
 def memory_gbs(device: torch.device) -> float:
@@ -194,10 +207,11 @@ def _gpu(
 ) -> str | GpuFacts:
     """The catalogue's name of the device, or its own figures, so far as they were measured."""
     best = max((point.tflops for point in points), default=1.0)
+    in_bf16 = best if all(point.dtype == "bf16" for point in points) else None
     if device.type != "cuda":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
         return GpuFacts(
-            name="CPU", memory_gib=total, bf16_tflops=best, fp16_tflops=best,
+            name="CPU", memory_gib=total, bf16_tflops=in_bf16, fp16_tflops=best,
             memory_gbs=memory or 1.0,
         )  # fmt: skip
     properties = torch.cuda.get_device_properties(device)
@@ -211,6 +225,6 @@ def _gpu(
         if abs(gpu.memory_gib / total - 1) < 0.05:
             return gpu.name
     return GpuFacts(
-        name=properties.name, memory_gib=total, bf16_tflops=best, fp16_tflops=best,
+        name=properties.name, memory_gib=total, bf16_tflops=in_bf16, fp16_tflops=best,
         memory_gbs=memory or 1.0,
     )  # fmt: skip

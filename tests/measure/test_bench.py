@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shardtune.core.machine import Machine
 from shardtune.core.world import World
 from shardtune.core.yaml_document import dump_document
 from shardtune.plan.cluster import parse_cluster
@@ -52,6 +53,9 @@ def test_the_planner_reads_what_was_written(profile: Profile, tmp_path: Path) ->
     cluster = parse_cluster(str(path))
     assert cluster.gpus == 2
     assert cluster.measured == profile.measured
+    if not Machine.here().gpus:  # where tests say that nothing but fp32 is fast
+        assert {point.dtype for point in cluster.measured.matmul} == {"fp32"}
+        assert cluster.gpu.matmul.best(gpu=False) == ("fp32", "the measured CPU has no fast bf16")
 
 
 def test_it_is_shown_and_drawn(profile: Profile, tmp_path: Path) -> None:
