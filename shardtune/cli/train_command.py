@@ -434,6 +434,7 @@ def _agree_on(launchers: Launchers | None, job: Job, inputs: Inputs, run: RunDir
     if isinstance(launchers, MultiNode):
         said = job.model_dump_json(exclude={"launch"})
         launchers.must_match = {
+            "train.precision": job.train.compute_precision,  # which `auto` takes by the machine
             "the job": hashlib.sha256(said.encode()).hexdigest()[:12],
             "the number of processes": launchers.processes,
             "shardtune": __version__,
