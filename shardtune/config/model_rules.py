@@ -61,6 +61,14 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         "set train.gradient_checkpointing: none or full",
     ),
     Rule(
+        "both-halves-not-in-four-bits",
+        ("model", "quantization"),
+        lambda job: job.model.quantization == "nf4",
+        # transformers' T5 casts what goes into `wo` to the dtype of its weight, were it bytes.
+        lambda job: "is nf4, but T5 turns activations into the dtype of its weights: into bytes",
+        "set model.quantization: int8 or none",
+    ),
+    Rule(
         "both-halves-not-in-fp8",
         ("model", "quantization"),
         lambda job: job.model.quantization == "fp8",

@@ -39,6 +39,7 @@ def told(kind: Any, **sections: Any) -> list[Problem]:
         ({"train": {"loss": "fused"}}, "train.loss"),
         ({"train": {"gradient_checkpointing": "mlp"}}, "train.gradient_checkpointing"),
         ({"model": {"name": "tiny", "quantization": "fp8"}}, "model.quantization"),
+        ({"model": {"name": "tiny", "quantization": "nf4"}}, "model.quantization"),
     ],
 )
 def test_both_halves_are_refused_what_is_made_for_one(sections: dict[str, Any], place: str) -> None:
