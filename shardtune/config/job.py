@@ -17,7 +17,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from shardtune.core.job_section import Section
 from shardtune.core.layout import Layout
-from shardtune.core.lr_schedule import OneCycle, ScheduleKind
+from shardtune.core.lr_schedule import ScheduleKind
+from shardtune.core.one_cycle import OneCycle
 from shardtune.core.setup import (
     Bits,
     Loss,

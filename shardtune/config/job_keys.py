@@ -64,9 +64,18 @@ def override_keys() -> list[str]:
 
 def _override_keys(model: type[BaseModel], prefix: str) -> Iterable[str]:
     for key, info in model.model_fields.items():
-        inside = sections_in(info.annotation)
-        item = ".0" if typing.get_origin(info.annotation) is tuple else ""
-        for each in inside:
-            yield from _override_keys(each, f"{prefix}{key}{item}.")
+        inside = False
+        for part in _alternatives(info.annotation):
+            item = ".0" if typing.get_origin(part) is tuple else ""
+            for each in sections_in(part):
+                inside = True
+                yield from _override_keys(each, f"{prefix}{key}{item}.")
         if not inside:
             yield f"{prefix}{key}"
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; anything else is the only one."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)

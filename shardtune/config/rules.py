@@ -15,8 +15,8 @@ from importlib.util import find_spec
 
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.core.capabilities import Can, Capabilities, Need, Refusal, Support
-from shardtune.core.lr_schedule import OneCycle
 from shardtune.core.machine import Machine
+from shardtune.core.one_cycle import OneCycle
 from shardtune.core.strategy import Devices
 from shardtune.core.yaml_document import KeyPath, dotted
 from shardtune.errors import JobError, Problem

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from shardtune.core.job_section import Section
+if TYPE_CHECKING:  # importing pydantic would make `shardtune --help` wait
+    from shardtune.core.one_cycle import OneCycle
 
 ScheduleKind = Literal["cosine", "linear", "constant", "one_cycle"]
-
-
-class OneCycle(Section):
-    """The one-cycle policy, with the words and defaults of torch's OneCycleLR: along cosines from
-    `learning_rate / div_factor` up to `learning_rate`, and down to a small fraction of where it
-    began. Adam's betas and SGD's momentum stay as they are."""
-
-    pct_start: Annotated[float, Field(ge=0, le=1)] = 0.3
-    """Share of the run in which the rate rises."""
-    div_factor: Annotated[float, Field(ge=1)] = 25.0
-    """The first rate is `learning_rate` divided by this."""
-    final_div_factor: Annotated[float, Field(ge=1)] = 1e4
-    """The last rate is the first one divided by this."""
-
-
-TORCHS_CYCLE = OneCycle()
 
 
 @dataclass(frozen=True)
@@ -41,7 +24,7 @@ class Schedule:
     peak: float
     warmup_steps: int
     steps: int
-    cycle: OneCycle = TORCHS_CYCLE
+    cycle: OneCycle | None = None
     """Of `one_cycle`, which has a warmup of its own."""
     start: int = 0
     """The step in which it begins; `steps` are those from there on."""
@@ -50,7 +33,8 @@ class Schedule:
         """The rate that the optimizer uses in step `step`, counted from 0."""
         step = max(0, step - self.start)
         if self.kind == "one_cycle":
-            return self._in_cycle(step)
+            assert self.cycle is not None
+            return self._in_cycle(self.cycle, step)
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.kind == "constant":
@@ -60,11 +44,11 @@ class Schedule:
             return self.peak * max(0.0, 1.0 - done)
         return self.peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))
 
-    def _in_cycle(self, step: int) -> float:
+    def _in_cycle(self, cycle: OneCycle, step: int) -> float:
         """torch counts phases in fractions of steps, so that the peak may lie between two."""
-        first = self.peak / self.cycle.div_factor
-        last = first / self.cycle.final_div_factor
-        turn, end = self.cycle.pct_start * self.steps - 1, self.steps - 1
+        first = self.peak / cycle.div_factor
+        last = first / cycle.final_div_factor
+        turn, end = cycle.pct_start * self.steps - 1, self.steps - 1
         if step >= end:
             return last if turn < end else self.peak
         if step <= turn:

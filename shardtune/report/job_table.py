@@ -24,7 +24,7 @@ def print_job(
     """One line a value, the sections apart; then what a person should know besides."""
     console = console or Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading, least in (("key", 30), ("value", 12), ("where it came from", 24)):
+    for heading, least in (("key", 32), ("value", 12), ("where it came from", 24)):
         table.add_column(heading, overflow="fold", min_width=least)  # wrapped, never cut off
     section: Any = None
     for path, value in leaves(job.model_dump(mode="json")):

@@ -43,7 +43,7 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
             train.learning_rate,
             warmup,
             scheduled,
-            train.one_cycle,
+            train.one_cycle if train.schedule == "one_cycle" else None,
             train.schedule_start,
         ),
         max_grad_norm=train.max_grad_norm,

@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
     (tmp_path / "job.yaml").write_text(job_text(model="{name: llama}"), encoding="utf-8")
     begun = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "shardtune", "train", "job.yaml"],
+        [sys.executable, "-m", "shardtune", "train", "job.yaml", "train.precision=bf16"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -63,6 +63,8 @@ def test_warmup_may_be_a_share_of_the_run() -> None:
         ({"warmup_ratio": 0.1, "schedule_start": 20}, 40, 2, 20),
         ({"warmup_ratio": 0.0}, 40, 0, 40),
     ):
-        schedule = make_plan(make_job(train=train), 1, steps).setup.schedule
+        schedule = make_plan(
+            make_job(train={"precision": "fp32", **train}), 1, steps
+        ).setup.schedule
         assert (schedule.warmup_steps, schedule.steps) == (warmup, scheduled)
         assert schedule.at(schedule.start + warmup) == schedule.peak
