@@ -4,10 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
-# Without NVIDIA's driver torch needs no CUDA: 0.2 GB to download, not 3.
-ifeq ($(wildcard /proc/driver/nvidia),)
-TORCH_FOR_CPU := --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu
-endif
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
 # Tests that start no process run two at a time, neighbours in one place; the others start
@@ -60,7 +56,7 @@ $(VENV)/torch:
 	@echo "== 1 of 5: an environment in $(VENV) (seconds)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "== 2 of 5: $(TORCH) (half a minute, and its download)"
-	@$(PIP) install $(TORCH_FOR_CPU) $(TORCH)
+	@$(PIP) install $(TORCH)
 	@touch $@
 
 $(VENV)/demo: $(VENV)/torch pyproject.toml

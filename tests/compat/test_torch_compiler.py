@@ -96,14 +96,14 @@ def test_a_watcher_hears_of_every_compilation() -> None:
     heartbeats.close()
 
 
-def test_a_layer_may_be_compiled_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_may_be_compiled_often() -> None:
     dynamo: Any = torch._dynamo.config
-    monkeypatch.setattr(dynamo, "recompile_limit", 8)
-    raise_recompile_limit()
-    assert dynamo.recompile_limit == RECOMPILE_LIMIT
-    monkeypatch.setattr(dynamo, "recompile_limit", 100)
-    raise_recompile_limit()
-    assert dynamo.recompile_limit == 100
+    with dynamo.patch(recompile_limit=8):
+        raise_recompile_limit()
+        assert dynamo.recompile_limit == RECOMPILE_LIMIT
+    with dynamo.patch(recompile_limit=100):
+        raise_recompile_limit()
+        assert dynamo.recompile_limit == 100
 
 
 def test_one_warning_of_torch_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:

@@ -150,7 +150,7 @@ WRONG = {
     ),
     "data.train.0.type=alpaca": (
         "command line: data.train.0.type: unknown key\n    fix: known here: path, format, name, "
-        "config, split, columns, template, documents, overflow, stop, weight"
+        "config, split, columns, prefix, template, documents, overflow, stop, weight"
     ),
     "data.train.1.path=b": (
         "command line: data.train.1.path: data.train is a list of 1; '1' is not one of them\n"

@@ -159,7 +159,8 @@ def test_what_layers_keep(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("level", ["none", pytest.param("mlp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["none", "mlp"])
 def test_they_keep_no_more_for_a_length_that_is_not_known(
     level: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
