@@ -20,6 +20,7 @@ from shardtune.cli import (
     completion_command,
     data_command,
     doctor_command,
+    init_command,
     models_command,
     plan_command,
     result_command,
@@ -34,8 +35,8 @@ from shardtune.errors import Problem, ShardtuneError, did_you_mean
 from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 
 COMMANDS = (
-    train_command, doctor_command, slurm_command, plan_command, bench_command, data_command,
-    show_command, schema_command, result_command, verify_command, models_command,
+    init_command, train_command, doctor_command, slurm_command, plan_command, bench_command,
+    data_command, show_command, schema_command, result_command, verify_command, models_command,
     completion_command,
 )  # fmt: skip
 """In the order in which `--help` lists them."""

@@ -50,7 +50,7 @@ def _prefixed(job: Job) -> list[str]:
     """What is wrong with sets that have a prefix, and a format that has no source for it."""
     return [
         f"{each.label}: a prefix stands before sources, and format: {each.format} has none"
-        for each in (*job.data.train, *job.data.eval)
+        for each in (*job.data.train, *job.data.eval_sources)
         if each.prefix and each.format != "source_target"
     ]
 

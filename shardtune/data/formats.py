@@ -250,7 +250,9 @@ class _Pretokenized(RowFormat):
 def instruction_row(row: dict[str, Any], columns: Columns) -> tuple[str, str, str]:
     """System prompt, question and answer of an instruction row."""
     question = text_column(row, columns.instruction)
-    material = text_column(row, columns.input, optional=True)
+    material = ""
+    if columns.input != columns.instruction:  # `instruction: input` asks it once, not twice
+        material = text_column(row, columns.input, optional=True)
     if material.strip():
         question = f"{question}\n\n{material}"
     system = text_column(row, columns.system, optional=True)

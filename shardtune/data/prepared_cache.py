@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardtune.data.data_file import OpenedSource
     from shardtune.data.formats import RowFormat
 
-PREPARE_VERSION = 3
+PREPARE_VERSION = 4
 """A change of what preparation makes of the same input needs a new number."""
 
 

@@ -29,8 +29,8 @@ from shardtune.core.yaml_document import dotted
 from tests.jobs import make_job, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["plan", "estimate", "bench", "train", "data", "show", "schema", "generate", "merge",
-            "models", "models list", "models pull", "verify", "slurm", "doctor",
+COMMANDS = ["init", "plan", "estimate", "bench", "train", "data", "show", "schema", "generate",
+            "merge", "models", "models list", "models pull", "verify", "slurm", "doctor",
             "completion"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
 ON_RAY = "shardtune.cli.train_on_ray"  # imported by a job that asks for Ray

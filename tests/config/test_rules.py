@@ -217,6 +217,10 @@ def test_a_rule_that_is_broken_says_so(name: str) -> None:
     assert told in problems(job)
 
 
+def test_a_share_that_is_held_out_breaks_no_rule() -> None:
+    check(resolved(data={"eval": {"share": 0.1}}), dotted)
+
+
 # What a strategy can't do: the rule that says so, the sections, and the problem that is told.
 REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
     "tensor has no loss scale": (

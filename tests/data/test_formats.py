@@ -94,6 +94,13 @@ def test_columns_may_have_other_names(tokenizer):
     assert shown(tokenizer, document) == CHAT_ROW
 
 
+def test_a_column_input_that_is_the_question_is_asked_once(tokenizer):
+    columns = Columns(instruction="input")
+    row = {"input": "Add.", "output": "3"}
+    (document,) = documents(tokenizer, "instruction", row, columns=columns, template="plain")
+    assert shown(tokenizer, document) == "## Task\nAdd.\n\n## Answer\n{3<|im_end|>}"
+
+
 @pytest.mark.parametrize(
     ("row", "reason", "missing"),
     [

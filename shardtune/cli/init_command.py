@@ -1,0 +1,59 @@
+"""`shardtune init`: writes a first job for a model and a data set, with comments."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardtune.cli.arguments import Commands, add_command
+from shardtune.errors import JobError, Problem
+
+
+def add_parser(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "init",
+        init,
+        "write a commented job for a model and a data set, after a look at both",
+        """\
+  shardtune init smollm2-135m-instruct data/code.jsonl
+  shardtune init ./my-model talks.parquet --out talks.yaml""",
+    )
+    command.add_argument(
+        "model", metavar="MODEL", help="a built-in name, a local folder or a hub id"
+    )
+    command.add_argument("data", metavar="DATA", help="a file, a folder or a hub id")
+    command.add_argument(
+        "--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job (job.yaml)"
+    )
+    command.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Writes the job, unless a file stands in its place."""
+    target: Path = arguments.out
+    if target.is_dir():
+        raise JobError(Problem("--out", f"{target} is a folder", f"name a file: {target}/job.yaml"))
+    if target.exists() and not arguments.force:
+        raise _in_the_way(target)
+
+    from shardtune.cli.starter_job import starter_job
+
+    text = starter_job(arguments.model, arguments.data, target)
+    try:
+        with target.open("w" if arguments.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:  # written by somebody else meanwhile
+        raise _in_the_way(target) from None
+    except OSError as error:
+        fact = f"{target} can't be written: {error.strerror}"
+        raise JobError(Problem("--out", fact, "name a file in a folder that is there")) from None
+    print(f"wrote {target}: read its comments, then")
+    print(f"  shardtune data {target}     which tokens are trained")
+    print(f"  shardtune train {target}")
+    return 0
+
+
+def _in_the_way(target: Path) -> JobError:
+    fix = "--out FILE writes another, --force replaces it"
+    return JobError(Problem("--out", f"{target} is there already", fix))
