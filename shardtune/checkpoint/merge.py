@@ -119,13 +119,11 @@ def round_weights(merged: Any, inputs: ModelCalls, dtype: torch.dtype) -> LogitD
     """Rounds all weights to `dtype`, in place. RunError where that is more than rounding."""
     exact = fp32_logits(merged, inputs)
     bound = rounding_bound(merged, inputs, exact, Rounding(weights=dtype))
-    for (
-        name,
-        parameter,
-    ) in merged.named_parameters():  # not `.to`: that rounds the rotary tables too
+    kind = str(dtype).removeprefix("torch.")
+    # Not `.to`: that rounds the rotary tables, too.
+    for name, parameter in merged.named_parameters():
         largest = parameter.abs().max().item() if parameter.numel() else 0.0
         if largest > torch.finfo(dtype).max:
-            kind = str(dtype).removeprefix("torch.")
             fact = (
                 f"{name} has a weight of {largest:.3g}; {kind} ends at {torch.finfo(dtype).max:.5g}"
             )

@@ -99,18 +99,27 @@ def _widen(weight: Tensor) -> Tensor:
 @contextmanager
 def _through(model: nn.Module, weights: Any, results: Any = None) -> Iterator[None]:
     """While it lasts, each module computes with what `weights` makes of its own parameters, and
-    hands on what `results` makes of a tensor that comes out of it."""
-    held: dict[nn.Module, dict[str, Tensor]] = {}
+    hands on what `results` makes of a tensor that comes out of it.
+
+    Its children's parameters are changed with its own: T5's feed-forward casts what it gives to a
+    linear layer to the dtype of that layer's weights, before it calls it.
+    """
+    held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+    changed: set[nn.Parameter] = set()
 
     def before(module: nn.Module, given: Any) -> None:
-        own = dict(module.named_parameters(recurse=False))
-        held[module] = {name: parameter.data for name, parameter in own.items()}
-        for parameter in own.values():
+        near = [module, *module.children()]
+        each = (parameter for part in near for parameter in part.parameters(recurse=False))
+        own = [parameter for parameter in dict.fromkeys(each) if parameter not in changed]
+        held[module] = [(parameter, parameter.data) for parameter in own]
+        for parameter in own:
             parameter.data = weights(parameter.data)
+        changed.update(own)
 
     def after(module: nn.Module, given: Any, result: Any) -> Any:
-        for name, parameter in module.named_parameters(recurse=False):
-            parameter.data = held[module][name]
+        for parameter, data in held.pop(module):
+            parameter.data = data
+            changed.discard(parameter)
         if results is None:
             return result
         if isinstance(result, Tensor):

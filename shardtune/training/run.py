@@ -277,9 +277,9 @@ class Run:
             self.view.say("saving the result, and reading it back")
             with self.view.phase("saving the result, and reading it back", self.clock.run):
                 training = TrainingReport.of(progress, peak)
-            evaluation = self._before_and_after(results)
-            card = render_card(self._card_facts(training, evaluation))
-            difference = self._save_result(trained, logits, probe, card)
+                evaluation = self._before_and_after(results)
+                card = render_card(self._card_facts(training, evaluation))
+                difference = self._save_result(trained, logits, probe, card)
             report = RunReport(
                 finished=not progress.stopped,
                 directory=str(self.files.path),

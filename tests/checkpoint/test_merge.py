@@ -12,11 +12,13 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardtune.checkpoint import merge as rounding_of_merges
 from shardtune.checkpoint.export import save_result
 from shardtune.checkpoint.merge import (
     compare_merged,
     merge_adapter,
     require_read_back,
+    round_weights,
     tokenize_prompts,
 )
 from shardtune.checkpoint.rounding_error import Rounding, fp32_logits, rounding_bound
@@ -29,6 +31,7 @@ from shardtune.models.load import COMPUTE_DTYPES
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
 from tests.jobs import make_environment
+from tests.models.encoder_decoder import write as write_encoder_decoder
 from tests.synthetic import batch, load_model, make_job, trained
 
 STOPS = frozenset({tiny.END, 10})
@@ -185,6 +188,32 @@ def test_a_weight_beyond_the_range_of_fp16_is_refused(tmp_path: Path) -> None:
         merge_adapter(model, tiny.tokens(), tmp_path / "merged", torch.float16, [])
     assert "bf16 or fp32" in caught.value.problems[0].fix
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_with_an_encoder_are_rounded_within_the_bound(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """T5's feed-forward looks at the dtype of a weight before it calls the layer that has it."""
+    model = write_encoder_decoder(tmp_path, family).eval()
+    row = batch(3).input_ids[:1]
+    asked = [{"input_ids": row, "decoder_input_ids": row[:, :4]}]
+    wide = fp32_logits(model, asked)
+    found = round_weights(model, asked, dtype)
+    assert 0 < found.found <= found.bound
+    assert model.get_output_embeddings().weight.dtype == dtype
+    assert torch.equal(wide, fp32_logits(write_encoder_decoder(tmp_path, family).eval(), asked))
+
+
+def test_weights_that_more_than_rounding_has_moved_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounding_of_merges, "rounding_bound", lambda *_: 0.0)
+    asked = [{"input_ids": batch(3).input_ids}]
+    with pytest.raises(RunError, match="rounded to bfloat16, logits differ by") as caught:
+        round_weights(changed(NoAdapter()), asked, torch.bfloat16)
+    assert caught.value.problems[0].fix == "write it with --dtype fp32"
 
 
 def test_other_weights_on_the_disk_are_refused(tmp_path: Path) -> None:
