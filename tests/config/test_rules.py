@@ -625,9 +625,3 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_before_they_are_started
     job = resolved(strategy=zero(stage=3, zero_hpz_partition_size=3), launch={"processes": 4})
     place = "strategy.zero_optimization.zero_hpz_partition_size"
     assert told(job, None) == [(place, "groups of 3 don't divide 4 ranks")]
-
-
-def test_a_share_for_evaluation_breaks_no_rule() -> None:
-    """It is no list of sources, which rules about sources look through."""
-    job = make_job(data={"train": [source("a.jsonl")], "eval": {"share": 0.1}})
-    check(resolve(job, Machine(cores=2, gpus=0)).job, dotted)
