@@ -435,8 +435,13 @@ def test_as_many_layers_listen_as_there_is_room_for(
 
 @pytest.mark.parametrize(
     ("family", "passes"),
-    [("qwen2", 2 * 6 - 1), ("gemma4_text", 6 * 7 // 2), ("gemma4", 6 * 7 // 2)],
-    ids=["know none", "share keys and values", "do so, in a model that sees"],
+    [
+        pytest.param("qwen2", 2 * 6 - 1, id="know none"),
+        pytest.param("gemma4_text", 6 * 7 // 2, id="share keys and values", marks=pytest.mark.long),
+        pytest.param(
+            "gemma4", 6 * 7 // 2, id="do so, in a model that sees", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_texts_pass_a_layer_twice_where_layers_know_no_others(
     tmp_path: Path, family: str, passes: int, monkeypatch: pytest.MonkeyPatch
@@ -532,8 +537,10 @@ def test_all_that_a_layer_gives_is_kept_for_the_next(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("widths", "room"),
-    [((128, 768), HESSIAN_BUDGET), ((256, 256), 1)],
-    ids=["squares, of all layers", "weights, of one layer"],
+    [
+        pytest.param((128, 768), HESSIAN_BUDGET, id="squares, of all layers"),
+        pytest.param((256, 256), 1, id="weights, of one layer", marks=pytest.mark.long),
+    ],
 )
 def test_the_forecast_counts_what_rounding_takes(
     tmp_path: Path, widths: tuple[int, int], room: int, monkeypatch: pytest.MonkeyPatch

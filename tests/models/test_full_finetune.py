@@ -89,7 +89,10 @@ def test_generating_takes_the_same_way() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch tells of what its compiler does itself
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])  # turned, with biases, with GELU
+@pytest.mark.parametrize(  # turned, with biases, with GELU
+    "family",
+    ["llama", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen2", "gemma"))],
+)
 def test_a_compiler_sees_one_graph(family: str) -> None:
     """With and without gradients: `fullgraph` refuses to go on in pieces."""
     torch._dynamo.reset()

@@ -142,7 +142,10 @@ def reference_run(family: str, adapter: str) -> Steps:
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-@pytest.mark.parametrize("family", encoder_decoder.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["t5", *(pytest.param(each, marks=pytest.mark.long) for each in ("flan_t5", "mt5")), "bart"],
+)
 def test_one_process_trains_as_transformers_does(family: str, adapter: str) -> None:
     found = engine_run(World(0, 1, 0), folder(family), adapter, {"type": "ddp"})
     np.testing.assert_allclose(found, reference_run(family, adapter), rtol=SAME)

@@ -62,9 +62,9 @@ def job(
 
 QUICK = {
     "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
-    "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
 }
 LONG = {
+    "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
     "all, paged": job(QWEN, 4, 1024, loss="fused", paged=True),
     "all, plain": job(QWEN, 4, 1024),
     "all, fused": job(SMALL, 4, 2048, loss="fused"),
