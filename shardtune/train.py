@@ -11,6 +11,7 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.config.model_rules import check_model
 from shardtune.core.cache import cache_dir
+from shardtune.core.model.kind import require_trained_family
 from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
 from shardtune.core.run_report import RunReport
@@ -201,6 +202,7 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     model = ModelFiles(job.model, job.data.chat_template)
     paired = model.kind == "encoder_decoder"
     target = job.data.longest_target if paired else None
+    require_trained_family(model.own_config, job.model.name)
     check_model(job, model.kind)
     check_fits_data(model, job.data.sequence_length, target)
     check_weights(model, job.adapter)

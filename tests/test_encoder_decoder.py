@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from shardtune.cli.result_command import ask
+from shardtune.cli.result_command import ask, merge
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
 from shardtune.core.machine import Machine
@@ -100,6 +100,19 @@ def test_from_job_to_result(folder: Path, adapter: str) -> None:
         given = tokenizer(f"Say {PROMPT}", return_tensors="pt").input_ids
         written = model.eval().generate(input_ids=given, max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(written[0], skip_special_tokens=True).strip() == answer
+
+    assert_card_of_both_halves(result)
+    if adapter == "lora":
+        merge(folder / "run", folder / "merged")
+        assert_card_of_both_halves(folder / "merged")
+
+
+def assert_card_of_both_halves(result: Path) -> None:
+    """The card names the pipeline and the class that take such a model."""
+    card = (result / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: text2text-generation\n" in card
+    assert "AutoModelForSeq2SeqLM.from_pretrained" in card
+    assert "CausalLM" not in card
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path) -> None:

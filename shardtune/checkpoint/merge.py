@@ -27,6 +27,7 @@ from shardtune.checkpoint.rounding_error import (
     rounding_bound,
 )
 from shardtune.core.atomic_write import atomic_folder
+from shardtune.core.model.kind import kind_of
 from shardtune.errors import Problem, RunError
 
 PROMPTS = 4
@@ -81,7 +82,9 @@ def merge_adapter(
         if base is not None:
             hide_path(partial, *base)
         if card is not None:
-            (partial / CARD_FILE).write_text(card_of_merged(card), encoding="utf-8")
+            (partial / CARD_FILE).write_text(
+                card_of_merged(card, kind_of(merged.config)), encoding="utf-8"
+            )
         require_read_back(merged, partial)
     return MergedModel(_word(dtype), same, rounded)
 

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.config.job import Job
+from shardtune.core.model.kind import ModelKind
 from shardtune.core.run_report import BeforeAfter, EvalFigures, TrainingReport
 from shardtune.core.yaml_document import dump_document
 
 CARD_FILE = "README.md"
 _LOADING = "## How to load it"
+_PIPELINES: Mapping[ModelKind, str] = {
+    "decoder": "text-generation",
+    "encoder_decoder": "text2text-generation",
+}
+_CLASSES: Mapping[ModelKind, str] = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder_decoder": "AutoModelForSeq2SeqLM",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class CardFacts:
     training: TrainingReport
     evaluation: Mapping[str, BeforeAfter]
     versions: Mapping[str, str]
+    kind: ModelKind
 
 
 def render_card(facts: CardFacts) -> str:
@@ -64,7 +74,7 @@ def render_card(facts: CardFacts) -> str:
         front["base_model"] = facts.base.name
     if facts.base.licence is not None:
         front["license"] = facts.base.licence.lower()
-    front["pipeline_tag"] = "text-generation"
+    front["pipeline_tag"] = _PIPELINES[facts.kind]
     tags = ["shardtune", facts.job.adapter.type if adapted else "full-fine-tune"]
     front["tags"] = tags
     kind = f"A {facts.job.trains} adapter for" if adapted else "A full fine-tune of"
@@ -85,18 +95,18 @@ def render_card(facts: CardFacts) -> str:
             *_versions(facts.versions),
             _LOADING,
             "",
-            *_load(facts.base.name if adapted else None),
+            *_load(facts.kind, facts.base.name if adapted else None),
             "",
         ]
     )
 
 
-def card_of_merged(card: str) -> str:
-    """The card of an adapter's run, for the model that it was merged into."""
+def card_of_merged(card: str, kind: ModelKind) -> str:
+    """The card of an adapter's run, for the model of this kind that it was merged into."""
     head, _, _ = card.partition(_LOADING)
     head = head.replace("library_name: peft", "library_name: transformers", 1)
     head = head.replace("adapter for", "adapter, merged into", 1)
-    return "\n".join([head.rstrip(), "", _LOADING, "", *_load(None), ""])
+    return "\n".join([head.rstrip(), "", _LOADING, "", *_load(kind, None), ""])
 
 
 def hide_path(folder: Path, path: str, name: str) -> None:
@@ -151,16 +161,17 @@ def _versions(versions: Mapping[str, str]) -> list[str]:
     return ["## Versions", "", *(f"- {name} {each}" for name, each in versions.items()), ""]
 
 
-def _load(base: str | None) -> list[str]:
+def _load(kind: ModelKind, base: str | None) -> list[str]:
+    loader = _CLASSES[kind]
     if base is None:
-        call = 'AutoModelForCausalLM.from_pretrained("path or id of this model", dtype="auto")'
-        code = ["from transformers import AutoModelForCausalLM", "", f"model = {call}"]
+        call = f'{loader}.from_pretrained("path or id of this model", dtype="auto")'
+        code = [f"from transformers import {loader}", "", f"model = {call}"]
     else:
         code = [
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
+            f"from transformers import {loader}",
             "",
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")',
+            f'base = {loader}.from_pretrained("{base}", dtype="auto")',
             'model = PeftModel.from_pretrained(base, "path or id of this adapter")',
         ]
     return ["```python", *code, "```"]

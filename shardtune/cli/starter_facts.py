@@ -98,12 +98,13 @@ def look_at_model(name: str) -> StarterModel:
     from shardtune.config.job import ModelSection
     from shardtune.config.model_config import config_of
     from shardtune.core.model.architectures import read_shape
-    from shardtune.core.model.kind import kind_of
+    from shardtune.core.model.kind import kind_of, require_trained_family
     from shardtune.models.catalogue import BUILT_IN, resolve
 
     if name not in BUILT_IN:
         resolve(name)  # says what is wrong with a name; a built-in one would be fetched
     config = config_of(ModelSection(name=name))
+    require_trained_family(config, name)
     try:
         shape = read_shape(config, name)
     except ModelError:

@@ -67,7 +67,7 @@ def resolve(
     _resolve_family(draft, kind)
     _resolve_kernels(draft, machine, kind)
     _resolve_offload(draft, machine)
-    _resolve_precision(draft, machine, begun)
+    _resolve_precision(draft, machine, kind, begun)
     _resolve_evaluation(draft)
     _resolve_names(draft)
     if not memory_decides(draft.job, machine):
@@ -206,12 +206,14 @@ def _resolve_offload(draft: _Draft, machine: Machine) -> None:
         draft.put(("train", "optimizer", "paged"), False, reason)
 
 
-def _resolve_precision(draft: _Draft, machine: Machine, begun: Job | None) -> None:
+def _resolve_precision(draft: _Draft, machine: Machine, kind: ModelKind, begun: Job | None) -> None:
     if draft.job.train.precision == "auto":
-        draft.put(PRECISION, *_precision(draft.job, machine, begun))
+        draft.put(PRECISION, *_precision(draft.job, machine, kind, begun))
 
 
-def _precision(job: Job, machine: Machine, begun: Job | None) -> tuple[Precision, str]:
+def _precision(
+    job: Job, machine: Machine, kind: ModelKind, begun: Job | None
+) -> tuple[Precision, str]:
     """What a run was begun with, what a strategy's own file says, what the weights need, or what
     the device is fast in."""
     if begun is not None and begun.train.precision != "auto":
@@ -225,6 +227,8 @@ def _precision(job: Job, machine: Machine, begun: Job | None) -> tuple[Precision
     best, reason = machine.matmul.best(gpu=machine.gpus > 0)
     if best not in job.strategy.capabilities.precisions:
         return "fp32", f"{reason}, which strategy {job.strategy.type} doesn't take"
+    if best == "fp16" and kind == "encoder_decoder":
+        return "fp32", f"{reason}, in which published T5 weights overflow"
     return best, reason
 
 

@@ -101,8 +101,9 @@ class PairCollator(Collator):
         super().__init__(sets, capacity=capacity, pad_id=pad_id)
         self._target_capacity = target_capacity
 
-    def __call__(self, rows: Sequence[BatchRow]) -> MicroBatch:
-        """Sources and targets are padded on the right, each to the longest of its side."""
+    def __call__(self, rows: Sequence[BatchRow], source: int = 1, target: int = 1) -> MicroBatch:
+        """Sources and targets are padded on the right, each to the longest of its side, and to
+        `source` and `target` tokens at least."""
         documents = [document for row in rows for document in row]
         lengths = np.array([document.length for document in documents], dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
@@ -110,9 +111,9 @@ class PairCollator(Collator):
         ends = list(zip(starts, starts + lengths, strict=True))
         sources = [tokens[start:end][~trained[start:end]] for start, end in ends]
         targets = [tokens[start:end][trained[start:end]] for start, end in ends]
-        input_ids = _padded(sources, self._pad_id, self._capacity)
-        mask = _padded([np.ones_like(source) for source in sources], 0, self._capacity)
-        labels = _padded(targets, IGNORED, self._target_capacity)
+        input_ids = _padded(sources, self._pad_id, source, self._capacity)
+        mask = _padded([np.ones_like(each) for each in sources], 0, source, self._capacity)
+        labels = _padded(targets, IGNORED, target, self._target_capacity)
         if not rows:  # of nothing but padding an encoder would make numbers that are none
             mask[:, :1] = 1
         return MicroBatch(
@@ -126,9 +127,12 @@ class PairCollator(Collator):
         )
 
 
-def _padded(rows: Sequence[NDArray[np.int64]], value: int, capacity: int) -> NDArray[np.int64]:
-    """The rows as one table, `value` behind each; one row of it where there are none."""
-    longest = max(map(len, rows), default=1)
+def _padded(
+    rows: Sequence[NDArray[np.int64]], value: int, least: int, capacity: int
+) -> NDArray[np.int64]:
+    """The rows as one table at least so wide, `value` behind each; one row of it where there are
+    none."""
+    longest = max(least, *map(len, rows)) if rows else least
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, capacity)
     table = np.full((max(len(rows), 1), width), value, dtype=np.int64)
     for row, values in zip(table, rows, strict=False):

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from shardtune.config.job import DataSection
 from shardtune.core.step import MicroBatch
@@ -68,12 +69,21 @@ class Loader:
         self._ranks = ranks
         if paired:
             target = section.longest_target
-            self._collate: Collator = PairCollator(
+            pairs = PairCollator(
                 self._sets, capacity=self._capacity, target_capacity=target, pad_id=pad_id
+            )
+            self._collate: Collator = pairs
+            # Sides are padded apart: one pair may have the longest source, another the longest
+            # target, and both may come to lie in one micro-batch.
+            self._collate_largest: Callable[[Sequence[BatchRow]], MicroBatch] = partial(
+                pairs,
+                source=max(int((each.lengths - each.labels).max()) for each in train),
+                target=max(int(each.labels.max()) for each in train),
             )
             self._capacity += target  # of both sides together
         else:
             self._collate = Collator(self._sets, capacity=self._capacity, pad_id=pad_id)
+            self._collate_largest = self._collate
         self._sampler = Sampler(
             [each.lengths for each in train],
             [each.name for each in train],
@@ -134,10 +144,13 @@ class Loader:
                     step_to_come.cancel()
 
     def largest(self) -> list[MicroBatch]:
-        """A step than whose micro-batches none of the run has more tokens, padding counted."""
+        """A step than whose micro-batches none of the run has more tokens, padding counted.
+
+        Both sides of its pairs are as wide as the longest of all.
+        """
         rounds = -(-self._global_batch // (self._ranks * self._micro_batch))
         rows = -(-self._global_batch // (self._ranks * rounds))
-        return [self._collate(self._sampler.longest(rows))] * rounds
+        return [self._collate_largest(self._sampler.longest(rows))] * rounds
 
     def evaluation(self, name: str) -> CountedBatches:
         """This rank's share of an evaluation set; all ranks get as many micro-batches."""

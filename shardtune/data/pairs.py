@@ -45,6 +45,10 @@ PAIRS = (
 """Columns that hold a source and its target in many data sets, most of them on the hub."""
 
 
+MASK = "attention_mask"
+"""The column in which tokenizers say which of the source's ids are no padding."""
+
+
 class PairFormat(RowFormat):
     """Reads rows of one format as a source and a target."""
 
@@ -154,21 +158,20 @@ class _Instruction(_TextPair):
 
 
 class _Pretokenized(PairFormat):
-    """Token ids of the source, and labels of their own length."""
+    """Token ids of the source, and labels of their own length; either may be padded, as
+    `tokenizer(padding="max_length")` stores them."""
 
     def __init__(self, tokenizer: Any, columns: Columns, target_length: int) -> None:
         super().__init__(tokenizer, target_length)
         self._ids, self._labels = columns.input_ids, columns.labels
-        self._vocabulary = len(tokenizer)
+        self._vocabulary, self._pad = len(tokenizer), tokenizer.pad_token_id
         self.required = ((self._ids,), (self._labels,))
-        self.settings = ("pretokenized", "pair", self._ids, self._labels, str(target_length))
+        padding = (MASK, str(self._pad), str(self._end))
+        names = (self._ids, self._labels)
+        self.settings = ("pretokenized", "pair", *names, *padding, str(target_length))
 
     def _read(self, row: dict[str, Any]) -> Tokens:
-        source, labels = integer_column(row, self._ids), integer_column(row, self._labels)
-        last = np.flatnonzero(labels != IGNORED)
-        target = labels[: last[-1] + 1] if len(last) else labels[:0]
-        if not len(target):
-            raise Unreadable(f"{self._labels!r} holds nothing but {IGNORED}")
+        source, target = self._source(row), self._target(row)
         for name, ids in ((self._ids, source), (self._labels, target)):
             wrong = ids[(ids < 0) | (ids >= self._vocabulary)]
             if len(wrong):
@@ -176,5 +179,40 @@ class _Pretokenized(PairFormat):
                 raise Unreadable(f"{name!r} holds {wrong[0]}, but token ids go from 0 to {most}")
         return pair(source.astype(np.int32), target.astype(np.int32))
 
+    def _source(self, row: dict[str, Any]) -> NDArray[np.int64]:
+        """The ids that the row's attention mask shows, or all where it has none."""
+        ids = integer_column(row, self._ids)
+        if row.get(MASK) is None:
+            return ids
+        mask = integer_column(row, MASK)
+        if len(mask) != len(ids):
+            raise Unreadable(f"{len(ids)} {self._ids}, but {len(mask)} in {MASK!r}")
+        if not mask.any():
+            raise Unreadable(f"{MASK!r} holds nothing but 0")
+        shown: NDArray[np.int64] = ids[mask != 0]
+        return shown
+
+    def _target(self, row: dict[str, Any]) -> NDArray[np.int64]:
+        """The labels without the padding behind them. Where it is the end-of-text token that pads,
+        the first one ends the target."""
+        labels = integer_column(row, self._labels)
+        target = labels[: _end_of(labels != IGNORED)]
+        if not len(target):
+            raise Unreadable(f"{self._labels!r} holds nothing but {IGNORED}")
+        if self._pad is None:
+            return target
+        end = _end_of(target != self._pad)
+        if self._pad == self._end:
+            end += 1
+        if not end:
+            raise Unreadable(f"{self._labels!r} holds nothing but padding ({self._pad})")
+        return target[:end]
+
     def _encode(self, found: list[Tokens]) -> Sequence[Tokens]:
         return found
+
+
+def _end_of(flags: NDArray[np.bool_]) -> int:
+    """The place behind the last one that is true."""
+    found = np.flatnonzero(flags)
+    return int(found[-1]) + 1 if len(found) else 0

@@ -356,7 +356,7 @@ class Run:
         ]
         made = describe_environment(self.world, "", self.data)
         versions = {"shardtune": made.shardtune, "Python": made.python, **made.packages}
-        return CardFacts(self.job, base, data, training, evaluation, versions)
+        return CardFacts(self.job, base, data, training, evaluation, versions, self.model.kind)
 
     def _save_result(
         self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch, card: str

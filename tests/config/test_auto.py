@@ -205,6 +205,7 @@ OLD_GPU = gpu_matmul_speed("T4", bf16=False)
 NEW_GPU = gpu_matmul_speed("A100", bf16=True)
 NO_BF16 = "T4 is older than Ampere and has no bf16: fp16 with loss scaling"
 FP8 = {"model": {"name": "tiny", "quantization": "fp8"}, "adapter": {"type": "lora"}}
+T5 = {"model": {"name": "google/flan-t5-xl"}}
 NF4 = {"model": {"name": "tiny", "quantization": "nf4"}, "adapter": {"type": "lora"}}
 
 
@@ -222,6 +223,8 @@ NF4 = {"model": {"name": "tiny", "quantization": "nf4"}, "adapter": {"type": "lo
         (SLOW_BF16, 0, {"strategy": {"type": "deepspeed"}}, "fp32", "bf16 is slow here"),
         (OLD_GPU, 2, {"strategy": {"type": "tensor", "degree": 2}}, "fp32",
          f"{NO_BF16}, which strategy tensor doesn't take"),
+        (OLD_GPU, 1, T5, "fp32", f"{NO_BF16}, in which published T5 weights overflow"),
+        (NEW_GPU, 1, T5, "bf16", "A100 is fast in bf16"),
     ],
 )  # fmt: skip
 def test_the_precision_is_what_the_device_is_fast_in(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardtune.api import forecast, rank_strategies
+from shardtune.cli.starter_facts import look_at_model
 from shardtune.config.auto import resolve
 from shardtune.config.model_rules import check_model
 from shardtune.core.machine import Machine
 from shardtune.core.model.known_models import known_model
-from shardtune.errors import JobError, Problem
+from shardtune.errors import JobError, ModelError, Problem
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.on_cluster import resolve_on
 from shardtune.plan.search import rank
+from shardtune.train import open_inputs
 from tests.jobs import make_job
 
 FLAN = {"name": "google/flan-t5-xl"}
@@ -95,3 +100,27 @@ def test_the_planner_ranks_what_can_be_trained() -> None:
     assert not any("tensor" in name or "pipeline" in name for name in possible)
     refused = next(each for each in ranking.candidates if each.name == "tensor or pipeline")
     assert "encoder" in refused.refused
+
+
+@pytest.mark.parametrize("family", ["m2m_100", "mbart", "pegasus", "umt5"])
+def test_families_whose_targets_nobody_has_tried_are_refused_by_all(
+    family: str, tmp_path: Path
+) -> None:
+    """NLLB (`m2m_100`) and mBART put the language before a target, in a mode of the tokenizer."""
+    config = {"model_type": family, "is_encoder_decoder": True}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    job = make_job(model={"name": str(tmp_path)})
+    asked = (
+        lambda: forecast(job, "8xA100-80GB"),
+        lambda: rank_strategies(job, "8xA100-80GB"),
+        lambda: look_at_model(str(tmp_path)),
+        lambda: open_inputs(resolve(job, Machine(cores=2, gpus=0)).job, quiet=True),
+    )
+    told = set()
+    for ask in asked:
+        with pytest.raises(ModelError) as caught:
+            ask()
+        told.update(caught.value.problems)
+    (problem,) = told
+    assert f"'{family}'" in problem.fact
+    assert problem.fix.endswith("bart, mt5, t5")

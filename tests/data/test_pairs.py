@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,31 @@ def test_pretokenized_labels_have_a_length_of_their_own() -> None:
     assert sides("t5", "pretokenized", row) == ("Hi<|im_end|>", "H<|im_end|>")
 
 
+PADDED = {"input_ids": [72, 105, END, PAD, PAD], "attention_mask": [1, 1, 1, 0, 0]}
+
+
+@pytest.mark.parametrize("labels", [[72, END, PAD, PAD], [72, END, PAD, IGNORED], [72, END]])
+def test_padding_of_pretokenized_rows_is_cut_off(labels: list[int]) -> None:
+    """As `tokenizer(padding="max_length")` stores both sides."""
+    found = sides("t5", "pretokenized", PADDED | {"labels": labels})
+    assert found == ("Hi<|im_end|>", "H<|im_end|>")
+
+
+def test_sources_may_be_padded_on_the_left() -> None:
+    row = {"input_ids": [PAD, 72, END], "attention_mask": [0, 1, 1], "labels": [72, END]}
+    assert sides("t5", "pretokenized", row) == ("H<|im_end|>", "H<|im_end|>")
+
+
+def test_an_end_that_also_pads_ends_a_target_once() -> None:
+    tokens = tokenizer("t5")
+    tokens.pad_token = tokens.eos_token
+    made = make_pair_format(Source(path="some.jsonl", format="pretokenized"), tokens, 64)
+    for labels in ([72, 105, END, END, END], [72, 105, END], [72, 105]):
+        (found,) = made.documents([SourceRecord(1, {"input_ids": [72], "labels": labels})])
+        assert isinstance(found, Tokens), found
+        assert found.ids.tolist() == [72, *labels[:3]]
+
+
 @pytest.mark.parametrize(
     ("format", "row", "reason"),
     [
@@ -86,6 +112,9 @@ def test_pretokenized_labels_have_a_length_of_their_own() -> None:
         ("pretokenized", {"input_ids": [1]}, "no column 'labels'"),
         ("pretokenized", {"input_ids": [1], "labels": [IGNORED]}, "nothing but -100"),
         ("pretokenized", {"input_ids": [1], "labels": [IGNORED, 2]}, "'labels' holds -100"),
+        ("pretokenized", {"input_ids": [1], "labels": [PAD, PAD]}, "nothing but padding (256)"),
+        ("pretokenized", PADDED | {"attention_mask": [0] * 5, "labels": [2]}, "nothing but 0"),
+        ("pretokenized", PADDED | {"attention_mask": [1], "labels": [2]}, "5 input_ids, but 1 in"),
         ("pretokenized", {"input_ids": [999], "labels": [2]}, "'input_ids' holds 999"),
     ],
 )
@@ -122,9 +151,9 @@ def test_a_decoder_is_refused_pairs_with_what_to_write() -> None:
 ROWS = [("abc", "x"), ("s" * 30, "t" * 30), ("de", "fgh")]
 
 
-def prepared(folder: Path, **settings: Any) -> PreparedSet:
+def prepared(folder: Path, rows: Sequence[tuple[str, str]] = ROWS, **settings: Any) -> PreparedSet:
     file = folder / "pairs.jsonl"
-    lines = (json.dumps({"source": source, "target": target}) for source, target in ROWS)
+    lines = (json.dumps({"source": source, "target": target}) for source, target in rows)
     file.write_text("\n".join(lines), encoding="utf-8")
     section = section_of(file, **settings)
     found = prepare(
@@ -166,13 +195,18 @@ def test_another_target_length_is_another_data_set(tmp_path: Path) -> None:
     assert again.labels[1] == 31
 
 
-def loader(folder: Path, ranks: int = 1) -> Loader:
+def loader(
+    folder: Path,
+    ranks: int = 1,
+    rows: Sequence[tuple[str, str]] = ROWS,
+    micro_batch: int = 3,
+) -> Loader:
     from shardtune.data.dataset import PreparedData
 
-    made = prepared(folder)
+    made = prepared(folder, rows)
     return Loader(
         PreparedData((made,), ()), section_of(folder / "pairs.jsonl"), seed=0, global_batch=3,
-        micro_batch=3, rank=ranks - 1, ranks=ranks, pad_id=PAD,
+        micro_batch=micro_batch, rank=ranks - 1, ranks=ranks, pad_id=PAD,
     )  # fmt: skip
 
 
@@ -199,6 +233,20 @@ def test_a_rank_without_rows_reads_something(tmp_path: Path) -> None:
     assert batch.source_mask is not None
     assert batch.source_mask.sum() == 1
     assert (batch.targets == IGNORED).all()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_the_largest_micro_batch_has_the_longest_of_both_sides(
+    tmp_path: Path, micro_batch: int
+) -> None:
+    """One pair has the longest source, another the longest target, and most have most of both."""
+    rows = [("s" * 11, "t"), ("s", "t" * 7), *[("s" * 7, "t" * 6)] * 3]
+    largest = loader(tmp_path, rows=rows, micro_batch=micro_batch).largest()
+    assert len(largest) == 3 // micro_batch
+    for batch in largest:
+        assert batch.source_mask is not None
+        assert batch.input_ids.shape == batch.source_mask.shape == (micro_batch, 12)
+        assert batch.targets.shape == (micro_batch, 8)
 
 
 def test_ids_are_those_of_the_tokenizer() -> None:

@@ -10,17 +10,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from shardtune.errors import ModelError, Problem
+
 ModelKind = Literal["decoder", "encoder_decoder"]
 """`decoder` continues one sequence; `encoder_decoder` reads a source and writes a target."""
 
-_WITH_ENCODER = frozenset({"bart", "mt5", "t5"})
-"""Families (transformers' `model_type`) that have an encoder unless their config.json denies it."""
+WITH_ENCODER = ("bart", "mt5", "t5")
+"""Families (transformers' `model_type`) with an encoder that are trained. They have it unless their
+config.json denies it."""
 
 
 def kind_of(config: Any) -> ModelKind:
     """The kind that a configuration of transformers, or a config.json, describes."""
     if isinstance(config, Mapping):
-        both = config.get("is_encoder_decoder", config.get("model_type") in _WITH_ENCODER)
+        both = config.get("is_encoder_decoder", config.get("model_type") in WITH_ENCODER)
     else:
         both = getattr(config, "is_encoder_decoder", False)
     return "encoder_decoder" if both else "decoder"
+
+
+def require_trained_family(config: Any, name: str) -> None:
+    """Refuses encoder-decoder models of families that aren't trained; `name` is the model's.
+
+    Targets of theirs aren't made as sources are: the tokenizers of NLLB, M2M100 and mBART have a
+    mode for them, which puts the language first. Training would go wrong without a word.
+    """
+    family = config.get("model_type") if isinstance(config, Mapping) else config.model_type
+    if kind_of(config) == "decoder" or family in WITH_ENCODER:
+        return
+    fact = (
+        f"is {family!r}, an encoder-decoder family of which nobody has tried how targets are made"
+    )
+    fix = f"choose a model of a family that is trained: {', '.join(WITH_ENCODER)}"
+    raise ModelError(Problem(f"{name} config.json: model_type", fact, fix))

@@ -22,6 +22,7 @@ from shardtune.core.model.architectures.ia3 import ia3_modules
 from shardtune.core.model.architectures.llama import llama_like
 from shardtune.core.model.architectures.seq2seq import bart, t5
 from shardtune.core.model.architectures.traits import TRAITS
+from shardtune.core.model.kind import require_trained_family
 from shardtune.core.model.shape import ModelShape
 from shardtune.errors import ModelError, Problem, did_you_mean
 
@@ -55,6 +56,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     if not isinstance(family, str):
         fact = "is missing" if family is None else f"is {family!r}, not a word"
         raise ModelError(Problem(place, fact, "name a config.json of transformers"))
+    require_trained_family(config, name)
     if family not in SHAPE_READERS:
         near = did_you_mean(family, SHAPE_READERS)
         known = f"known are {', '.join(sorted(SHAPE_READERS))}"
