@@ -234,4 +234,5 @@ def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:
         ranks=mesh.data_ranks,
         pad_id=inputs.model.tokenizer.pad_token_id or 0,
         epochs=job.train.epochs,
+        earlier_ends=job.train.earlier_ends,
     )

@@ -18,9 +18,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from shardtune.checkpoint.async_saver import AsyncSaver
+from shardtune.checkpoint.extension import continued
 from shardtune.checkpoint.manifest import read_manifest
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import require_same_job
+from shardtune.config.auto import ResolvedJob
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.machine import Machine
@@ -356,11 +358,11 @@ def test_all_weights_of_a_16_bit_model(tmp_path: Path, precision: str) -> None:
     assert any(not torch.equal(found[name], weights[name]) for name in weights)
 
 
-def extendable(folder: Path, name: str, **train: Any) -> Job:
+def extendable(folder: Path, name: str, *, packing: bool = True, **train: Any) -> Job:
     source = {"format": "instruction", "path": data_file(folder / "d.jsonl", 20), "name": "d"}
     return make_job(
         str(folder / name),
-        data={"train": [source], "sequence_length": 64},
+        data={"train": [source], "sequence_length": 64, "packing": packing},
         train={"global_batch": 2, "precision": "fp32", "learning_rate": 1e-3, **train},
         adapter={"type": "lora", "rank": 2, "dropout": 0.1},
         save={"directory": str(folder / name), "trace": True},
@@ -403,6 +405,25 @@ def test_a_schedule_can_begin_anew(tmp_path: Path, capsys: pytest.CaptureFixture
     assert rates == pytest.approx([0.0, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
     with pytest.raises(RunError, match=f"has done {done + 4} steps already; this job has 1"):
         train(extendable(tmp_path, "run", steps=1, schedule="linear"), resume=True)
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_epochs_that_are_added_are_whole(tmp_path: Path) -> None:
+    """The short step at the first end doesn't cost rows of the next epoch."""
+    once, twice = (
+        extendable(tmp_path, "run", epochs=epochs, global_batch=8, packing=False)
+        for epochs in (1.0, 2.0)
+    )
+    assert train_here(once).training.step == 3  # of 20 rows
+    run = RunDir(tmp_path / "run")
+    longer = continued(ResolvedJob(twice, {}), run).job
+    require_same_job(run, longer)
+    train(longer, resume=True)
+    steps = metrics(tmp_path / "run", "step")
+    assert [line["epoch"] for line in steps] == pytest.approx([0.4, 0.8, 1.0, 1.4, 1.8, 2.0])
+    found = run.read_job()
+    assert found is not None
+    assert found.train.earlier_ends == (1.0,)
 
 
 def test_a_run_is_not_resumed_on_other_rows(tmp_path: Path) -> None:

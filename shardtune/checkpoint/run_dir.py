@@ -167,6 +167,7 @@ class RunDir:
         length = {
             "steps": now.steps,
             "epochs": now.epochs,
+            "earlier_ends": now.earlier_ends,
             "schedule_start": now.schedule_start,
             "warmup_steps": now.warmup_steps,
             "warmup_ratio": now.warmup_ratio,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from shardtune.checkpoint.extension import is_extended
 from shardtune.checkpoint.run_dir import RUN_FOLDERS, RunDir
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves, load_job
@@ -22,13 +23,9 @@ _FREE = {
 
 # What may change with the length of a run. A shorter try may have had less warmup.
 _LENGTH = {
-    ("train", key) for key in ("steps", "epochs", "schedule_start", "warmup_steps", "warmup_ratio")
+    *(("train", key) for key in ("steps", "epochs", "earlier_ends")),
+    *(("train", key) for key in ("schedule_start", "warmup_steps", "warmup_ratio")),
 }
-
-
-def is_extended(begun: Job, job: Job) -> bool:
-    """Whether `job` is a longer run than the one that was begun, or a shorter one."""
-    return (begun.train.steps, begun.train.epochs) != (job.train.steps, job.train.epochs)
 
 
 def require_folder(run: RunDir, place: str) -> None:
@@ -54,6 +51,12 @@ def require_unoccupied(run: RunDir, place: str) -> None:
                 "go on with it (--resume), replace it (--overwrite), or set save.directory",
             )
         )
+
+
+def require_resumable(run: RunDir, job: Job) -> None:
+    """A run goes on with its own job, and only where something is left to do."""
+    require_same_job(run, job)
+    require_unfinished(run, job)
 
 
 def require_same_job(run: RunDir, job: Job) -> None:

@@ -81,6 +81,11 @@ class RunLogs:
             if record["kind"] == "evaluation" and record["step"] == step
         }
 
+    def epochs(self) -> float:
+        """How many epochs were behind after the last step that is in the metrics."""
+        steps = [each for each in _records(self.metrics) if each["kind"] == "step"]
+        return float(steps[-1]["epoch"]) if steps else 0.0
+
 
 def _records(log: Path) -> list[dict[str, Any]]:
     text = log.read_text(encoding="utf-8") if log.exists() else ""

@@ -84,10 +84,16 @@ def read_job(arguments: argparse.Namespace) -> tuple[LoadedJob, ResolvedJob]:
 
 
 def resolve_here(
-    loaded: LoadedJob, *, runs_here: bool = False, nodes: int = 1, resume: bool = False
+    loaded: LoadedJob,
+    *,
+    runs_here: bool = False,
+    nodes: int = 1,
+    resume: bool = False,
+    restart_schedule: bool = False,
 ) -> ResolvedJob:
     """The job with a value for each `auto`, checked; where it is to run here, against what this
-    machine has, too."""
+    machine has, too. With `resume` it goes on as the run in its directory does."""
+    from shardtune.checkpoint.extension import continued
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.auto import resolve
     from shardtune.config.rules import check
@@ -97,7 +103,8 @@ def resolve_here(
     job = loaded.job
     machine = measured_here() if job.train.precision == "auto" else Machine.here()
     nodes = max(nodes, outside_nodes())
-    begun = RunDir(Path(job.save.directory).expanduser()).read_job() if resume else None
+    run = RunDir(Path(job.save.directory).expanduser())
+    begun = run.read_job() if resume else None
     planner = planner_here(machine, nodes, begun)
     resolved = resolve(
         job,
@@ -107,6 +114,8 @@ def resolve_here(
         planner=planner,
         begun=begun,
     )
+    if resume:
+        resolved = continued(resolved, run, restart_schedule=restart_schedule)
     check(resolved.job, loaded.place, machine if runs_here else None)
     return resolved
 
@@ -116,14 +125,21 @@ def start(arguments: argparse.Namespace) -> int:
     from shardtune.config.job import RayLaunch
     from shardtune.config.job_file import load_job
 
+    _require_resume(arguments)
     node = this_node(arguments)
     if outside_ranks() is not None:
         return _as_rank(arguments)
-    loaded = _scheduled(arguments, load_job(arguments.job, arguments.overrides))
+    loaded = load_job(arguments.job, arguments.overrides)
     if isinstance(loaded.job.launch, RayLaunch):
         return _start_on_ray(arguments, loaded, loaded.job.launch, node)
     nodes, first = node.count if node else 1, node is None or node.number == 0
-    resolved = resolve_here(loaded, runs_here=True, nodes=nodes, resume=arguments.resume)
+    resolved = resolve_here(
+        loaded,
+        runs_here=True,
+        nodes=nodes,
+        resume=arguments.resume,
+        restart_schedule=arguments.restart_schedule,
+    )
     job = resolved.job
     run = _run_directory(arguments, loaded, job, first=first)
     predicted = _predicted(arguments, job, nodes)
@@ -194,7 +210,7 @@ def _start_on_ray(
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     from shardtune.cli.train_on_ray import start_on_ray
 
-    return start_on_ray(arguments, loaded, _run_directory(arguments, loaded, loaded.job))
+    return start_on_ray(arguments, loaded, _run_directory(arguments, loaded))
 
 
 def _open(resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> Inputs:
@@ -264,43 +280,36 @@ def _predicted(arguments: argparse.Namespace, job: Job, nodes: int) -> Forecast 
 
 
 def _run_directory(
-    arguments: argparse.Namespace, loaded: LoadedJob, job: Job, *, first: bool = True
+    arguments: argparse.Namespace, loaded: LoadedJob, job: Job | None = None, *, first: bool = True
 ) -> RunDir:
     """The run's directory, if it may be written to. Only the first node asks: another one may come
-    back to a run that goes on."""
+    back to a run that goes on. Whether it may go on is told by the resolved `job`."""
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.checkpoint.run_guards import (
         require_folder,
-        require_same_job,
-        require_unfinished,
+        require_resumable,
+        require_run,
         require_unoccupied,
     )
 
-    run = RunDir(Path(job.save.directory).expanduser())
+    run = RunDir(Path(loaded.job.save.directory).expanduser())
     if not first:
         return run
     require_folder(run, loaded.place(("save", "directory")))
     if arguments.resume:
-        require_same_job(run, job)
-        require_unfinished(run, job)
+        require_run(run)
+        if job is not None:
+            require_resumable(run, job)
     elif not arguments.overwrite:
         require_unoccupied(run, loaded.place(("save", "directory")))
     return run
 
 
-def _scheduled(arguments: argparse.Namespace, loaded: LoadedJob) -> LoadedJob:
-    """The job with a schedule that begins after the newest checkpoint, where that is asked for."""
-    if not arguments.restart_schedule:
-        return loaded
-    if not arguments.resume:
+def _require_resume(arguments: argparse.Namespace) -> None:
+    """Refuses to begin a schedule anew in a run that only begins."""
+    if arguments.restart_schedule and not arguments.resume:
         fact = "a run that begins has its schedule before it"
         raise JobError(Problem("--restart-schedule", fact, "give it with --resume"))
-    from shardtune.checkpoint.commit_by_rename import checkpoints
-
-    folder = Path(loaded.job.save.directory).expanduser() / "checkpoints"
-    newest = max((step for step, _ in checkpoints(folder)), default=0)
-    train = loaded.job.train.model_copy(update={"schedule_start": newest})
-    return replace(loaded, job=loaded.job.model_copy(update={"train": train}))
 
 
 def _locked(run: RunDir, first: bool) -> AbstractContextManager[None]:
@@ -323,12 +332,17 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     if (given := drop_plugins(os.environ)) and os.environ["RANK"] == "0":
         print(f"note: {', '.join(given)} of accelerate: not used; the job's strategy decides")
     with reporting_errors():
-        loaded = _scheduled(arguments, load_job(arguments.job, arguments.overrides))
+        loaded = load_job(arguments.job, arguments.overrides)
         if LAUNCHER_PID in os.environ:  # our launcher has resolved, checked, predicted and cleared
             job, clears = loaded.job, False
             predicted = RunDir(Path(job.save.directory).expanduser()).read_forecast()
         else:
-            job = resolve_here(loaded, runs_here=True, resume=arguments.resume).job
+            job = resolve_here(
+                loaded,
+                runs_here=True,
+                resume=arguments.resume,
+                restart_schedule=arguments.restart_schedule,
+            ).job
             _run_directory(arguments, loaded, job)
             predicted = _predicted_by_rank_0(arguments, job)
             clears = arguments.overwrite  # only after all ranks have joined

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardtune.checkpoint.extension import continued
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_guards import require_resumable
 from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, RayLaunch
 from shardtune.config.rules import check
@@ -39,6 +41,9 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
     with ray_cluster(launch) as workers, run.locked():
         begun = run.read_job() if arguments.resume else None
         resolved = _resolved(loaded, workers, begun, here=launch.address is None)
+        if arguments.resume:
+            resolved = continued(resolved, run, restart_schedule=arguments.restart_schedule)
+            require_resumable(run, resolved.job)
         job = resolved.job
         if launch.address is None:  # elsewhere only the workers need to see the files
             inputs = open_inputs(job, quiet=False)

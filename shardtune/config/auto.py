@@ -329,12 +329,17 @@ def _take_told(draft: _Draft) -> None:
     draft.reasons |= {path: each.place for path, each in told.items()}
 
 
+_EXCLUDING = {"steps": "epochs", "warmup_steps": "warmup_ratio"}  # of which a job gives one
+
+
 def _says(train: TrainSection, key: str) -> bool:
-    """Whether a job has a value of its own for a key, or for one that excludes it."""
-    keys = ("steps", "epochs") if key == "steps" else (key,)
-    return any(
-        key in train.model_fields_set and getattr(train, key) not in (None, "auto") for key in keys
-    )
+    """Whether a job has a value of its own for a key, or for one that excludes it. Null is a value
+    where it isn't the default: `max_grad_norm: null` never clips."""
+    for each in {key, _EXCLUDING.get(key, key)} & train.model_fields_set:
+        value, default = getattr(train, each), TrainSection.model_fields[each].default
+        if value != "auto" and (value is not None or default is not None):
+            return True
+    return False
 
 
 def _resolve_strategy_file(draft: _Draft) -> None:
@@ -355,10 +360,16 @@ def _facts(job: Job) -> JobFacts:
         optimizer=train.optimizer.setup(),
         learning_rate=train.learning_rate,
         schedule=train.schedule,
-        warmup_steps=train.warmup(train.steps) if train.steps else train.warmup_steps,
+        warmup_steps=_warmup_steps(train),
         steps=train.steps,
         hidden_size=_hidden_size(job),
     )
+
+
+def _warmup_steps(train: TrainSection) -> int | None:
+    if train.warmup_ratio is None:
+        return train.warmup_steps
+    return train.warmup(train.steps) if train.steps else None
 
 
 def _hidden_size(job: Job) -> int | None:

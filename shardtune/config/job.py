@@ -338,6 +338,9 @@ class TrainSection(Section):
     schedule_start: NotNegative = 0
     """The step after which the schedule begins: warmup and decay go from there to the end. Set by
     `--resume --restart-schedule`, when a run that came to its end is extended."""
+    earlier_ends: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """The epochs after which a run that was extended had come to its end before. A step that was
+    short there stays so, and the next begins with the row after it. Set by `--resume`."""
     precision: Auto | Precision = "auto"
     """Of the computation: `bf16` or `fp16` (mixed precision, the latter with loss scaling), or
     `fp32`. `auto` takes bf16 where the device is fast in it; else fp16 on a GPU and fp32 on a CPU.

@@ -69,9 +69,9 @@ class JobFacts:
     optimizer: OptimizerSetup
     learning_rate: float
     schedule: ScheduleKind
-    warmup_steps: int
+    warmup_steps: int | None
     steps: int | None
-    """None where only the data tells."""
+    """Both are None where only the data tells."""
     hidden_size: int | None = None
     """Width of the model, where it is known."""
 

@@ -52,8 +52,10 @@ class Loader:
         ranks: int,
         pad_id: int,
         epochs: float | None = None,
+        earlier_ends: Sequence[float] = (),
     ) -> None:
-        """With `epochs` the rows end there and the last step may be short; else they never end.
+        """With `epochs` the rows end there and the last step may be short; else they never end. A
+        run that was extended had `earlier_ends`, with short steps of their own.
 
         Pairs of a source and a target are never packed: a row is one of them.
         """
@@ -93,6 +95,7 @@ class Loader:
             shuffle=section.shuffle,
             seed=seed,
             global_batch=global_batch,
+            earlier_ends=earlier_ends,
         )
         self._last = None if epochs is None else self._sampler.count(epochs)
 

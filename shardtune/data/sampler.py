@@ -6,7 +6,8 @@ A data set of `n` documents is an endless stream: its permutations, one after th
 takes the next `weight * n` documents of each stream, mixes them and arranges them in rows. The rows
 of all epochs form one endless list again, and step `s` takes the `global_batch` rows from
 `s * global_batch` on, across the epochs' borders: no row is dropped and none is repeated to fill a
-step.
+step. Where a run had come to its end before it was extended, the last step may have been short; the
+next one then begins with the row after it.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ class Sampler:
         shuffle: bool,
         seed: int,
         global_batch: int,
+        earlier_ends: Sequence[float] = (),
     ) -> None:
-        """`lengths[d]` holds the tokens of each document of data set `d`."""
+        """`lengths[d]` holds the tokens of each document of data set `d`; `earlier_ends` are the
+        epochs at which the run had ended before it was extended."""
         self._lengths = [np.asarray(each, dtype=np.int64) for each in lengths]
         self._names = tuple(names)
         # 0.1 means a tenth: a float's rounding would add up to a lost document after some epochs.
@@ -92,14 +95,21 @@ class Sampler:
         ]  # the first row of each epoch that was counted so far, and the next one's
         self._kept: dict[int, _Epoch] = {}
         self._lock = threading.RLock()
+        self._parts = [(0, 0)]  # the first step and the first row of each part of the run
+        for end in earlier_ends:
+            self._parts.append((self.steps(end), self.count(end)))
 
     def rows(self, step: int, last: int | None = None) -> tuple[BatchRow, ...]:
         """The rows of a step; with `last`, only those of the first `last` rows of the run."""
-        first = step * self._global_batch
-        end = first + self._global_batch
+        first, end = self._first_row(step), self._first_row(step + 1)
         return tuple(
             self._row(row) for row in range(first, end if last is None else min(end, last))
         )
+
+    def _first_row(self, step: int) -> int:
+        """The number of the row that a step begins with."""
+        begin, row = max(part for part in self._parts if part[0] <= step)
+        return row + (step - begin) * self._global_batch
 
     def count(self, epochs: float) -> int:
         """How many rows so many epochs have."""
@@ -113,12 +123,14 @@ class Sampler:
 
     def steps(self, epochs: float) -> int:
         """How many steps so many epochs take; the last one may be short."""
-        return ceil(self.count(epochs) / self._global_batch)
+        rows = self.count(epochs)
+        begin, row = max(part for part in self._parts if part[1] <= rows)
+        return begin + ceil((rows - row) / self._global_batch)
 
     def epoch(self, step: int, last: int | None = None) -> float:
         """How many epochs are behind when a step begins; `last` is where the rows end, if so."""
         with self._lock:
-            rows = step * self._global_batch
+            rows = self._first_row(step)
             if last is not None and rows >= last:  # the step after the last, which may be short
                 number, row = self._locate(last - 1)
                 return number + (row + 1) / (self._start(number + 1) - self._start(number))

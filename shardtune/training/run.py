@@ -18,11 +18,12 @@ from shardtune.checkpoint.commit_by_rename import quarantine, remove_partial
 from shardtune.checkpoint.digest import digest_rng_state, digest_tensors, trace_line
 from shardtune.checkpoint.disk_space import estimate_disk, require_disk_space
 from shardtune.checkpoint.export import check_result, probe_logits, save_result
+from shardtune.checkpoint.extension import is_extended, length
 from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint
 from shardtune.checkpoint.model_card import BaseFacts, CardFacts, DataFacts, render_card
 from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.checkpoint.run_guards import is_extended, require_run_id, require_same_data
+from shardtune.checkpoint.run_guards import require_run_id, require_same_data
 from shardtune.config.job import AdamW, Job, NoAdapter
 from shardtune.core.engine import Engine
 from shardtune.core.metrics import (
@@ -122,12 +123,11 @@ class Run:
 
     def _new_length(self, begun: Job) -> str:
         """How long the run is now, and what that means for the rate."""
-        before, train, steps = begun.train, self.job.train, self.view.steps
-        length = f"{before.steps} steps" if before.steps else f"{before.epochs:g} epochs"
+        train, steps = self.job.train, self.view.steps
         rate = f"the schedule ({train.schedule}) goes on as in a run of {steps} steps"
         if train.schedule_start:
             rate = f"the schedule ({train.schedule}) begins anew after step {train.schedule_start}"
-        return f"the run was begun with {length} and has {steps} steps now; {rate}"
+        return f"the run was begun with {length(begun.train)} and has {steps} steps now; {rate}"
 
     def _latest(self) -> LatestCheckpoint | None:
         """What to go on from. Damaged checkpoints are named, and put where none is looked for."""

@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_guards import require_resumable
 from shardtune.cli.train_command import _policy, resolve_here
 from shardtune.config.auto import ResolvedJob
+from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine
 from shardtune.core.matmul_speed import FAST_PRECISIONS
 from shardtune.core.yaml_document import dump_document
+from shardtune.errors import JobError, RunError
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.this_machine import forecast_here
 from tests.jobs import write_job
 from tests.plan.test_this_machine import write_config
+from tests.reports import step_line
 
 GPU = Machine(cores=16, gpus=1, gpu_name="NVIDIA H200", memory=1 << 38)
 
@@ -37,8 +41,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
 
 
-def read(job: Path, *overrides: str, resume: bool = False) -> ResolvedJob:
-    return resolve_here(load_job(job, overrides), resume=resume)
+def read(job: Path, *overrides: str, resume: bool = False, anew: bool = False) -> ResolvedJob:
+    return resolve_here(load_job(job, overrides), resume=resume, restart_schedule=anew)
 
 
 def policy(job: Path, *overrides: str, resume: bool = False) -> RestartPolicy:
@@ -91,3 +95,69 @@ def test_rows_that_do_not_fit_any_more_are_chosen_again(job: Path) -> None:
     less = read(job, "train.memory_gib=40", resume=True)
     assert less.job.train.micro_batch == 4
     assert "tokens take" in less.reasons["train", "micro_batch"]
+
+
+# A run that is extended --------------------------------------------------------------------------
+
+
+def extend(job: Path, *overrides: str, anew: bool = False) -> Job:
+    """What `--resume` goes on with, if it may; the run then has its length."""
+    found = read(job, *overrides, resume=True, anew=anew).job
+    run = RunDir(Path(found.save.directory))
+    require_resumable(run, found)
+    before = run.read_job()
+    assert before is not None
+    run.extend(before, found)
+    return found
+
+
+def reach(resolved: Job, step: int) -> None:
+    """Leaves a checkpoint after so many steps."""
+    (RunDir(Path(resolved.save.directory)).checkpoints / f"step-{step:06}").mkdir(parents=True)
+
+
+def test_a_schedule_that_began_anew_goes_on_after_an_interruption(job: Path) -> None:
+    longer = ("train.steps=48", "train.micro_batch=4")
+    begin(read(job, "train.steps=12"), rows=4)
+    reach(read(job).job, 12)
+    assert extend(job, *longer, anew=True).train.schedule_start == 12
+    reach(read(job).job, 30)  # and there it was preempted
+    assert extend(job, *longer, anew=True).train.schedule_start == 12, "the same command again"
+    assert extend(job, *longer).train.schedule_start == 12, "a plain --resume"
+    again = read(job, *longer, resume=True)
+    assert again.reasons["train", "schedule_start"] == "as the run went on"
+    assert extend(job, "train.steps=96", *longer[1:], anew=True).train.schedule_start == 30
+    with pytest.raises(
+        RunError, match=r"train.schedule_start: is 7, but the run was begun with 30"
+    ):
+        extend(job, "train.steps=96", "train.schedule_start=7")
+
+
+@pytest.mark.parametrize(
+    ("length", "fact", "fix"),
+    [
+        ("train.steps=12", "the run has 12 steps already", "(train.steps=24)"),
+        ("train.epochs=1.5", "the run has 1.5 epochs already", "(train.epochs=3)"),
+    ],
+)
+def test_a_schedule_begins_anew_in_another_length_only(
+    job: Path, length: str, fact: str, fix: str
+) -> None:
+    begin(read(job, length), rows=4)
+    reach(read(job).job, 6)
+    with pytest.raises(JobError, match=f"--restart-schedule: {fact}") as caught:
+        read(job, length, resume=True, anew=True)
+    assert fix in caught.value.problems[0].fix
+    assert read(job, fix.strip("()"), resume=True, anew=True).job.train.schedule_start == 6
+
+
+@pytest.mark.parametrize(("behind", "ends"), [(0.98, ()), (1.0, (1.0,))])
+def test_the_end_that_a_run_had_come_to_is_kept(
+    job: Path, behind: float, ends: tuple[float, ...]
+) -> None:
+    once = read(job, "train.epochs=1.0")
+    begin(once, rows=4)
+    run = RunDir(Path(once.job.save.directory))
+    run.jsonl.log(step_line(7, epoch=behind))
+    for length in ("train.epochs=2.0", "train.epochs=2.0", "train.steps=40", "train.epochs=3.0"):
+        assert extend(job, length, "train.micro_batch=4").train.earlier_ends == ends

@@ -22,7 +22,9 @@ def lengths_of(sizes):
     return [random.integers(1, CAPACITY + 1, size) for size in sizes]
 
 
-def make(sizes, weights=None, *, packing=True, shuffle=True, seed=0, global_batch=4):
+def make(
+    sizes, weights=None, *, packing=True, shuffle=True, seed=0, global_batch=4, earlier_ends=()
+):
     """An order over data sets of so many documents, of 1 to 32 tokens each."""
     return Sampler(
         lengths_of(sizes),
@@ -33,6 +35,7 @@ def make(sizes, weights=None, *, packing=True, shuffle=True, seed=0, global_batc
         shuffle=shuffle,
         seed=seed,
         global_batch=global_batch,
+        earlier_ends=earlier_ends,
     )
 
 
@@ -223,3 +226,43 @@ def test_documents_that_fit_no_row_are_named():
 def test_an_epoch_without_a_document_is_refused(sizes, weights):
     with pytest.raises(DataError, match="less than one"):
         make(sizes, weights)
+
+
+def numbers(order, epochs):
+    """The rows of each step of so many epochs, of a data set that is gone through in order."""
+    last = order.count(epochs)
+    steps = (order.rows(step, last) for step in range(order.steps(epochs)))
+    return [[document.index for (document,) in rows] for rows in steps]
+
+
+def test_an_extended_run_leaves_no_row_out():
+    """Its steps are those that it has taken, and then the rows that it hasn't."""
+    plain = {"packing": False, "shuffle": False}
+    once = numbers(make([10], **plain), 1)
+    assert once == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    order = make([10], earlier_ends=[1.0], **plain)
+    second = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert numbers(order, 2) == once + second
+    assert [order.epoch(step) for step in range(5)] == [0.0, 0.4, 0.8, 1.0, 1.4]
+    assert order.epoch(6, order.count(2)) == 2.0
+    again = make([10], earlier_ends=[1.0, 2.0], **plain)
+    assert numbers(again, 2.5) == [*once, *second, [0, 1, 2, 3], [4]]
+    assert [document.index for (document,) in again.rows(7)] == [4, 5, 6, 7], "of a run by steps"
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.booleans(),
+    st.integers(1, 9),
+    st.lists(st.integers(1, 30), max_size=3),
+)
+def test_each_row_is_trained_once_wherever_a_run_had_ended(sizes, packing, global_batch, tenths):
+    ends = [sum(tenths[: count + 1]) / 10 for count in range(len(tenths))]
+    runs = []
+    for earlier in ([], ends):
+        order = make(sizes, packing=packing, global_batch=global_batch, earlier_ends=earlier)
+        last = order.count(10)
+        runs.append([order.rows(step, last) for step in range(order.steps(10))])
+    whole, extended = runs
+    assert all(extended)
+    assert list(chain.from_iterable(extended)) == list(chain.from_iterable(whole))

@@ -424,12 +424,23 @@ def test_a_file_decides_what_the_job_does_not_say(tmp_path: Path) -> None:
         ({"global_batch": 4}, "train_batch_size"),
         ({"schedule": "cosine"}, "scheduler.type"),
         ({"optimizer": {"type": "sgd"}}, "optimizer.type"),
+        ({"max_grad_norm": None}, "gradient_clipping"),
+        ({"warmup_ratio": 0.5}, "scheduler.params.warmup_num_steps"),
     ],
 )
 def test_what_the_job_says_has_to_agree(train: dict[str, Any], key: str, tmp_path: Path) -> None:
     with pytest.raises(JobError) as caught:
         resolved(write(tmp_path, **PRINTED), **SILENT, **train)
     assert any(problem.place.endswith(key) for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("length", [{"steps": 20}, {"epochs": 1.0}], ids=["steps", "epochs"])
+def test_a_ratio_of_the_job_takes_the_place_of_the_files_warmup(
+    length: dict[str, Any], tmp_path: Path
+) -> None:
+    """A fifth of 20 steps are the 4 of the file; how many of an epoch only the data tell."""
+    train = resolved(write(tmp_path, **PRINTED), **length, warmup_ratio=0.2).job.train
+    assert (train.warmup_ratio, train.warmup_steps) == (0.2, 0)
 
 
 @pytest.mark.parametrize(
