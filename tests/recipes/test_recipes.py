@@ -92,7 +92,7 @@ def pairs(recipe: Path, folder: Path) -> list[str]:
     return [
         f"model.name={folder / 'model'}", "train.epochs=null", "launch.processes=2",
         "train.global_batch=4", f"data.train.0.path={folder / 'train.jsonl'}",
-        f"data.eval.0.path={folder / 'eval.jsonl'}",
+        f"data.eval.0.path={folder / 'eval.jsonl'}", "data.eval.0.split=train",
     ]  # fmt: skip
 
 
