@@ -20,6 +20,7 @@ SENT = {"zero3": {"all_gather": 0.2}}
 """By how much more may be sent. ZeRO-3 gathers some weights a third time, where the backward pass
 comes to them by another way than the forward pass did (tied ones, for instance)."""
 
+SLOWEST = ("tensor4", "fsdp2-pipeline2-tensor2", "pipeline2-tensor2-data2", "zero3-hpz")
 VARIANTS = ("offload", "keep", "hpz", "allreduce", "interleaved", "zero-bubble")
 """Strategies that shard as another of the table does."""
 SWAPPED = 0.01  # vectors are a group of their own, too small to be swapped
@@ -32,7 +33,7 @@ their shares of a layer's norms: of `tiny` those are messages too small to be to
 ranks agree on something."""
 
 
-PAIRED = ("flan_t5-fsdp-full", "flan_t5-zero3-lora")
+PAIRED = ("flan_t5-fsdp-full",)
 """Rows of models with an encoder that the gate has."""
 
 
@@ -54,7 +55,7 @@ def marks(row: Row) -> list[pytest.MarkDecorator]:
     if row.model in FAMILIES and row.id not in PAIRED:
         return [pytest.mark.long]  # tests/numerics has each strategy in one group of ranks
     large = row.ranks >= 4 or any(word in row.strategy for word in VARIANTS)
-    slowest = row.strategy in ("tensor4", "fsdp2-pipeline2-tensor2", "pipeline2-tensor2-data2")
+    slowest = row.strategy in SLOWEST or row.id in ("zero3-ia3", "zero3-qlora")
     return [pytest.mark.long] if slowest or (large and row.adapter != "lora") else []
 
 

@@ -103,7 +103,13 @@ def run(world: World, row: Row, loss: str) -> list[float]:
     return [*figures, found.loss, found.accuracy]
 
 
-@pytest.mark.parametrize("name", ["ddp-full", "ddp-lora", "fsdp-full", "fsdp-qlora", "zero3-full"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ddp-full", "ddp-lora", "fsdp-full", "fsdp-qlora"),
+        pytest.param("zero3-full", marks=pytest.mark.long),
+    ],
+)
 def test_a_step_is_the_same_under(name: str) -> None:
     row = next(row for row in ROWS if row.id == name)
     if row.needs:

@@ -35,7 +35,7 @@ RUNS = {
         "model.quantization=nf4",
     ),
 }
-LONG = {"fsdp-lora", "zero3-qlora"}
+LONG = {"fsdp-lora", "zero3-lora", "zero3-qlora"}
 FULL = ("strategy.type=fsdp", "adapter={type: none}")
 TEXT = "<|q|>7<|a|>seven<|end|>"
 
