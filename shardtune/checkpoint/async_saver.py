@@ -104,16 +104,26 @@ class _Facts:
 
 
 class AsyncSaver:
-    """Writes `folder/step-N`, keeps the latest, and says when one could not be written."""
+    """Writes `folder/step-N`, keeps the latest and the best, and says when one could not be
+    written."""
 
     def __init__(
-        self, folder: Path, ranks: Ranks, *, keep: int, background: bool, file_size: int = FILE_SIZE
+        self,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        keep: int,
+        background: bool,
+        file_size: int = FILE_SIZE,
+        committed: Callable[[], None] = lambda: None,
     ) -> None:
+        """Rank 0 calls `committed` when a checkpoint is there."""
         self.folder = folder
         self.ranks = ranks
         self.keep = keep
         self.background = background
         self.file_size = file_size
+        self.committed = committed
         self.failure: RunError | None = None
         """Why the latest save came to nothing; None if it didn't."""
         self.snapshot = Snapshot()
@@ -217,7 +227,9 @@ class AsyncSaver:
             if not (partial / name).is_file() or (partial / name).stat().st_size != each.bytes:
                 raise OSError(f"{name} isn't seen by rank 0; nodes have to share save.directory")
         store.commit(self.folder, manifest)
-        old = store.rotate(self.folder, self.keep)
+        with contextlib.suppress(OSError):  # the next one notes it, too
+            self.committed()
+        old = store.rotate(self.folder, self.keep, manifest.run, facts.progress.best_step)
         if self._removing is not None:
             self._removing.join()
         self._removing = threading.Thread(target=_remove_all, args=(old,), daemon=True)

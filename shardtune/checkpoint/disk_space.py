@@ -31,10 +31,11 @@ def estimate_disk(trained: int, moments: int, *, keep: int, saves: int, result: 
     return DiskNeed(4 * trained * (1 + moments), min(keep + 1, saves), result)
 
 
-def require_disk_space(folder: Path, need: DiskNeed) -> None:
-    """RunError with the numbers if the disk can't hold it; checkpoints that are there count."""
+def require_disk_space(folder: Path, need: DiskNeed, freed: int = 0) -> None:
+    """RunError with the numbers if the disk can't hold it; checkpoints that are there count, and so
+    do bytes that will be `freed`."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    has = size_of(folder / "checkpoints")
+    has = size_of(folder / "checkpoints") + freed
     free = shutil.disk_usage(there).free
     if need.total > free + has:
         fact = (

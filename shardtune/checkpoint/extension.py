@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardtune.checkpoint.commit_by_rename import checkpoints
-from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.commit_by_rename import own_checkpoints
+from shardtune.checkpoint.run_dir import RunDir, with_control_tokens
 from shardtune.config.auto import ResolvedJob
 from shardtune.config.job import Job, TrainSection
 from shardtune.errors import JobError, Problem
@@ -16,6 +16,12 @@ _ROUNDING = 1e-9  # of a sum of epochs, which are less than a row apart
 def is_extended(begun: Job, job: Job) -> bool:
     """Whether `job` is a longer run than the one that was begun, or a shorter one."""
     return (begun.train.steps, begun.train.epochs) != (job.train.steps, job.train.epochs)
+
+
+def has_more_patience(begun: Job, job: Job) -> bool:
+    """Whether `job` waits longer for an improvement than the run that was begun."""
+    before, now = begun.train.early_stop, job.train.early_stop
+    return before is not None and now is not None and now.patience > before.patience
 
 
 def length(train: TrainSection) -> str:
@@ -34,6 +40,9 @@ def continued(resolved: ResolvedJob, run: RunDir, *, restart_schedule: bool = Fa
     ends = _earlier_ends(begun, job, run)
     train = job.train.model_copy(update={"schedule_start": start, "earlier_ends": ends})
     reasons = dict(resolved.reasons)
+    if job.data.control_tokens == "refuse" and run.lacks_control_tokens():
+        job = with_control_tokens(job)
+        reasons["data", "control_tokens"] = "as the run was begun, before there was a choice"
     if start and start == begun.train.schedule_start:
         reasons["train", "schedule_start"] = "as the run went on"
     return replace(resolved, job=job.model_copy(update={"train": train}), reasons=reasons)
@@ -42,7 +51,8 @@ def continued(resolved: ResolvedJob, run: RunDir, *, restart_schedule: bool = Fa
 def _schedule_start(begun: Job, job: Job, run: RunDir, restart: bool) -> int:
     before, train = begun.train.schedule_start, job.train
     if restart and is_extended(begun, job):
-        return max((step for step, _ in checkpoints(run.checkpoints)), default=0)
+        own = own_checkpoints(run.checkpoints, run.run_id() or "")
+        return max((step for step, _ in own), default=0)
     if restart and not before:
         fact = f"the run has {length(begun.train)} already, and its schedule is that of all of them"
         fix = f"give it another length as well ({_doubled(begun.train)}), or leave the flag out"

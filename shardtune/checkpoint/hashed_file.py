@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from shardtune.core.regular_file import NotAFile, open_regular
 
 HASH_CHUNK = 1 << 20  # bytes that are hashed, then written: few enough to stay in the cache between
 _LONGEST_HEADER = 100 << 20  # what safetensors accepts
@@ -39,17 +40,17 @@ def write_file(path: Path, blocks: Iterator[memoryview] | Sequence[memoryview]) 
 def find_damage(path: Path, expected: FileDigest, metadata: Mapping[str, str] | None = None) -> str:
     """What is wrong with a file, or nothing. Every byte is read; a link is not followed."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        opened = open_regular(path, follow_links=False)
     except FileNotFoundError:
         return "is missing"
+    except (NotAFile, IsADirectoryError) as error:
+        return str(error.strerror)
     except OSError as error:
-        return f"can't be opened: {error.strerror}" if not path.is_symlink() else "is a link"
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            return "is no file"
-        if about.st_size != expected.bytes:
-            found = f"has {about.st_size:,} bytes instead of {expected.bytes:,}"
+        return f"can't be opened: {error.strerror}"
+    with opened as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            found = f"has {size:,} bytes instead of {expected.bytes:,}"
         else:
             try:
                 if _hash(file) == expected.sha256:

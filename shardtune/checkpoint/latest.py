@@ -26,40 +26,67 @@ from shardtune.errors import Problem, RunError
 
 @dataclass(frozen=True)
 class LatestCheckpoint:
-    """The checkpoint to go on from, if there is one, and those that were passed over."""
+    """The checkpoint to go on from, if there is one, and those that were passed over, with why."""
 
     checkpoint: tuple[Path, Manifest] | None
-    damaged: tuple[tuple[Path, str], ...]
+    damaged: tuple[tuple[Path, str], ...] = ()
+    others: tuple[tuple[Path, str], ...] = ()
+    """Those of other runs: not ours to judge, nor to move."""
+
+    @property
+    def passed_over(self) -> tuple[tuple[Path, str], ...]:
+        return (*self.damaged, *self.others)
 
 
 def latest_checkpoint(folder: Path, run: str, ranks: Ranks) -> LatestCheckpoint:
     """The latest good checkpoint of `run`. All ranks look together and find the same.
 
-    RunError if there are checkpoints and none of them is good, or if one is of a newer version.
+    RunError if there are checkpoints of it and none of them is good, or if one is of a newer
+    version.
     """
     damaged: list[tuple[Path, str]] = []
+    others: list[tuple[Path, str]] = []
     names = json.loads(
         ranks.all_gather(json.dumps([path.name for _, path in checkpoints(folder)]))[0]
     )
     for name in reversed(names):
         path = folder / name
-        manifest, wrong = None, ""
-        try:
-            manifest = read_checked(path, run)
-            wrong = next(damaged_files(path, manifest, ranks.rank, ranks.size), "")
-        except Damaged as error:
-            wrong = str(error)
-        except NewerFormat as error:
-            fix = "use the version of shardtune that wrote it"
-            raise RunError(Problem(str(path), str(error), fix)) from None
-        reasons = [reason for reason in ranks.all_gather(wrong) if reason]
-        if manifest is not None and not reasons:
-            return LatestCheckpoint((path, manifest), tuple(damaged))
-        damaged.append((path, reasons[0]))
+        found = read_together(path, run, ranks)
+        if isinstance(found, Manifest):
+            return LatestCheckpoint((path, found), tuple(damaged), tuple(others))
+        if found.startswith(_ANOTHER):
+            others.append((path, found.removeprefix(_ANOTHER)))
+        else:
+            damaged.append((path, found))
     if damaged:
-        fix = "put a good copy back, or begin again (--overwrite)"
+        fix = "put a good copy back, or begin another run in a directory of its own"
         raise RunError([Problem(str(path), f"is damaged: {why}", fix) for path, why in damaged])
-    return LatestCheckpoint(None, ())
+    return LatestCheckpoint(None, (), tuple(others))
+
+
+def read_together(path: Path, run: str, ranks: Ranks) -> Manifest | str:
+    """The manifest of a checkpoint whose every byte is good, or what is wrong with it. All ranks
+    look together and find the same."""
+    manifest, wrong = None, ""
+    try:
+        manifest = read_checked(path, run)
+        wrong = next(damaged_files(path, manifest, ranks.rank, ranks.size), "")
+    except OfAnotherRun as error:
+        wrong = f"{_ANOTHER}{error}"
+    except Damaged as error:
+        wrong = str(error)
+    except NewerFormat as error:
+        fix = "use the version of shardtune that wrote it"
+        raise RunError(Problem(str(path), str(error), fix)) from None
+    reasons = [reason for reason in ranks.all_gather(wrong) if reason]
+    return reasons[0] if manifest is None or reasons else manifest
+
+
+class OfAnotherRun(Damaged):
+    """A checkpoint that another run wrote: useless here, but maybe good."""
+
+
+_ANOTHER = "another: "  # how a rank says so to the others
 
 
 def read_checked(checkpoint: Path, run: str | None) -> Manifest:
@@ -70,7 +97,8 @@ def read_checked(checkpoint: Path, run: str | None) -> Manifest:
     if checkpoint.name != f"step-{manifest.step:06d}":
         raise Damaged(f"{MANIFEST_FILE} is that of step {manifest.step}")
     if run is not None and manifest.run != run:
-        raise Damaged(f"{MANIFEST_FILE} is that of another run ({manifest.run}; this one is {run})")
+        fact = f"{MANIFEST_FILE} is that of another run ({manifest.run}; this one is {run})"
+        raise OfAnotherRun(fact)
     return manifest
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from shardtune.checkpoint.hashed_file import FileDigest
 from shardtune.core.progress import Progress
+from shardtune.core.regular_file import NotAFile, read_regular
 from shardtune.core.tensor_shards import Region
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
-_SHARD = re.compile(r"rank-\d{5}-\d{3,}\.safetensors")
+SHARD_FILE = re.compile(r"rank-\d{5}-\d{3,}\.safetensors")
 _LARGEST = 1 << 30
 
 
@@ -121,13 +122,14 @@ def seal(body: Mapping[str, Any]) -> str:
 def unseal(path: Path) -> dict[str, Any]:
     """The document, if it is exactly as `seal` wrote it."""
     try:
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path.name} is missing")
-        if path.stat().st_size > _LARGEST:
-            raise Damaged(f"{path.name} is too large to be one")
-        text = path.read_bytes().decode()  # to the byte: no newline is translated
+        # To the byte: no newline is translated.
+        text = read_regular(path, _LARGEST, follow_links=False).decode()
         body: dict[str, Any] = json.loads(text)
         body.pop("seal")
+    except FileNotFoundError:
+        raise Damaged(f"{path.name} is missing") from None
+    except (NotAFile, IsADirectoryError) as error:
+        raise Damaged(f"{path.name} {error.strerror}") from None
     except OSError as error:
         raise Damaged(f"{path.name} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -169,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise Damaged(f"{MANIFEST_FILE} lacks what a checkpoint has") from None
-    if not all(_SHARD.fullmatch(name) for name in manifest.files):
+    if not all(SHARD_FILE.fullmatch(name) for name in manifest.files):
         raise Damaged(f"{MANIFEST_FILE} names files that are none of a checkpoint's")
     known = manifest.files.keys()
     if not {p.file for each in manifest.tensors.values() for p in each.pieces} <= known:

@@ -64,6 +64,8 @@ class CardFacts:
     evaluation: Mapping[str, BeforeAfter]
     versions: Mapping[str, str]
     kind: ModelKind
+    best_step: int | None = None
+    """The step whose weights these are, where it isn't the last."""
 
 
 def render_card(facts: CardFacts) -> str:
@@ -75,6 +77,7 @@ def render_card(facts: CardFacts) -> str:
     if facts.base.licence is not None:
         front["license"] = facts.base.licence.lower()
     front["pipeline_tag"] = _PIPELINES[facts.kind]
+    best = facts.best_step is not None
     tags = ["shardtune", facts.job.adapter.type if adapted else "full-fine-tune"]
     front["tags"] = tags
     kind = f"A {facts.job.trains} adapter for" if adapted else "A full fine-tune of"
@@ -88,6 +91,7 @@ def render_card(facts: CardFacts) -> str:
             "",
             f"Trained for {facts.training.step} steps on {facts.training.tokens:,} tokens with "
             f"shardtune {facts.versions.get('shardtune', '')}.".replace(" .", "."),
+            *([f"The weights are those after step {facts.best_step}, the best."] * best),
             "",
             *_losses(facts),
             *_data(facts.data),

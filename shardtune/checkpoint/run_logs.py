@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardtune.core.atomic_write import atomic_write
 from shardtune.core.metrics import MetricsLine
-from shardtune.core.run_report import EvalFigures
+from shardtune.core.run_report import EvalFigures, TaskFigures
 
 
 @dataclass(frozen=True)
@@ -66,31 +67,79 @@ class RunLogs:
             del self.waiting[log]
 
     def forget_after(self, step: int) -> None:
-        """Drops the lines of steps that a resumed run will take again."""
+        """Drops the lines of steps that a resumed run will take again, and those that can't be
+        read."""
         if self.writes:
             for log in (self.metrics, self.trace):
                 if log.exists():
-                    kept = [record for record in _records(log) if record["step"] <= step]
-                    atomic_write(log, "".join(json.dumps(record) + "\n" for record in kept))
+                    found, _ = _records(log)
+                    kept = [line for line, record in found if record["step"] <= step]
+                    atomic_write(log, "".join(f"{line}\n" for line in kept))
+
+    def unreadable(self) -> dict[str, int]:
+        """How many lines of each file can't be read, where there are any. A crash can leave one
+        that isn't complete; more come from elsewhere."""
+        counted = {log.name: _records(log)[1] for log in (self.metrics, self.trace)}
+        return {name: count for name, count in counted.items() if count}
 
     def evaluations(self, step: int) -> dict[str, EvalFigures]:
         """The figures of each held-out set after `step` steps."""
-        return {
-            record["set"]: EvalFigures(**{key: record[key] for key in EvalFigures.model_fields})
-            for record in _records(self.metrics)
-            if record["kind"] == "evaluation" and record["step"] == step
-        }
+        found: dict[str, EvalFigures] = {}
+        for record in self._of_kind("evaluation"):
+            if record["step"] == step:
+                with suppress(KeyError, TypeError, ValueError):
+                    figures = {key: record[key] for key in EvalFigures.model_fields}
+                    found[str(record["set"])] = EvalFigures(**figures)
+        return found
+
+    def tasks(self, step: int) -> dict[str, TaskFigures]:
+        """The figures of each task after `step` steps."""
+        found: dict[str, TaskFigures] = {}
+        for record in self._of_kind("task"):
+            if record["step"] == step:
+                with suppress(KeyError, TypeError, ValueError):
+                    figures = {key: record[key] for key in TaskFigures.model_fields}
+                    found[str(record["task"])] = TaskFigures(**figures)
+        return found
+
+    def task_seconds(self, task: str) -> float:
+        """What a task has taken so far."""
+        return sum(
+            float(each["seconds"])
+            for each in self._of_kind("task")
+            if each.get("task") == task and isinstance(each.get("seconds"), int | float)
+        )
 
     def epochs(self) -> float:
         """How many epochs were behind after the last step that is in the metrics."""
-        steps = [each for each in _records(self.metrics) if each["kind"] == "step"]
-        return float(steps[-1]["epoch"]) if steps else 0.0
+        steps = [each["epoch"] for each in self._of_kind("step") if "epoch" in each]
+        return float(steps[-1]) if steps and isinstance(steps[-1], int | float) else 0.0
+
+    def last_step(self) -> int:
+        """The last step that is in the metrics; 0 where none is."""
+        return max((int(each["step"]) for each in self._of_kind("step")), default=0)
+
+    def _of_kind(self, kind: str) -> Iterator[dict[str, Any]]:
+        found, _ = _records(self.metrics)
+        return (record for _, record in found if record.get("kind") == kind)
 
 
-def _records(log: Path) -> list[dict[str, Any]]:
-    text = log.read_text(encoding="utf-8") if log.exists() else ""
-    whole, _, _ = text.rpartition("\n")  # a crash may have left a line without an end
-    return [json.loads(line) for line in whole.splitlines()]
+def _records(log: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+    """Each line with what it says, and the number of those that say nothing we understand."""
+    if not log.is_file():  # to open a named pipe would wait for somebody who writes
+        return [], 0
+    lines = log.read_bytes().decode(errors="replace").split("\n")
+    found, bad = [], int(bool(lines.pop()))  # a crash may have left a line without an end
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append((line, record))
+        else:
+            bad += 1
+    return found, bad
 
 
 def _add_whole(log: Path, data: bytes) -> None:

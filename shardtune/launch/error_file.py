@@ -55,11 +55,19 @@ def reporting_errors() -> Iterator[None]:
 def read_error_report(path: Path) -> ErrorReport | None:
     """None where a rank died without any."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return parse_error_report(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def parse_error_report(text: str) -> ErrorReport | None:
+    """What an error file says; None if it is none."""
+    try:
+        found = json.loads(text)
         problems = tuple(Problem(**problem) for problem in found["problems"])
         text = found["message"]["extraInfo"]["py_callstack"]
         return ErrorReport(float(found["time"]), str(text).strip(), problems, found["kind"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardtune.core.heartbeat import Beat
-from shardtune.errors import FailureKind, Problem
+from shardtune.errors import FailureKind, LaunchError, LaunchRefused, Problem
 from shardtune.launch.error_file import ErrorReport
 from shardtune.launch.process_info import oom_kills, request_stack
 from shardtune.launch.watchdog import HungRank
@@ -26,12 +26,19 @@ class Failure:
     problems: tuple[Problem, ...]
     reported: bool = True
     """Whether a rank has said so itself; one that is killed can't."""
+    refused: bool = False
+    """Whether only a person can help, by a change of job, data, model or machine."""
 
     @property
     def cause(self) -> str:
         """One line."""
         first = self.problems[0]
         return f"{first.place}: {first.fact}".strip().splitlines()[0]
+
+    def error(self, *further: Problem) -> LaunchError:
+        """What the launcher raises in the end."""
+        kind = LaunchRefused if self.refused else LaunchError
+        return kind([*self.problems, *further])
 
 
 def failure_of_dead_ranks(workers: Workers, codes: Mapping[int, int], kills_before: int) -> Failure:
@@ -117,7 +124,8 @@ def _of_words(workers: Workers, rank: int, words: ErrorReport) -> Failure:
         # Where ranks judge together, all of them say who is to blame, and any may be the first.
         named = re.fullmatch(r"rank (\d+)", words.problems[0].place)
         blamed = int(named[1]) if named else rank
-        return Failure(words.kind, blamed, beat.step, words.problems)
+        refused = words.kind != "fault"
+        return Failure(words.kind, blamed, beat.step, words.problems, refused=refused)
     fix = f"a bug of shardtune or of a library; the ranks' own output is in {workers.logs}"
     problem = Problem(f"rank {rank}", words.traceback, fix)
     # What fails before the first step does so each time.

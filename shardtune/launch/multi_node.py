@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardtune.core.heartbeat import Heartbeats
-from shardtune.errors import LaunchError, Problem
+from shardtune.errors import LaunchError, LaunchRefused, Problem
 from shardtune.launch.failure import Failure
 from shardtune.launch.failure_consensus import POLL_PERIOD, FailureConsensus
 from shardtune.launch.node import Node
@@ -63,7 +63,7 @@ class MultiNode:
             if cancelled():
                 return None
             if refused := self._refused():
-                raise LaunchError(refused)
+                raise LaunchRefused(refused)
             now = time.monotonic()
             if self._store.head_is_lost(now):
                 self._connect()
@@ -81,7 +81,8 @@ class MultiNode:
         attempt, node = self._store.attempt, self.node
         self._store.put(f"running/{attempt}", "yes")
         ranks = self._heartbeats.ranks
-        return Assignment(ranks, self.world, node.head, node.port, node.interface, attempt)
+        port = self._store.client.port
+        return Assignment(ranks, self.world, node.head, port, node.interface, attempt)
 
     def next_attempt(self, cancelled: Callable[[], bool]) -> bool:
         """Goes on to another attempt; False if `cancelled` says so before node 0 answers."""
@@ -225,7 +226,7 @@ class MultiNode:
             problems.append(other)
             self.announce_refusal(tuple(problems))
         if problems:
-            raise LaunchError(problems)
+            raise LaunchRefused(problems)
 
     def _other_folder(self) -> Problem | None:
         """What is wrong if this node doesn't see the folder of node 0."""

@@ -97,3 +97,5 @@ class NodeStore:
 
     def close(self) -> None:
         self.client.close()
+        if self._server is not None:
+            self._server.close()

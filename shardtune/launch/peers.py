@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from shardtune.core.heartbeat import Heartbeats
-from shardtune.core.network import LOOPBACK, interface_of, listen
+from shardtune.core.network import LOOPBACK, free_port, interface_of
 from shardtune.launch.failure import Failure
 from shardtune.launch.workers import Assignment
 
@@ -65,26 +63,27 @@ class Launchers(Protocol):
 
 @dataclass
 class SingleNode:
-    """One machine. The store of its ranks is new for each attempt, on the loopback address only."""
+    """One machine. Its ranks find each other through a file in a folder that only its owner may
+    enter, another one in each attempt: whoever else is on the machine has nothing to connect to."""
 
     processes: int
     number: int = 0
     _past: list[Failure] = field(default_factory=list)
-    _store: TCPStore | None = None
+    _private: TemporaryDirectory[str] = field(
+        default_factory=lambda: TemporaryDirectory(prefix="shardtune-")
+    )
 
     def wait_for_nodes(self, cancelled: Callable[[], bool]) -> Assignment:
-        listener = listen(LOOPBACK, 0)  # a port that the kernel chose can't be in use
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=listener.detach(),
+        attempt = len(self._past)
+        return Assignment(
+            ranks=range(self.processes),
+            world=self.processes,
+            head=LOOPBACK,
+            port=free_port(),
+            interface=interface_of(LOOPBACK),
+            attempt=attempt,
+            store_file=f"{self._private.name}/store-{attempt}",
         )
-        ranks, interface = range(self.processes), interface_of(LOOPBACK)
-        return Assignment(ranks, self.processes, LOOPBACK, port, interface, len(self._past))
 
     def past_failures(self) -> list[Failure]:
         return list(self._past)
@@ -109,4 +108,4 @@ class SingleNode:
         return True
 
     def close(self) -> None:
-        self._store = None
+        self._private.cleanup()

@@ -22,7 +22,7 @@ from shardtune.core.heartbeat import Heartbeat, open_heartbeat
 from shardtune.core.parent_death import die_with_parent
 from shardtune.core.stop_request import StopRequest
 from shardtune.core.world import World, outside_nodes
-from shardtune.launch import HEARTBEAT_FD, LAUNCHER_PID
+from shardtune.launch import HEARTBEAT_FD, INTERRUPTED, LAUNCHER_PID, PREEMPTED
 from shardtune.launch.process_info import dump_stack_on_signal
 from shardtune.launch.rendezvous import rendezvous
 from shardtune.launch.torch_env import torch_environment
@@ -38,6 +38,14 @@ class StopSignals:
     once: bool = False
     """A second signal doesn't ask. Our launcher decides that itself, and would be misunderstood
     where a cluster sends the first one to every process."""
+    agreed: StopRequest = StopRequest.NONE
+    """What all ranks have heeded, whichever of them was asked."""
+
+    @property
+    def exit_code(self) -> int:
+        """Of a rank: one that was stopped isn't done."""
+        codes = {StopRequest.STOP: INTERRUPTED, StopRequest.PREEMPT: PREEMPTED}
+        return codes.get(self.agreed, 0)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks."""
@@ -63,7 +71,9 @@ class JoinedWorld(World):
 
     def stop_request(self) -> StopRequest:
         """What any rank was asked to do. All ranks get the same answer in the same step."""
-        return StopRequest(int(self.max(self.stop_signals.request)))
+        agreed = StopRequest(int(self.max(self.stop_signals.request)))
+        self.stop_signals.agreed = agreed
+        return agreed
 
     def max(self, value: float) -> float:
         """The largest `value` of all ranks."""
@@ -73,13 +83,14 @@ class JoinedWorld(World):
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.item()
 
-    def mean(self, values: Sequence[float]) -> list[float]:
-        """Each of some values, on average over all ranks."""
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of each rank, of which all have as many, on all of them."""
         if self.size == 1:
-            return list(values)
-        sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums)
-        return (sums / self.size).tolist()
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine)
+        return [each.tolist() for each in found]
 
     def all_gather(self, text: str) -> list[str]:
         """What each rank says, on all of them, by rank."""
@@ -101,8 +112,12 @@ class JoinedWorld(World):
 
 
 @contextmanager
-def join_process_group(threads: int) -> Iterator[JoinedWorld]:
-    """This process's place in the world; the process group lives as long as the block."""
+def join_process_group(
+    threads: int, stop_signals: StopSignals | None = None
+) -> Iterator[JoinedWorld]:
+    """This process's place in the world; the process group lives as long as the block. Signals that
+    ask this rank to stop are noted in `stop_signals`."""
+    stop_signals = stop_signals or StopSignals()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if (launcher := os.environ.get(LAUNCHER_PID)) is not None:
@@ -116,7 +131,7 @@ def join_process_group(threads: int) -> Iterator[JoinedWorld]:
         # A cluster may show each rank one GPU only, or all of them.
         device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    with _heeding_signals() as stop_signals:
+    with _heeding(stop_signals):
         if size > 1:
             backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
             store = rendezvous(rank, size, COLLECTIVE_TIMEOUT)
@@ -139,15 +154,15 @@ def join_process_group(threads: int) -> Iterator[JoinedWorld]:
 
 
 @contextmanager
-def _heeding_signals() -> Iterator[StopSignals]:
+def _heeding(stop_signals: StopSignals) -> Iterator[None]:
     """SIGINT and SIGTERM become a stop request, as long as the block lasts."""
-    stop_signals = StopSignals(once=LAUNCHER_PID not in os.environ)
+    stop_signals.once = LAUNCHER_PID not in os.environ
     # Ray runs us in a thread, which can't heed signals; it has its own way to end a worker.
     ours = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if ours else ()
     before = {number: signal.signal(number, stop_signals.on_signal) for number in numbers}
     try:
-        yield stop_signals
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,14 @@ from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
 from shardtune.config.job import RayLaunch
 from shardtune.core.machine import Machine
-from shardtune.core.network import LOOPBACK
-from shardtune.errors import LaunchError, Problem
+from shardtune.core.network import LOOPBACK, free_port
+from shardtune.errors import LaunchRefused, Problem
+from shardtune.launch import SECRET
 from shardtune.launch.error_file import ERROR_FILE, read_error_report
 from shardtune.launch.failure import Failure
+from shardtune.launch.followed_log import FollowedLog
+from shardtune.launch.gate import new_secret
+from shardtune.launch.ray_watch import RayWatch, show_heartbeat
 from shardtune.launch.restart_policy import (
     RestartPolicy,
     count_faults,
@@ -69,6 +73,8 @@ class RayTask:
     """The folder for what this attempt prints and for error reports."""
     halvings: int = 0
     """How often the micro-batch was halved, because memory ran out."""
+    secret: str = field(default="", repr=False)
+    """Of the run: workers that have it find each other."""
 
 
 @contextmanager
@@ -108,7 +114,7 @@ def _connect(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         fact = f"no Ray answers at {address!r}: {error}"
         fix = "start one (`ray start --head`), correct the address, or leave it out to start one"
-        raise LaunchError(Problem("launch.address", fact, fix)) from None
+        raise LaunchRefused(Problem("launch.address", fact, fix)) from None
 
 
 def _workers(launch: RayLaunch, has: Mapping[str, float]) -> RayResources:
@@ -131,7 +137,7 @@ def _workers(launch: RayLaunch, has: Mapping[str, float]) -> RayResources:
                 fix += ", or set launch.use_gpu: false"
             problems.append(Problem("launch", fact, fix))
     if problems:
-        raise LaunchError(problems)
+        raise LaunchRefused(problems)
     kind = "accelerator_type:"
     names = tuple(sorted(name.removeprefix(kind) for name in has if name.startswith(kind)))
     return RayResources(count, gpu, max(1, int(cpus)), names)
@@ -160,21 +166,23 @@ def run_ray(
         folder.mkdir(parents=True, exist_ok=True)
         given = replace(
             task,
+            secret=new_secret(),
             logs=str(folder),
             halvings=halvings(failures, policy),
             resume=task.resume or bool(failures),
         )
+        watch = RayWatch(folder, workers.count, policy.patience)
         try:
-            with _shown(folder / _PRINTED):
+            with watch.watching(), _shown(folder / _PRINTED):
                 _fit(body, given, launch, workers)
             return
         except (TrainingFailedError, RayError) as error:
-            failures.append(_failure(error, folder, step()))
+            failures.append(watch.failure() or _failure(error, folder, step()))
         last = failures[-1]
         reduced = halvings(failures, policy) > halvings(failures[:-1], policy)
         refused = None if reduced else refuse_restart(failures, policy)
         if refused is not None:
-            raise LaunchError([*last.problems, *refused])
+            raise last.error(*refused)
         what = "half the micro-batch" if reduced else f"restart {count_faults(failures)}"
         say(f"{last.cause}\ngoing on from the last checkpoint ({what} of {policy.restarts})")
 
@@ -207,7 +215,9 @@ def _fit(
 def _worker(given: dict[str, Any]) -> None:
     task: RayTask = given["task"]
     rank, logs = get_context().get_world_rank(), Path(task.logs)
+    os.environ[SECRET] = task.secret
     os.environ[ERROR_FILE] = str(logs / f"error-{rank}.json")
+    show_heartbeat(logs, rank, get_context().get_world_size())
     printed = logs / (f"rank-{rank}.log" if rank else _PRINTED)
     with printed.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         given["body"](task)
@@ -216,19 +226,13 @@ def _worker(given: dict[str, Any]) -> None:
 @contextmanager
 def _shown(file: Path) -> Iterator[None]:
     """Prints here what is written there, as long as the block lasts."""
-    ended = threading.Event()
+    ended, log = threading.Event(), FollowedLog(file)
 
     def follow() -> None:
-        place = 0
-        while True:
-            last = ended.wait(0.2)
-            if file.exists():
-                with file.open(encoding="utf-8", errors="replace") as written:
-                    written.seek(place)
-                    print(written.read(), end="", flush=True)
-                    place = written.tell()
-            if last:
-                return
+        while not ended.wait(0.2):
+            log.show(sys.stdout)
+        log.show(sys.stdout)
+        log.close()
 
     thread = threading.Thread(target=follow)
     thread.start()
@@ -261,7 +265,9 @@ def _failure(error: Exception, folder: Path, step: int) -> Failure:
         rank, said = min(words.items(), key=lambda item: item[1].time)
         fix = "a bug of shardtune or of a library"
         told = said.problems or (Problem(f"rank {rank}", said.traceback, fix),)
-        return Failure(said.kind if said.problems or step else "problem", rank, step, told)
+        kind = said.kind if said.problems or step else "problem"
+        refused = bool(said.problems) and kind != "fault"
+        return Failure(kind, rank, step, told, refused=refused)
     problem = Problem("Ray", str(error).strip(), "see Ray's logs")
     return Failure("fault", None, step, (problem,))
 
@@ -285,9 +291,7 @@ class _AddressBackend(Backend):  # type: ignore[misc]
 
 def _own_address() -> tuple[str, int]:
     address = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return address, probe.getsockname()[1]
+    return address, free_port(address)
 
 
 def _set_environment(address: str, port: int) -> None:

@@ -1,9 +1,10 @@
 """Rendezvous: how ranks find each other, whoever started them.
 
-RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all that is needed. Where no
-launcher keeps a store (Slurm, Ray), rank 0 does, on the address that the others were told and on
-no other. Ranks come here when their data is ready, which on another node may be hours later, so
-this is the one place where they wait for each other without a limit.
+RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all that is needed. Our launcher
+gives the ranks of one machine a private file instead. Where no launcher keeps a store (Slurm, Ray),
+rank 0 does, on the address that the others were told and on no other. Ranks come here when their
+data is ready, which on another node may be hours later, so this is the one place where they wait
+for each other without a limit.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from shardtune.core.network import (
     LOOPBACK,
     address_of,
     interface_of,
     interfaces,
-    listen,
     own_address,
     socket_environment,
 )
+from shardtune.launch import STORE_FILE
+from shardtune.launch.gate import Gate, knock
 
 RENDEZVOUS_TIMEOUT = timedelta(days=7)
 """Whoever started the ranks ends them all when one of them dies."""
@@ -42,7 +50,15 @@ def rendezvous(rank: int, size: int, timeout: timedelta) -> PrefixStore:
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         own = LOOPBACK if alone else own_address(address)
         os.environ.update(socket_environment(interface_of(own)))
-    store = _host(address, port) if rank == 0 and not kept else _find(address, port)
+    store: Store
+    if file := os.environ.get(STORE_FILE):
+        store = FileStore(file)
+    elif kept:
+        store = _find(address, port)
+    elif rank == 0:
+        store = _host(address, port)
+    else:
+        store = _find(address, _store_port(address, port))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ours = PrefixStore(f"shardtune/{attempt}", store)
     if ours.add("here", 1) == size:
@@ -52,12 +68,21 @@ def rendezvous(rank: int, size: int, timeout: timedelta) -> PrefixStore:
     return ours
 
 
+_gates: list[Gate] = []
+"""Those of this process: they have to last as long as it does."""
+
+
 def _host(address: str, port: int) -> TCPStore:
-    listener = listen(address, port, "MASTER_PORT")
-    return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    _gates.append(Gate(address, port, "MASTER_PORT", RENDEZVOUS_TIMEOUT))
+    return _gates[-1].store
+
+
+def _store_port(address: str, port: int) -> int:
+    """Waits for the gate of rank 0 to open. Whoever is there in its place is waited out."""
+    while True:
+        with suppress(OSError):
+            return knock(address, port)
+        time.sleep(0.1)
 
 
 def _find(address: str, port: int) -> TCPStore:

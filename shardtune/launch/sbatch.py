@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.launch import SECRET
+
 ATTEMPTS = 4
 
 
@@ -53,17 +55,20 @@ def sbatch_script(job: Path, overrides: Sequence[str], run: Path, wanted: SlurmR
             "",
             'cd "$SLURM_SUBMIT_DIR" || exit 2  # on storage that every node sees',
             f"run={folder}",
+            "# Whoever doesn't know it can't join the ranks.",
+            f"export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             "",
             f"for attempt in {' '.join(map(str, range(1, ATTEMPTS + 1)))}; do",
             "    again=()",
             '    [ -e "$run/job.yaml" ] && again=(--resume)  # from its last checkpoint',
             f'    srun --kill-on-bad-exit=1 {command} "${{again[@]}}"',
             "    code=$?",
-            "    [ $code -eq 1 ] || break  # 1 is a fault that may pass, 2 one for a person",
+            "    # Done, a problem for a person, or stopped; anything else may pass.",
+            "    case $code in 0 | 2 | 130 | 143) break ;; esac",
             "done",
             "",
-            "# Stopped for want of time, with a checkpoint: come back for the rest.",
-            '[ $code -eq 0 ] && [ ! -e "$run/report.json" ] && scontrol requeue "$SLURM_JOB_ID"',
+            "# Stopped by SIGTERM, with a checkpoint: come back for the rest.",
+            '[ $code -eq 143 ] && scontrol requeue "$SLURM_JOB_ID"',
             "exit $code",
             "",
         ]

@@ -8,7 +8,6 @@ of reach, and the client is given up together with its thread.
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +20,12 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardtune.core.network import listen
-from shardtune.errors import LaunchError, Problem
+from shardtune.errors import LaunchError, LaunchRefused, Problem
+from shardtune.launch import SECRET
+from shardtune.launch.gate import Gate, knock
 
 LOST_AFTER = 10.0  # seconds of silence after which the other end is given up
+STORE_TIMEOUT = timedelta(seconds=LOST_AFTER)
 HEARTBEAT_PERIOD = 0.5  # seconds between two signs of life
 ANSWER_TIMEOUT = 1.0  # seconds that a question waits for its answer
 
@@ -41,9 +42,11 @@ class StoreClient:
         heartbeat: Callable[[], str],
         others: dict[int, PeerHeartbeat],
     ) -> None:
-        with socket.create_connection((head, port), timeout=2.0):
-            pass  # TCPStore would try for minutes, and complain on stderr
-        self._store = _store(head, port)
+        self.port = knock(head, port, timeout=2.0)  # TCPStore would try for minutes
+        """Where the store itself is."""
+        self._store = TCPStore(
+            head, self.port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT
+        )
         self._me, self._heartbeat, self._others = me, heartbeat, others
         self._questions: Queue[tuple[Callable[[TCPStore], Any], Future[Any]]] = Queue()
         self._closed = False
@@ -135,13 +138,12 @@ class PeerHeartbeat:
         self.at = None
 
 
-def serve_store(head: str, port: int) -> TCPStore:
-    """The store itself, listening on node 0's address only."""
-    listener = listen(head, port)
-    store = _store(head, port, master_listen_fd=listener.detach(), is_master=True)
-    store.set("attempt", "0")
-    store.set("head", secrets.token_hex(4))
-    return store
+def serve_store(head: str, port: int) -> Gate:
+    """The store itself, behind its gate, listening on node 0's address only."""
+    gate = Gate(head, port, "--head", STORE_TIMEOUT)
+    gate.store.set("attempt", "0")
+    gate.store.set("head", secrets.token_hex(4))
+    return gate
 
 
 def connect(
@@ -161,18 +163,20 @@ def connect(
         try:
             return StoreClient(head, port, me, heartbeat, others)
         except (OSError, RuntimeError) as error:
+            stranger = isinstance(error, PermissionError)  # node 0 may still come in its place
             if time.monotonic() > deadline:
-                fact = f"no launcher of node 0 answers at {head}:{port} ({error})"
-                fix = "start node 0, open that port to this node, or correct --head"
-                raise LaunchError(Problem("--head", fact, fix)) from None
+                raise _unanswered(head, port, error) from None
         if not told:
             told = True
-            say(f"waiting for node 0 at {head}:{port}")
+            doubt = f": who answers there has another {SECRET}" if stranger else ""
+            say(f"waiting for node 0 at {head}:{port}{doubt}")
         time.sleep(HEARTBEAT_PERIOD)
 
 
-def _store(head: str, port: int, **settings: Any) -> TCPStore:
-    timeout = timedelta(seconds=LOST_AFTER)
-    return TCPStore(
-        head, port, **{"is_master": False} | settings, wait_for_workers=False, timeout=timeout
-    )
+def _unanswered(head: str, port: int, error: Exception) -> LaunchError:
+    if isinstance(error, PermissionError):
+        fix = f"set {SECRET} to the same value on all nodes, or on none"
+        return LaunchRefused(Problem("--head", f"{head}:{port}: {error}", fix))
+    fact = f"no launcher of node 0 answers at {head}:{port} ({error})"
+    fix = "start node 0, open that port to this node, or correct --head"
+    return LaunchError(Problem("--head", fact, fix))

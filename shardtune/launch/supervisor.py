@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from shardtune.errors import LaunchError
-from shardtune.launch import INTERRUPTED
+from shardtune.launch import INTERRUPTED, PREEMPTED
 from shardtune.launch.failure import Failure, failure_of_dead_ranks, failure_of_hung_rank
 from shardtune.launch.peers import Launchers, SingleNode
 from shardtune.launch.process_info import oom_kills
@@ -51,7 +50,8 @@ def run_local(
     """Runs `python COMMAND...` once per rank. Returns the exit code; LaunchError if it failed.
 
     `again(halvings)` is the command that goes on from the last checkpoint. SIGINT and SIGTERM ask
-    the ranks to stop after their step, a second signal kills them. With `launchers` these are the
+    the ranks to stop after their step, a second signal kills them. One that a rank gets from
+    somebody else stops all of them as well, with the same exit code. With `launchers` these are the
     ranks of one node of several, which all do the same.
     """
     policy, launchers = policy or RestartPolicy(), launchers or SingleNode(processes)
@@ -74,7 +74,7 @@ def run_local(
             refused = None if reduced else refuse_restart(failures, policy)
             if again is None or signals.came or refused is not None:
                 events.tell("failed", outcome, outcome.cause, said=False)
-                raise LaunchError([*outcome.problems, *(refused or [])])
+                raise outcome.error(*(refused or []))
             what = "half the micro-batch" if reduced else f"restart {count_faults(failures)}"
             limit = "" if reduced else f" of {policy.restarts}"
             text = f"{_in_full(outcome)}\ngoing on from the last checkpoint ({what}{limit})"
@@ -123,15 +123,19 @@ def _attempt(
     deadline: float | None = None
     try:
         while True:
+            workers.show_output()
             codes = workers.exit_codes()
-            if any(codes.values()):
+            if any(code and not _has_stopped(workers, rank, code) for rank, code in codes.items()):
                 codes = workers.final_exit_codes()
-                if signals.came and _were_interrupted(codes):
+                early = _code_of_early_signal(codes)
+                if signals.came and early:
                     return signals.code
+                if early and not launchers.remote_ranks():
+                    return early
                 return launchers.agree_on_cause(failure_of_dead_ranks(workers, codes, kills))
             alive = workers.alive()
             if not alive:
-                return signals.code
+                return signals.code or max(codes.values())
             now = time.monotonic()
             if len(signals.came) > 1 or (deadline is not None and now > deadline):
                 _say_left(signals, policy)
@@ -177,10 +181,18 @@ def _say_left(signals: Signals, policy: RestartPolicy) -> None:
         _say(f"the step did not end within launch.grace ({policy.grace:g} s): stopped in it")
 
 
-def _were_interrupted(codes: dict[int, int]) -> bool:
-    """Whether a rank ended because the signal came before it could heed it. Others may have failed
-    for want of it."""
-    return bool({INTERRUPTED, -signal.SIGINT, -signal.SIGTERM} & set(codes.values()))
+def _has_stopped(workers: Workers, rank: int, code: int) -> bool:
+    """Whether a rank has ended as all agreed to, because one of them was asked to stop."""
+    return code in (INTERRUPTED, PREEMPTED) and workers.heartbeats.read(rank).phase == "finish"
+
+
+def _code_of_early_signal(codes: dict[int, int]) -> int:
+    """The exit code if a rank ended because a signal came before it could heed it, else 0. Others
+    may have failed for want of it."""
+    ended = set(codes.values())
+    if ended & {INTERRUPTED, -signal.SIGINT}:
+        return INTERRUPTED
+    return PREEMPTED if ended & {PREEMPTED, -signal.SIGTERM} else 0
 
 
 def _say(text: str) -> None:

@@ -15,12 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from shardtune.core.heartbeat import Heartbeats
 from shardtune.core.network import socket_environment
-from shardtune.launch import HEARTBEAT_FD, LAUNCHER_PID, STACK_FILE
+from shardtune.launch import HEARTBEAT_FD, LAUNCHER_PID, STACK_FILE, STORE_FILE
 from shardtune.launch.error_file import ERROR_FILE, ErrorReport, read_error_report
+from shardtune.launch.followed_log import FollowedLog
 from shardtune.launch.process_info import is_dying
 from shardtune.launch.torch_env import torch_environment
 
@@ -37,14 +37,21 @@ class Assignment:
     """World size: the number of all ranks, on all machines."""
     head: str
     port: int
-    """Where the store is through which they find each other; a launcher keeps it."""
+    """Where the TCPStore is through which they find each other; a launcher keeps it."""
     interface: str
     attempt: int
     """Keeps what was written in the store in an earlier attempt apart."""
+    store_file: str = ""
+    """The FileStore that takes its place on one machine. Libraries still want an address and a
+    port, where nobody listens then."""
 
 
 class Workers:
-    """The ranks of one attempt. `logs` gets what they print and, at need, their stacks."""
+    """The ranks of one attempt. `logs` gets what they print and, at need, their stacks.
+
+    Rank 0 speaks to the person: its live view draws on the terminal itself. Where there is none it
+    writes a log as the others do, which is shown here: so no reader of ours can keep it waiting.
+    """
 
     def __init__(
         self, command: Sequence[str], assignment: Assignment, threads: int, logs: Path
@@ -52,6 +59,7 @@ class Workers:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
         self.heartbeats = Heartbeats(assignment.world)
+        self._shown = FollowedLog(self._log(0)) if 0 in assignment.ranks else None
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank in assignment.ranks:
@@ -85,6 +93,11 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def show_output(self) -> None:
+        """Shows what rank 0 has printed since the last time."""
+        if self._shown is not None:
+            self._shown.show(sys.stderr if os.isatty(1) else sys.stdout)
+
     def error_report(self, rank: int) -> ErrorReport | None:
         """What a rank left to say."""
         return read_error_report(self._error_file(rank))
@@ -100,23 +113,26 @@ class Workers:
         for process in self.ranks.values():
             process.wait(timeout=KILL_TIMEOUT)
         self.heartbeats.close()
+        self.show_output()
+        if self._shown is not None:
+            self._shown.close()
 
     def _start(
         self, rank: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        output: IO[bytes] | None = None  # rank 0 speaks to the person
-        if rank > 0:
-            output = (self.logs / f"rank-{rank}.log").open("wb")
-        with output or contextlib.nullcontext():
+        with self._log(rank).open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, *command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=None if rank == 0 and os.isatty(1) else log,
+                stderr=None if rank == 0 and os.isatty(2) else log,
                 start_new_session=True,
                 pass_fds=(self.heartbeats.file,),
             )
+
+    def _log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
 
     def _error_file(self, rank: int) -> Path:
         return self.logs / f"error-{rank}.json"
@@ -133,11 +149,13 @@ class Workers:
             "TORCHELASTIC_RESTART_COUNT": str(assignment.attempt),
             "TORCHELASTIC_RUN_ID": "ranks",
             "OMP_NUM_THREADS": str(threads),
+            "PYTHONUNBUFFERED": "1",  # a log shows what a rank printed before it died
             **socket_environment(assignment.interface),
             "TOKENIZERS_PARALLELISM": "false",
             **torch_environment(os.environ),
             LAUNCHER_PID: str(os.getpid()),
             HEARTBEAT_FD: str(self.heartbeats.file),
             STACK_FILE: str(self.stack_file(rank)),
+            STORE_FILE: assignment.store_file,
             ERROR_FILE: str(self._error_file(rank)),
         }

@@ -49,7 +49,7 @@ def test_every_corruption_is_refused_and_the_one_before_is_used(
         other = draw.choice([runs / "ours" / "step-000003", runs / "theirs" / "step-000005"])
         CORRUPTIONS[number](draw, folder / "step-000005", other)
         found = latest_checkpoint(folder, "run", ALONE)
-        ((path, why),) = found.damaged
+        ((path, why),) = found.passed_over
         assert path.name == "step-000005"
         assert why
         assert found.checkpoint is not None
@@ -92,8 +92,12 @@ def test_if_none_is_good_each_is_named_with_its_reason(runs: Path, tmp_path: Pat
 
 
 def test_checkpoints_of_another_run_are_not_taken(runs: Path) -> None:
-    with pytest.raises(RunError, match=r"another run \(run; this one is mine\)"):
-        latest_checkpoint(runs / "ours", "mine", ALONE)
+    """Nor are they called damaged: what is damaged is set aside, and these aren't ours to move."""
+    found = latest_checkpoint(runs / "ours", "mine", ALONE)
+    assert found.checkpoint is None
+    assert not found.damaged
+    assert [path.name for path, _ in found.others] == ["step-000005", "step-000004", "step-000003"]
+    assert all("of another run (run; this one is mine)" in why for _, why in found.others)
 
 
 def test_ranks_that_share_the_reading_find_the_same(runs: Path, tmp_path: Path) -> None:

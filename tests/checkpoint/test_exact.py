@@ -22,7 +22,9 @@ CASES = {
     "tensor2": 2, "zero1": 2, "zero2": 2,
 }  # fmt: skip
 LONG = ("tensor2", "zero1", "zero2", "zero3")
-MEASURED = {"seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation"}
+MEASURED = {
+    "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation", "parts"
+}  # fmt: skip
 
 
 def job(folder: Path, case: str, **save: Any) -> Job:

@@ -94,6 +94,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_merges_keep_what_was_trained(tmp_path: Path, kind: str, dtype: Any) -> None:

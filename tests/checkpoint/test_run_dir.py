@@ -8,6 +8,7 @@ import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import (
+    notes_on,
     require_run,
     require_same_job,
     require_unfinished,
     require_unoccupied,
 )
+from shardtune.checkpoint.run_marker import read_marker, write_marker
+from shardtune.checkpoint.seal import seal_folder
 from shardtune.config.job_file import load_job
 from shardtune.core.run_report import EvalFigures
 from shardtune.errors import RunError
@@ -60,7 +64,9 @@ def test_a_rank_that_does_not_write_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_free_place_is_not_refused(tmp_path: Path) -> None:
     require_unoccupied(RunDir(tmp_path / "new"), PLACE)
-    (tmp_path / "notes.txt").touch()  # somebody's folder, but no run is in it
+    require_unoccupied(RunDir(tmp_path), PLACE)
+    RunDir(tmp_path).prepare()  # for a run that didn't come to its beginning
+    (tmp_path / "notes.txt").touch()
     require_unoccupied(RunDir(tmp_path), PLACE)
 
 
@@ -128,6 +134,8 @@ def test_a_run_may_become_longer(tmp_path: Path) -> None:
     require_same_job(run, make_job(str(tmp_path), train={"steps": 20, "schedule_start": 10}))
     require_same_job(run, make_job(str(tmp_path), train={"epochs": 2.0}))
     run.write_report(make_report(finished=True))
+    run.result.mkdir()
+    seal_folder(run.result)
     done = make_report().training.step
     for steps in (10, done):
         with pytest.raises(RunError, match=f"the run is finished: {done} steps") as caught:
@@ -143,33 +151,11 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
         require_same_job(RunDir(tmp_path), make_job(str(tmp_path)))
 
 
-def test_clearing_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
-    run = begun(tmp_path)
-    run.jsonl.log(step_line(1))
-    run.write_answers(["a"])
-    run.write_report(make_report())
-    for folder in (run.checkpoints / "step-000001", run.result, run.logs / "ranks"):
-        folder.mkdir(parents=True)
-    (tmp_path / "notes.txt").touch()
-    (tmp_path / "merged").mkdir()
-    run.prepare(overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "notes.txt"]
-    run.prepare(overwrite=True)  # nothing left to remove, and nothing to complain about
-
-
-def test_folders_that_no_run_wrote_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "result").mkdir()
-    RunDir(tmp_path).prepare(overwrite=True)
-    assert (tmp_path / "result").is_dir()
-    with pytest.raises(RunError, match="has result, which no run of ours wrote"):
-        require_unoccupied(RunDir(tmp_path), "save.directory")
-
-
 def test_what_a_killed_run_was_writing_is_swept_away(tmp_path: Path) -> None:
     run = begun(tmp_path)
     left = run.checkpoints / ".step-000004.0a1b2c3d.partial"
     left.mkdir(parents=True)
-    run.prepare(overwrite=False)
+    run.prepare()
     assert not left.exists()
     assert run.job.exists()
 
@@ -234,12 +220,33 @@ def test_answers_and_reports_come_back_as_they_were(tmp_path: Path) -> None:
     assert run.read_report() == make_report(directory="größer")
 
 
-def test_a_report_of_another_kind_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"finished": true, "loss": 0.25}', '{"finis', "[]", ""])
+def test_a_report_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    """It holds nobody up: the run's end writes it again, and a line says so."""
     run = begun(tmp_path)
-    (tmp_path / "report.json").write_text('{"finished": true, "loss": 0.25}')
-    with pytest.raises(RunError, match="of another version of shardtune") as caught:
-        run.read_report()
-    assert "--overwrite" in caught.value.problems[0].fix
+    (tmp_path / "report.json").write_text(text)
+    assert run.read_report() is None
+    require_unfinished(run, make_job(str(tmp_path)))
+    assert notes_on(run) == [
+        f"{tmp_path / 'report.json'} can't be read; the run's end writes it again"
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad", ["{", "null", "[1]", "7", '{"step": "1"}', "\x00", "[" * 9999, '{"kind": "step"}']
+)
+def test_a_bad_line_of_the_metrics_is_left_out(tmp_path: Path, bad: str) -> None:
+    run = begun(tmp_path)
+    run.jsonl.log(evaluation_line(0, "held", 3.0))
+    run.jsonl.log(step_line(1))
+    good = run.metrics.read_text("utf-8")
+    run.metrics.write_text(f"{bad}\n{good}{bad}\n", encoding="utf-8")
+    assert run.jsonl.evaluations(step=0)["held"].loss == 3.0
+    assert run.jsonl.epochs() == step_line(1).epoch
+    assert notes_on(run) == [f"{run.metrics}: 2 lines can't be read, left out"]
+    run.forget_after(1)
+    assert run.metrics.read_text("utf-8") == good
+    assert notes_on(run) == []
 
 
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -284,3 +291,16 @@ def limited_files(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         monkeypatch.undo()
+
+
+def test_a_run_of_an_earlier_version_takes_a_name_unless_somebody_has_it(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    marker = read_marker(tmp_path)
+    assert marker is not None
+    write_marker(tmp_path, replace(marker, names=("job.yaml",)))
+    (tmp_path / "track").mkdir()
+    with pytest.raises(RunError, match="is not the run's"):
+        run.own("track")
+    (tmp_path / "track").rmdir()
+    run.own("track")
+    assert run.owns("track")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from shardtune.api import load_result
 from shardtune.checkpoint.disk_space import estimate_disk, require_disk_space
 from shardtune.checkpoint.export import save_result
+from shardtune.checkpoint.latest import latest_checkpoint
 from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_guards import notes_on, require_unfinished
 from shardtune.checkpoint.verify import verify_run
 from shardtune.cli.main import main
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.errors import RunError
 from shardtune.models import tiny
-from tests.checkpoint.together import save
+from tests.checkpoint.together import save, together
 from tests.jobs import make_environment
+from tests.reports import make_report
 from tests.synthetic import load_model, make_job, trained
 
 
@@ -80,7 +86,26 @@ def test_every_bit_of_a_manifest_counts(run: RunDir, name: str) -> None:
 
 def test_a_run_that_does_not_know_itself(run: RunDir) -> None:
     (run.path / "environment.json").write_text("{", encoding="utf-8")
+    assert not any(each.faults for each in verify_run(run)), "run.json knows it as well"
+    (run.path / "run.json").write_text("{", encoding="utf-8")
     assert verify_run(run)[0].faults
+
+
+def test_the_lost_result_of_a_finished_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """`verify`, `generate` and `--resume` agree: it is missing, and can be written again."""
+    run.write_report(make_report(finished=True, directory=str(run.path)))
+    assert not any(each.faults for each in verify_run(run))
+    with pytest.raises(RunError, match="the run is finished"):
+        require_unfinished(run, make_job(str(run.path)))
+    shutil.rmtree(run.result)
+    assert main(["verify", str(run.path)]) == 1
+    assert "--resume" in capsys.readouterr().out
+    assert main(["generate", str(run.path), "--prompt", "x"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    require_unfinished(run, make_job(str(run.path)))
+    assert notes_on(run) == [
+        f"{run.result} is missing; it is written again from the last checkpoint"
+    ]
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,3 +131,50 @@ def test_a_disk_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) ->
     (problem,) = caught.value.problems
     assert "3 checkpoints of 11175870.90 GiB" in problem.fact  # 12e15 / 2^30
     assert f"are free in {tmp_path}" in problem.fact
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["merge", "merged"]])
+def test_a_damaged_result_is_not_used(
+    run: RunDir, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    flip(run.result / "adapter_model.safetensors")
+    assert main([command[0], str(run.path), *command[1:]]) == 2
+    said = capsys.readouterr()
+    assert "adapter_model.safetensors has other content than was written" in said.err
+    assert "--resume" in said.err
+    assert not said.out
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(RunError, match="other content"):
+        load_result(run.path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_named(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = sorted((run.checkpoints / "step-000002").glob("*.safetensors"))[0]
+    manifest = run.checkpoints / "step-000004" / "manifest.json"
+    for path in (shard, manifest):
+        path.unlink()
+        os.mkfifo(path)
+    assert main(["verify", str(run.path), "--json"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("is a named pipe (FIFO), not a file") == 2
+    with pytest.raises(RunError, match="is a named pipe"):
+        together(1, lambda rank: latest_checkpoint(run.checkpoints, "run", rank))
+
+
+def test_a_result_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    model = load_model(ModelSection(name="tiny"), LoRA(rank=2), TrainSection(precision="fp32"))
+    before = os.umask(0o027)
+    try:
+        save_result(
+            model, trained(model), tiny.tokens(), frozenset({1}), tmp_path / "result",
+            dtype=torch.float32,
+        )  # fmt: skip
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "result").iterdir()}
+    assert "adapter_model.safetensors" in modes
+    assert set(modes.values()) == {0o640}

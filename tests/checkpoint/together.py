@@ -135,11 +135,19 @@ def save(
     way: str = "rows",
     background: bool = True,
     file_size: int = 80,
+    committed: Callable[[], None] = lambda: None,
 ) -> None:
     """Checkpoints of `state(step)` for each of the steps."""
 
     def act(rank: ThreadRank) -> None:
-        saver = AsyncSaver(folder, rank, keep=keep, background=background, file_size=file_size)
+        saver = AsyncSaver(
+            folder,
+            rank,
+            keep=keep,
+            background=background,
+            file_size=file_size,
+            committed=committed,
+        )
         for step in steps:
             pieces = WAYS[way](state(step), rank.rank, rank.size)
             saver.save(

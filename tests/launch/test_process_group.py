@@ -7,10 +7,10 @@ from shardtune.launch.process_group import JoinedWorld
 from tests.ranks import on_ranks
 
 
-def mean(world: World) -> list[float]:
-    return JoinedWorld(rank=world.rank, size=world.size).mean([float(world.rank), 5.0])
+def gather(world: World) -> list[list[float]]:
+    return JoinedWorld(rank=world.rank, size=world.size).gather([float(world.rank), 5.0])
 
 
-def test_a_mean_is_over_all_ranks_and_known_to_each() -> None:
-    assert on_ranks(2, mean) == [[0.5, 5.0]] * 2
-    assert JoinedWorld().mean([3.0]) == [3.0]
+def test_every_rank_knows_the_values_of_all() -> None:
+    assert on_ranks(2, gather) == [[[0.0, 5.0], [1.0, 5.0]]] * 2
+    assert JoinedWorld().gather([3.0]) == [[3.0]]

@@ -157,7 +157,7 @@ def dashboards(folder: Path) -> list[list[str]]:
     return [words for words in lines if any(word.endswith("dashboard.py") for word in words)]
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 240) -> None:
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 500) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.stdout and process.stdout.read()
@@ -201,6 +201,30 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_as_an_undisturbed_one
     assert len(losses(folder / "run")) == 60
 
 
+@pytest.mark.long
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hung_worker_is_named_and_the_run_goes_on(folder: Path) -> None:
+    """As in a local run: one worker is stopped, and the others wait for it."""
+    (folder / "job.yaml").write_text(JOB.replace("STEPS", "60"))
+    process = start(folder, "job.yaml", "launch={type: ray, workers: 2, use_gpu: false}")
+    metrics = folder / "run" / "metrics.jsonl"
+    try:
+        wait_for(lambda: metrics.exists() and len(losses(folder / "run")) >= 5, process)
+        workers(folder)[0].suspend()
+        said, _ = process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 0, said
+    assert "the process is stopped (SIGSTOP)" in said
+    assert "going on from the last checkpoint (restart 1 of 3)" in said
+    assert len(losses(folder / "run")) == 60
+    assert_nobody_is_left(folder)
+
+
 @needs_ray
 @pytest.mark.long
 @pytest.mark.timeout(600)
@@ -236,6 +260,6 @@ def test_a_cluster_without_gpus_can_not_count_them(folder: Path) -> None:
     (folder / "job.yaml").write_text(JOB.replace("STEPS", "2"))
     process = start(folder, "job.yaml", "launch={type: ray}")
     said, _ = process.communicate(timeout=280)
-    assert process.returncode == 1, said
+    assert process.returncode == 2, said
     assert "there is to be one worker for each GPU, and the Ray cluster has none" in said
     assert_nobody_is_left(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardtune.errors import LaunchError
+from shardtune.errors import LaunchError, LaunchRefused
 from shardtune.launch.supervisor import run_local
 
 
@@ -86,9 +86,10 @@ def test_a_problem_of_a_rank_is_shown_as_a_problem(tmp_path: Path) -> None:
             raise DataError(Problem("a.jsonl:3", "is broken", "mend it"))
         """,
     )
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchRefused) as caught:
         run_local(command, processes=1, threads=1, logs=tmp_path / "logs")
     assert str(caught.value) == "a.jsonl:3: is broken\n    fix: mend it"
+    assert caught.value.exit_code == 2
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
@@ -179,6 +180,43 @@ def test_a_signal_before_the_ranks_have_joined_is_no_fault(tmp_path: Path) -> No
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert said == "\nstopping after this step; once more to stop at once\n"
+    assert_gone(ranks)
+
+
+STOPPED_TOGETHER = """
+import os, sys, time
+from pathlib import Path
+from shardtune.launch.process_group import StopSignals, join_process_group
+folder, stop_signals = Path(sys.argv[1]), StopSignals()
+with join_process_group(threads=1, stop_signals=stop_signals) as world:
+    (folder / f"pid-{{world.rank}}").write_text(str(os.getpid()))
+    (folder / f"started-{{world.rank}}").touch()
+    while not world.stop_request():
+        time.sleep(0.05)
+    world.heartbeat.enter("finish")
+    (folder / f"clean-{{world.rank}}").touch()
+sys.exit(stop_signals.exit_code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_rank_stops_all_with_its_code(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process, ranks = launch(tmp_path, patient=True, rank=STOPPED_TOGETHER)
+    os.kill(int((tmp_path / "pid-1").read_text()), number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, said
+    assert all((tmp_path / f"clean-{rank}").exists() for rank in range(2))
+    assert_gone(ranks)
+
+
+def test_a_signal_to_one_rank_that_has_not_joined_stops_all(tmp_path: Path) -> None:
+    process, ranks = launch(tmp_path, patient=True, rank=SLOW_TO_START)
+    ranks[-1].terminate()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 143, said
+    assert said == ""
     assert_gone(ranks)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from shardtune.core.heartbeat import Heartbeat, Heartbeats, Phase, open_heartbeat
+from shardtune.launch import ray_watch
 from shardtune.launch import watchdog as watch
+from shardtune.launch.ray_watch import RayWatch
 from shardtune.launch.watchdog import LONGEST_PAUSE, HungRank, Watchdog
 
 ALIVE = {0: 101, 1: 102, 2: 103}
@@ -226,3 +229,41 @@ def test_a_difference_that_costs_no_time_is_not_worth_a_word(scene: Scene) -> No
         slow_down(scene.ranks[2], "data", 0.02)
         scene.step(step, 0.3)
         assert scene.watcher.slow() is None
+
+
+def test_workers_of_ray_that_prepare_the_data_are_not_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one prepares for twice as long as any pause may be."""
+    heartbeats = Heartbeats(2)
+    ranks = [open_heartbeat(os.dup(heartbeats.file), rank, 2) for rank in range(2)]
+    now, looks = 0.0, 0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now
+
+    def look(ray: RayWatch) -> dict[int, int]:
+        """Shows the heartbeats; the second worker's first comes late, and is followed by none."""
+        nonlocal now, looks
+        now, looks = now + 0.5, looks + 1
+        if looks == 1:
+            ranks[0].enter("start")
+        elif looks == prepared:
+            assert ray.hung is None
+            ranks[1].enter("start")
+        for rank in range(2):
+            (tmp_path / f"beat-{rank}").write_bytes(heartbeats.slots(range(rank, rank + 1)))
+        return original(ray)
+
+    prepared, original = 12, RayWatch._look
+    monkeypatch.setattr(watch, "LONGEST_PAUSE", 3.0)
+    monkeypatch.setattr(ray_watch, "time", Clock)
+    monkeypatch.setattr(ray_watch, "PERIOD", 0.0)
+    monkeypatch.setattr(RayWatch, "_look", look)
+    ray = RayWatch(tmp_path, 2, 4.0)
+    ray._run()
+    assert ray.hung is not None
+    assert now - prepared / 2 > 3.0
+    heartbeats.close()
