@@ -81,6 +81,7 @@ def headline(found: Judgement) -> list[tuple[str, int, float, str]]:
     return [
         ("memory, median", memory.count, memory.median, "5 %"),
         ("memory, 90th percentile", memory.count, memory.high, "12 %"),
+        ("memory, inside the band", found.inside[1], found.inside[0] / found.inside[1], "95 %"),
         ("fits or not, right", asked, right / asked, "95 %"),
         ("throughput, mean", rate.count, rate.mean, "15 %"),
         ("iteration time, one node, mean", one.count, one.mean, "8 %"),
@@ -96,7 +97,8 @@ def report(
         "# Accuracy of the planner",
         "",
         f"Made by `python -m benchmarks.planner_accuracy`. {fitted} measurements fitted the "
-        f"constants of `plan/estimate/constants.py`; the errors are those on {judged} others.",
+        "constants of `shardtune/plan/estimate/constants.py`; the errors are those on "
+        f"{judged} others.",
         "",
         *CAVEATS,
         "",
@@ -111,7 +113,10 @@ def report(
         ),
         f"Of the {found.fitting[1] + other.fitting[1]} statements about fitting in both halves "
         f"{found.did_not + other.did_not} say that a run did not fit; of these "
-        f"{found.missed + other.missed} were predicted to fit.",
+        f"{found.missed + other.missed} were predicted to fit, all but "
+        f"{found.missed_by_band + other.missed_by_band} of them tightly: the upper end of the band "
+        "(`shardtune/plan/estimate/memory_band.py`, set on both halves) is above what the card "
+        "has.",
         "",
         "## By source",
         "",

@@ -165,6 +165,6 @@ def _why_level(found: Forecast) -> str:
     without = forecast(at_level(found.job, "none"), found.shape, found.cluster)
     longer = found.speed.step.total / without.speed.step.total - 1
     return (
-        f"the least that fits: it {takes}, where none would take "
-        f"{without.memory.required / GIB:.1f}, and {longer:.0%} more time"
+        f"the fastest that leaves {SPARE:.0%} free: it {takes}, and {longer:.0%} more time "
+        f"than none, which would take {without.memory.required / GIB:.1f} GiB"
     )

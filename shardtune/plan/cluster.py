@@ -3,6 +3,8 @@
 4xA40                       one node with four
 2x8xA100-80GB@400Gbps       two nodes with eight, 400 gigabits a second between them
 8xRTX3090:pcie              eight that talk over PCIe
+1xRTX4090:display           one that drives a screen, too
+1xRTX4090:20GiB             one of which a job may take 20 GiB
 cluster.yaml                a profile, with what `shardtune bench` measured
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +29,10 @@ EXAMPLES = "4xA40, 2x8xA100-80GB@400Gbps, 8xRTX3090:pcie, or a profile's file"
 
 USUAL_GBPS = 100.0
 """Between nodes, per node, where nobody says: what any rented cluster has."""
+
+DISPLAY_GIB = 1.0
+"""What a desktop and a browser take of a card that drives a screen. A guess: `nvidia-smi` shows
+what it is; write that much less as `:20GiB`."""
 
 LATENCY_SECONDS = {"nvlink": 5e-6, "pcie": 10e-6, "network": 20e-6}
 """Of one hop of a collective, NCCL's share included; a measured profile knows better."""
@@ -174,7 +180,7 @@ def _from_entry(entry: dict[str, Any]) -> Gpu:
 
 _SPEC = re.compile(
     r"(?:(?P<nodes>\d{1,7})x)?(?P<gpus>\d{1,7})x(?P<gpu>[A-Za-z][\w. -]*?|\d{4})"
-    r"(?::(?P<link>\w+))?(?:@(?P<speed>\d{1,9}(?:\.\d{1,9})?)(?P<unit>[A-Za-z/]*))?",
+    r"(?P<words>(?::[\w.]+)*)(?:@(?P<speed>\d{1,9}(?:\.\d{1,9})?)(?P<unit>[A-Za-z/]*))?",
     re.ASCII | re.IGNORECASE,
 )
 _BITS = ("Gbps", "gbps", "Gbit/s")
@@ -198,14 +204,36 @@ def parse_cluster(spec: str) -> Cluster:
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
     try:
         gpu = find_gpu(match["gpu"])
-        link = _link(gpu, gpus, match["link"], OPTION)
+        asked, memory = _words(match["words"], gpu)
+        link = _link(gpu, gpus, asked, OPTION)
     except JobError as error:
         raise JobError([*problems, *error.problems]) from None
     if problems:
         raise JobError(problems)
     speed = float(match["speed"]) if match["speed"] else None
-    profile = Profile(gpu=gpu.name, nodes=nodes, gpus_per_node=gpus, inter_node_gbps=speed)
+    profile = Profile(
+        gpu=gpu.name, nodes=nodes, gpus_per_node=gpus, inter_node_gbps=speed, memory_gib=memory
+    )
     return _build(text, gpu, link, profile)
+
+
+def _words(text: str, gpu: Gpu) -> tuple[str | None, float | None]:
+    """The link, and the memory that a job may take, of what stands behind the GPU's name."""
+    link, memory = None, None
+    for word in filter(None, text.split(":")):
+        if word.lower() == "display":
+            memory = gpu.memory_gib - DISPLAY_GIB
+        elif size := re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)GiB", word, re.IGNORECASE):
+            memory = float(size[1])
+        elif link is None:
+            link = word
+        else:
+            fact = f"{word!r} is a second link, after {link!r}"
+            raise JobError(Problem(OPTION, fact, "write one link; memory is :display or :20GiB"))
+    if memory is not None and not 0 < memory <= gpu.memory_gib:
+        fact = f"a job can't take {memory:g} GiB of {gpu.name}, which has {gpu.memory_gib:g}"
+        raise JobError(Problem(OPTION, fact, "give what is free, such as :20GiB"))
+    return link, memory
 
 
 def _is_file(text: str) -> bool:
@@ -246,9 +274,10 @@ def _link(gpu: Gpu, gpus: int, asked: str | None, place: str) -> LinkKind:
     if word == "pcie":
         return "pcie"
     if word != "nvlink":
-        near = did_you_mean(word, ("nvlink", "pcie"))
+        near = did_you_mean(word, ("nvlink", "pcie", "display"))
         fact = f"{asked!r} is no link between GPUs"
-        fix = f"did you mean {near}?" if near else "choose nvlink or pcie, or leave it out"
+        known = "choose nvlink or pcie, display or a size such as 20GiB"
+        fix = f"did you mean {near}?" if near else known
     elif gpu.nvlink_gbs is None:
         fact, fix = f"{gpu.name} has no NVLink", "choose pcie, or leave it out"
     elif gpu.nvlink == "bridge" and gpus > 2:
@@ -268,6 +297,8 @@ def _own(facts: GpuFacts, path: str) -> Gpu:
 
 
 def _build(name: str, gpu: Gpu, link: LinkKind, profile: Profile) -> Cluster:
+    if profile.memory_gib is not None:
+        gpu = replace(gpu, memory_gib=min(gpu.memory_gib, profile.memory_gib))
     return Cluster(
         name=name,
         gpu=gpu,

@@ -1,27 +1,59 @@
-"""Why a candidate of the search won or lost, in words with numbers."""
+"""Why a candidate of the search won or lost: words that are computed from its own forecast.
+
+Each figure is a part of the time or of the memory that the tables show, the largest cause first.
+`tests/plan/test_sentences.py` takes the sentences apart again and compares.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardtune.core.layout import Cargo
 from shardtune.core.units import GIB
+from shardtune.plan.estimate.step_time import Wait, estimate_speed
+from shardtune.plan.estimate.workload import Workload
 from shardtune.plan.forecast import Forecast
 
+Aim = Literal["time", "cost", "memory"]
+
 ALIKE = 0.01  # steps that differ by less are equally fast, for all that a forecast can say
+WORTH_SAYING = 0.25  # of the time lost: a second cause is named from here on
+SMALL = 0.02  # of a step: what is less is no reason to name what it goes to
 
 
-def praise_or_blame(found: Forecast, best: Forecast | None) -> str:
+def praise_or_blame(found: Forecast, best: Forecast | None, aim: Aim = "time") -> str:
     """What speaks for a candidate, or against it, beside the best one (None where none fits)."""
     if not found.fits:
         return _too_large(found)
     if best is None or found is best:
         return _praise(found)
+    more = (found.memory.required - best.memory.required) / GIB
+    size = f"{abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
     longer = found.speed.step.total / best.speed.step.total - 1
-    if longer < ALIKE:
-        more = (found.memory.peak - best.memory.peak) / GIB
-        return f"as fast, with {abs(more):.1f} GiB {'more' if more >= 0 else 'less'}"
-    return f"fits, {longer:.0%} slower: {_slower(found, best)}{provided(found)}"
+    if abs(longer) < ALIKE:
+        return f"{found.verdict}, as fast, with {size}{provided(found)}"
+    if aim == "memory" or longer < 0:
+        return f"{found.verdict}, with {size}, {times(found, best)}{provided(found)}"
+    causes = "; ".join(str(each) for each in why_slower(found, best))
+    return f"{found.verdict}, {times(found, best)}: {causes}{provided(found)}"
 
 
-_WORDS = {
+def times(found: Forecast, best: Forecast) -> str:
+    """How much faster or slower it is; as a factor where that is easier to read."""
+    ours, theirs = found.speed.step.total, best.speed.step.total
+    slower = ours > theirs
+    factor = ours / theirs if slower else theirs / ours
+    if factor < 2:
+        return f"{ours / theirs - 1:.0%} slower" if slower else f"{1 - ours / theirs:.0%} less time"
+    digits = f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}"
+    return f"{digits} x {'as slow' if slower else 'as fast'}"
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+CLASS_WORDS = {
     "params": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer states",
@@ -37,68 +69,121 @@ def _too_large(found: Forecast) -> str:
     if found.over > 0:
         largest = max(found.memory.gpu, key=lambda name: found.memory.gpu[name])
         share = found.memory.gpu[largest] / GIB
-        return f"{found.over / GIB:.1f} GiB over at {at}; {_WORDS[largest]} are {share:.1f} GiB"
+        words = f"{CLASS_WORDS[largest]} are {share:.1f} GiB"
+        return f"{found.over / GIB:.1f} GiB over at {at}; {words}"
     room = found.cluster.host_gib or 0.0
     return f"a node needs {found.host / GIB:.0f} GiB of CPU memory and has {room:.0f}"
 
 
-def _praise(found: Forecast) -> str:
-    left = -found.over / GIB
-    part, seconds = _largest_wait(found)
-    share = seconds / found.speed.step.total
-    waits = f"; {share:.0%} of the time goes to {part}" if share > 0.02 else ""
-    return f"fits with {left:.1f} GiB to spare{waits}{provided(found)}"
-
-
 def provided(found: Forecast) -> str:
-    """What nobody said about the nodes, where it matters."""
+    """What is not known of the nodes, where it matters."""
     states = found.memory.host * min(found.mesh.size, found.cluster.gpus_per_node)
     if not states or found.cluster.host_gib is not None:
         return ""
     return f", if a node has {found.host / GIB:,.0f} GiB of CPU memory"
 
 
-def _slower(found: Forecast, best: Forecast) -> str:
+# Time --------------------------------------------------------------------------------------------
+
+
+def _praise(found: Forecast) -> str:
+    left, step = -found.over / GIB, found.speed.step
+    waits = {name: getattr(step, name) for name in ("communication", "offload", "bubble")}
+    part = max(waits, key=lambda name: waits[name])
+    share = waits[part] / step.total
+    words = f"; {share:.0%} of the time goes to {_named(part, found)}" if share > SMALL else ""
+    return f"{found.verdict} with {left:.1f} GiB to spare{words}{provided(found)}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Seconds of a step that a candidate loses, and what to."""
+
+    seconds: float
+    words: str
+
+    def __str__(self) -> str:
+        return f"{lasting(self.seconds)} {self.words}"
+
+
+def lasting(seconds: float) -> str:
+    """A part of a step in seconds, or in milliseconds."""
+    return f"{seconds:,.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+def why_slower(found: Forecast, best: Forecast) -> list[Cause]:
+    """What costs a candidate most beside the best, and what else weighs."""
+    causes = sorted(_causes(found, best), key=lambda each: -each.seconds)
+    lost = found.speed.step.total - best.speed.step.total
+    return causes[:1] + [each for each in causes[1:2] if each.seconds >= WORTH_SAYING * lost]
+
+
+def _causes(found: Forecast, best: Forecast) -> Iterator[Cause]:
     ours, theirs = found.speed.step, best.speed.step
-    parts = ("compute", "communication", "optimizer", "offload", "bubble")
-    lost = {part: getattr(ours, part) - getattr(theirs, part) for part in parts}
-    part = max(lost, key=lambda name: lost[name])
-    if part == "compute":
-        if found.work.checkpointing not in ("none", best.work.checkpointing):
-            return "it needs activation checkpointing to fit"
-        if found.work.kernels != best.work.kernels:
-            return "its layers can't be compiled"
-        return f"micro-batches of {found.work.micro_batch} keep the GPU less busy"
-    return _named(part, found)
+    for part in ("communication", "offload", "bubble", "optimizer"):
+        more = getattr(ours, part) - getattr(theirs, part)
+        yield Cause(more, f"more for {_named(part, found)}")
+    rest = ours.compute - theirs.compute
+    work, other = found.work, best.work
+    if work.checkpointing not in ("none", other.checkpointing):
+        kept = {"checkpointing": other.checkpointing, "kept_layers": other.kept_layers}
+        again = _spared(found, replace(work, **kept))  # type: ignore[arg-type]
+        yield Cause(again, f"more for recomputation ({work.checkpointing})")
+        rest -= again
+    if work.kernels == "eager" and other.kernels == "compiled":
+        eager = _spared(found, replace(work, kernels="compiled"))
+        yield Cause(eager, "more because its layers can't be compiled")
+        rest -= eager
+    yield Cause(rest, f"more for matmuls{_smaller(found, best)}")
 
 
-def _largest_wait(found: Forecast) -> tuple[str, float]:
-    step = found.speed.step
-    parts = {name: getattr(step, name) for name in ("communication", "offload", "bubble")}
-    part = max(parts, key=lambda name: parts[name])
-    return _named(part, found), parts[part]
+def _spared(found: Forecast, work: Workload) -> float:
+    """Seconds of computing that a candidate would not need if it worked otherwise."""
+    other = estimate_speed(found.layout, found.shape, found.mesh, found.cluster, work)
+    return found.speed.step.compute - other.step.compute
+
+
+def _smaller(found: Forecast, best: Forecast) -> str:
+    """What makes a candidate's matmuls smaller than the best one's."""
+    slices = found.mesh.size_of("tensor")
+    if found.work.micro_batch < best.work.micro_batch:
+        return f" (micro-batch {found.work.micro_batch}, not {best.work.micro_batch})"
+    return f" (in {slices} slices)" if slices > best.mesh.size_of("tensor") else ""
 
 
 def _named(part: str, found: Forecast) -> str:
-    """A part of the step in words, with the link that it waits for."""
+    """A part of the step in words, with the link that it waits for most."""
     if part == "optimizer":
-        return "each rank updates more weights"
+        return "the optimizer's update"
     if part == "offload":
-        return "states that travel between CPU memory and the GPU"
+        return f"offload to {'disk' if found.memory.nvme else 'CPU memory'}"
     if part == "bubble":
-        return "stages that wait for each other"
-    if not found.speed.sent:
+        return "the pipeline bubble"
+    waits = found.speed.waits
+    if not waits:
         return "communication"
-    largest = max(found.speed.sent, key=lambda each: each.total)
-    names = {**dict.fromkeys(("params", "recalled", "trained"), "weights"), "grads": "gradients"}
-    what = names.get(largest.move.what, "activations")
+    return f"communication, most of it {_move(max(waits, key=lambda w: w.seconds), found)}"
+
+
+_CARGO: dict[Cargo, str] = {
+    "params": "weights",
+    "recalled": "weights",
+    "trained": "weights",
+    "grads": "gradients",
+    "unsliced": "gradients",
+    "tied": "gradients",
+}
+
+
+def _move(wait: Wait, found: Forecast) -> str:
+    what = _CARGO.get(wait.what, "activations")
     kind = {
         "all_gather": f"gathers of {what}",
         "reduce_scatter": f"reductions of {what}",
         "all_reduce": f"reductions of {what}",
         "send_recv": f"sending {what}",
-    }[largest.move.op]
+    }[wait.op]
     cluster = found.cluster
     inside = {"nvlink": "NVLink", "pcie": "PCIe"}[cluster.link]
     network = f"the network between nodes ({cluster.inter_node_gbps:g} Gbps)"
-    return f"{kind} exposed on {inside if largest.where == 'intra_node' else network}"
+    return f"{kind} on {inside if wait.where == 'intra_node' else network}"

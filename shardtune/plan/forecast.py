@@ -19,10 +19,12 @@ from shardtune.core.model.family_support import require_attention
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.quantized_size import quantizable, require_quantizable
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.setup import CAPTURED_TOKENS
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import Sent, group_of
 from shardtune.plan.estimate.memory import Memory, estimate_memory
+from shardtune.plan.estimate.memory_band import MemoryBand, Verdict, memory_band
 from shardtune.plan.estimate.rank_share import RankShare, held_share, scaled
 from shardtune.plan.estimate.step_time import SpeedEstimate, estimate_speed
 from shardtune.plan.estimate.workload import (
@@ -91,6 +93,19 @@ class Forecast:
         return self.over <= 0 and self.host_over <= 0
 
     @property
+    def band(self) -> MemoryBand:
+        """Between which bytes `memory.required` may really lie."""
+        in_parts = max(self.mesh.size_of("tensor"), self.mesh.size_of("pipeline")) > 1
+        return memory_band(self.memory.required, self.work, in_parts=in_parts)
+
+    @property
+    def verdict(self) -> Verdict:
+        """`tight` where it fits and might not, for all that is known of such jobs."""
+        if not self.fits:
+            return "does not fit"
+        return "fits" if self.band.upper <= self.capacity else "tight"
+
+    @property
     def checkpointing(self) -> str:
         """The level of activation checkpointing, and how many layers are exempt from it."""
         kept = self.work.kept_layers
@@ -120,6 +135,7 @@ class Forecast:
         sizes: dict[str, float] = {name: size / GIB for name, size in memory.gpu.items()}
         return ForecastSummary(
             fits=self.fits,
+            verdict=self.verdict,
             strategy=self.job.strategy.type,
             mesh=dict(self.mesh.axes),
             gradient_checkpointing=self.work.checkpointing,
@@ -129,6 +145,8 @@ class Forecast:
                 overhead=memory.overhead / GIB,
                 peak=memory.peak / GIB,
                 required=memory.required / GIB,
+                lower=self.band.lower / GIB,
+                upper=self.band.upper / GIB,
                 capacity=self.capacity / GIB,
                 moment=memory.moment,
                 moments={name: size / GIB for name, size in memory.moments.items()},
@@ -227,6 +245,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         checkpointing="none" if level == "auto" else level,
         kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,
+        captured=microbatches == 1 and _captured(job, mesh.size, micro * read),
         host_mapped=job.maps_states_to_host(mesh.size),
         attention="eager" if job.model.attention == "eager" else "sdpa",
         loss="pieces" if train.loss == "fused" and can.fused_loss else "plain",
@@ -238,6 +257,22 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         buckets=Buckets() if can.send_buckets else None,
         sequence_parallel=mesh.size_of("tensor") > 1,
         pipelining=order or ALTERNATING,
+    )
+
+
+def _captured(job: Job, ranks: int, tokens: int) -> bool:
+    """Whether a run on GPUs would record its passes (`engine/cuda_graphs.py`). Asked for steps of
+    one micro-batch only: with several, which are recorded too, no run has been measured."""
+    train = job.train
+    return (
+        ranks == 1
+        and tokens <= CAPTURED_TOKENS
+        and not isinstance(job.adapter, NoAdapter)
+        and train.kernels == "compiled"
+        and train.precision == "bf16"
+        and train.recompute != "full"
+        and not train.offload_activations
+        and job.strategy.capabilities.captures_alone
     )
 
 

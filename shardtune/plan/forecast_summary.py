@@ -7,6 +7,7 @@ from typing import Literal
 from shardtune.core.layout import Cargo, Op, When
 from shardtune.core.record import Record
 from shardtune.plan.estimate.comms import Where
+from shardtune.plan.estimate.memory_band import Verdict
 from shardtune.plan.estimate.memory_timeline import MemoryPhase
 
 
@@ -29,6 +30,9 @@ class GpuMemory(Record):
     """All that the device has in use, as nvidia-smi shows it."""
     required: float
     """What must fit: `peak` without blocks that the allocator would give back."""
+    lower: float
+    upper: float
+    """The band in which `required` lies, as forecasts of such jobs were off."""
     capacity: float
     """Of one GPU, or `train.memory_gib` where that is less."""
     moment: MemoryPhase
@@ -92,6 +96,8 @@ class ForecastSummary(Record):
     """One job on one cluster: memory, traffic and time."""
 
     fits: bool
+    verdict: Verdict
+    """`tight` where what is expected fits and the upper end of its band doesn't."""
     strategy: str
     mesh: dict[str, int]
     """Ranks of each mesh axis."""
@@ -148,6 +154,7 @@ class CandidateSummary(Record):
 
     name: str
     fits: bool
+    verdict: Verdict
     why: str
     """What speaks for it, or against it."""
     step_seconds: float | None

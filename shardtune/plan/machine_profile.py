@@ -81,6 +81,8 @@ class Profile(Section):
     """A name of the catalogue (`A100-80GB`), or the GPU's own figures."""
     nodes: _Positive = 1
     gpus_per_node: _Positive = 1
+    memory_gib: Rate | None = None
+    """What a job may take of a GPU's memory, where another program or a screen takes some."""
     link: LinkKind | None = None
     """Between the GPUs of a node; null takes NVLink where all of them have it."""
     inter_node_gbps: Rate | None = None

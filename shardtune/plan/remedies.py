@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from shardtune.core.job_section import Section
 from shardtune.core.model.shape import ModelShape
 from shardtune.parallel import STRATEGIES, Strategy
 from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS
-from shardtune.plan.cluster import Cluster, find_gpu, parse_cluster
+from shardtune.plan.cluster import Cluster, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.search import Candidate, rank, tried
 
@@ -36,11 +37,15 @@ class Change:
 
     def __str__(self) -> str:
         """As it would be written behind a command."""
-        words = {
-            key: str(value).lower() if isinstance(value, bool) else value
-            for key, value in self.values.items()
-        }
-        return " ".join(f"{key}={value}" for key, value in words.items())
+        return in_words(self.values)
+
+
+def in_words(values: Mapping[str, Setting]) -> str:
+    """Overrides as they are written behind a command."""
+    return " ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in values.items()
+    )
 
 
 def smallest_change(job: Job, shape: ModelShape, cluster: Cluster) -> Change | None:
@@ -95,9 +100,7 @@ class _Changed:
 
     def strategy(self, strategy: Strategy) -> _Changed:
         """Under another strategy, with those of its settings that aren't the default."""
-        settings = strategy.model_dump(exclude_defaults=True, exclude={"type"})
-        told = {"strategy.type": strategy.type, **_written("strategy", settings)}
-        return self._with("strategy", strategy, told)
+        return self._with("strategy", strategy, _told(self.job.strategy, strategy))
 
     def sequence_length(self, length: int) -> _Changed:
         data = self.job.data.model_copy(update={"sequence_length": length})
@@ -169,6 +172,32 @@ def _other_results(changed: _Changed, cluster: Cluster) -> Iterator[_Changed]:
         yield changed.sequence_length(length)
 
 
+def _told(asked: Strategy, strategy: Strategy) -> dict[str, Setting]:
+    """The settings that make one of the other. A key that both types have stays what the job says,
+    unless it is told otherwise."""
+    chosen = strategy.model_dump(exclude={"type"})
+    if asked.type == strategy.type:
+        told = _differing("strategy", asked.model_dump(), chosen)
+    else:
+        settings = strategy.model_dump(exclude_defaults=True, exclude={"type"})
+        both = asked.model_dump(exclude_defaults=True).keys() & chosen.keys()
+        told = _written("strategy", settings | {key: chosen[key] for key in sorted(both)})
+    return {"strategy.type": strategy.type, **told}
+
+
+def _differing(
+    prefix: str, asked: Mapping[str, object], chosen: Mapping[str, object]
+) -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for key, value in chosen.items():
+        old = asked.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            found |= _differing(f"{prefix}.{key}", old, value)
+        elif value != old:
+            found |= _written(prefix, {key: value})
+    return found
+
+
 def _written(prefix: str, value: Mapping[str, object]) -> dict[str, Setting]:
     """A section as the `key=value` words that a person would write."""
     found: dict[str, Setting] = {}
@@ -197,10 +226,34 @@ def smallest_cluster(job: Job, shape: ModelShape, cluster: Cluster) -> Candidate
     return None
 
 
+PLANNED = (
+    "global_batch", "micro_batch", "gradient_checkpointing", "keep_layers", "loss", "kernels",
+)  # fmt: skip
+"""Keys of the section `train` that a search may change, the batch for a larger cluster only."""
+
+
+def overrides(asked: Job, planned: Job) -> dict[str, Setting]:
+    """What makes one job the other, of all that the search may choose."""
+    same = planned.strategy == asked.strategy
+    found = {} if same else _told(asked.strategy, planned.strategy)
+    for key in PLANNED:
+        new = getattr(planned.train, key)
+        if new != getattr(asked.train, key):
+            found[f"train.{key}"] = new
+    return found
+
+
 def _larger(cluster: Cluster) -> Iterator[Cluster]:
     for nodes, per_node in _sizes():
         if nodes * per_node > cluster.gpus and cluster.gpu.name != "CPU":
             name = _spec(nodes, per_node, cluster.gpu.name)
+            if cluster.link == "pcie" and cluster.gpu.nvlink == "switch":
+                name += ":pcie"
+            known = known_gpus().get(cluster.gpu.name)
+            if known is not None and cluster.gpu.memory_gib < known.memory_gib:
+                name += f":{cluster.gpu.memory_gib:g}GiB"
+            if nodes > 1:
+                name += f"@{cluster.inter_node_gbps:g}Gbps"
             host = cluster.host_gib or HOST_GIB * per_node
             yield replace(cluster, nodes=nodes, gpus_per_node=per_node, name=name, host_gib=host)
     for gpu in LARGE_GPUS:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Literal
 
 from shardtune.config.job import Job
 from shardtune.config.rules import check
@@ -18,12 +17,19 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.core.strategy import Choice, Devices
 from shardtune.errors import JobError, ModelError
 from shardtune.parallel import STRATEGIES, Strategy
-from shardtune.plan.auto_micro_batch import BETWEEN, at_level, filled, levels_of, powers
+from shardtune.plan.auto_micro_batch import (
+    ABOUT_AS_FAST,
+    BETWEEN,
+    SPARE,
+    at_level,
+    filled,
+    has_room,
+    levels_of,
+    powers,
+)
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.explain import ALIKE, praise_or_blame
+from shardtune.plan.explain import Aim, praise_or_blame
 from shardtune.plan.forecast import Forecast, forecast
-
-Aim = Literal["time", "cost", "memory"]
 
 
 @dataclass(frozen=True)
@@ -72,15 +78,18 @@ def rank(
         candidates = [_best(each, job, shape, cluster, aim) for each in wanted]
         if candidates:
             found.append(min(candidates, key=lambda each: _order(each, aim)))
+    simplest = list(found)
     found.sort(key=lambda each: _order(each, aim))
+    if aim != "memory":
+        found = _roomiest_first(found, simplest)
     best = found[0].found if found[0].fits else None
-    return Ranking(tuple(replace(each, why=_why(each, best)) for each in found), aim)
+    return Ranking(tuple(replace(each, why=_why(each, best, aim)) for each in found), aim)
 
 
-def _why(each: Candidate, best: Forecast | None) -> str:
+def _why(each: Candidate, best: Forecast | None, aim: Aim) -> str:
     if each.found is None:
         return f"can't be had: {each.refused}"
-    return praise_or_blame(each.found, best)
+    return praise_or_blame(each.found, best, aim)
 
 
 # What is tried -----------------------------------------------------------------------------------
@@ -110,10 +119,41 @@ def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Ai
 
 
 def _leading(forecasts: Sequence[Forecast], aim: Aim) -> Forecast:
-    fitting = [each for each in forecasts if each.fits]
-    if fitting:
-        return min(fitting, key=lambda each: _cost(each, aim))
-    return min(forecasts, key=lambda each: max(each.over, each.host_over))
+    """The fastest with room to spare, or the roomiest of those that are about as fast."""
+    first = min(map(_room, forecasts))
+    pool = [each for each in forecasts if _room(each) == first]
+    if first == NO_ROOM:
+        return min(pool, key=lambda each: max(each.over, each.host_over))
+    if aim != "memory":
+        enough = (1 + ABOUT_AS_FAST) * min(each.speed.step.total for each in pool)
+        pool = [each for each in pool if each.speed.step.total <= enough]
+    return min(pool, key=lambda each: (each.memory.required, each.speed.step.total))
+
+
+def _roomiest_first(found: list[Candidate], simplest: list[Candidate]) -> list[Candidate]:
+    """The best, which is the simplest of those that are about as fast and as roomy as any."""
+    first = found[0].found
+    if first is None or not first.fits:
+        return found
+    enough = (1 + ABOUT_AS_FAST) * first.speed.step.total
+    near = [
+        (each, each.found)
+        for each in simplest
+        if each.found is not None
+        and _room(each.found) == _room(first)
+        and each.found.speed.step.total <= enough
+    ]
+    least = min(other.memory.required for _, other in near) + SPARE * first.capacity
+    best = next(each for each, other in near if other.memory.required <= least)
+    return [best, *(each for each in found if each is not best)]
+
+
+NO_ROOM = 2
+
+
+def _room(found: Forecast) -> int:
+    """0 where enough is left free, 1 where it only fits, and NO_ROOM where it doesn't."""
+    return NO_ROOM if not found.fits else int(not has_room(found))
 
 
 def tried(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast | str:
@@ -138,17 +178,12 @@ def _variants(job: Job, shape: ModelShape, strategy: Strategy, cluster: Cluster)
                 yield at_level(each, level)
 
 
-def _cost(found: Forecast, aim: Aim) -> tuple[float, float]:
-    """What is to be small; among equals, what is left of it is the memory."""
-    if aim == "memory":
-        return found.memory.peak, found.speed.step.total
-    # Money is time: the cluster is given.
-    return round(found.speed.step.total / (1 + ALIKE), 4), found.memory.peak
-
-
 def _order(each: Candidate, aim: Aim) -> tuple[float, ...]:
-    if each.found is None:
-        return (2.0,)
-    if not each.fits:
-        return 1.0, max(each.found.over, each.found.host_over)
-    return 0.0, *_cost(each.found, aim)
+    """Those with room first; money is time, as the cluster is given."""
+    found = each.found
+    if found is None:
+        return (NO_ROOM + 1,)
+    if not found.fits:
+        return NO_ROOM, max(found.over, found.host_over)
+    memory, time = found.memory.required, found.speed.step.total
+    return _room(found), *((memory, time) if aim == "memory" else (time, memory))

@@ -27,7 +27,7 @@ from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import LinkKind
-from shardtune.plan.remedies import smallest_change, smallest_cluster
+from shardtune.plan.remedies import in_words, overrides, smallest_change, smallest_cluster
 from shardtune.plan.search import rank
 
 CPU_TFLOPS, CPU_GBS = 0.1, 10.0
@@ -134,9 +134,10 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
         return f"{change}  ({how}; leaves {left:.1f} GiB{provided(change.found)})"
     larger = smallest_cluster(job, shape, cluster)
     if larger is not None and larger.found is not None:
-        rows = larger.found.job.train.global_batch
-        more = f" and train.global_batch={rows}" if rows > job.train.global_batch else ""
-        return f"{larger.found.cluster.name} with {larger.name}{more}: {larger.why}"
+        values = overrides(job, larger.found.job)
+        how = "another result" if "train.global_batch" in values else "the same result"
+        written = f"--cluster {larger.found.cluster.name} {in_words(values)}".strip()
+        return f"{written}  (a larger cluster; {how}; {larger.name} {larger.why})"
     return "no cluster of such devices that we know of would do"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardtune.core.yaml_document import dump_document
 from shardtune.errors import JobError
-from shardtune.plan.cluster import Cluster, find_gpu, known_gpus, parse_cluster
+from shardtune.plan.cluster import DISPLAY_GIB, Cluster, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.machine_profile import Profile
 
 PROFILE: dict[str, Any] = {
@@ -291,3 +291,22 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("gpu: A40\n", encoding="utf-8")
     with pytest.raises(JobError, match=r"no such file\n.*did you mean .*cluster\.yaml"):
         parse_cluster(str(tmp_path / "clustr.yaml"))
+
+
+def test_a_card_that_drives_a_screen_has_less() -> None:
+    whole = parse_cluster("2xA100-80GB:pcie").gpu.memory_gib
+    assert parse_cluster("2xA100-80GB:pcie:display").gpu.memory_gib == whole - DISPLAY_GIB
+    assert parse_cluster("2xA100-80GB:display:pcie").link == "pcie"
+    assert parse_cluster("2x8xA100-80GB:40GiB@400Gbps").gpu.memory_gib == 40
+
+
+@pytest.mark.parametrize("spec", ["1xRTX4090:80GiB", "1xRTX4090:0GiB", "2xA100-80GB:pcie:nvlink"])
+def test_memory_that_a_card_does_not_have_is_refused(spec: str) -> None:
+    with pytest.raises(JobError):
+        parse_cluster(spec)
+
+
+def test_a_profile_may_say_what_a_job_may_take(tmp_path: Path) -> None:
+    profile = tmp_path / "desk.yaml"
+    profile.write_text("gpu: RTX4090\nmemory_gib: 20\n", encoding="utf-8")
+    assert parse_cluster(str(profile)).gpu.memory_gib == 20

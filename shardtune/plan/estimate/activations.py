@@ -363,7 +363,7 @@ def _adapters(shape: ModelShape, work: Workload) -> float:
     assert work.adapter is not None
     inputs = {w.module: w.shape[-1] for w in targeted(shape, work.adapter.targets)}
     between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
-    if not work.adapter.dropout:
+    if not work.drops_apart:
         return between
     # Each adapted linear keeps its own dropped input, and the mask. Casts are its own anyway.
     dropped = 1 if work.autocast else work.widths.compute + 1

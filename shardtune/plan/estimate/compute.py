@@ -162,7 +162,7 @@ def loss_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates
     if work.loss == "pieces" and trained:
         # Each piece's share of the head's gradient is added to an fp32 sum.
         small += -(-tokens // loss_chunk_rows(shape.vocab)) * head * 8 / on.bytes
-    host = LOSS_LAUNCHES * on.time.launch
+    host = 0.0 if work.captured else LOSS_LAUNCHES * on.time.launch
     return Busy(
         _slower(product + small / 2, host, on),
         _slower(product * (1 + trained) + small / 2, 2 * host, on),
@@ -272,7 +272,7 @@ class Joined:
 
 
 def _joined(shape: ModelShape, work: Workload) -> Joined:
-    if work.adapter is None or work.adapter.dropout or shape.experts is not None:
+    if work.adapter is None or work.drops_apart or shape.experts is not None:
         return Joined()
     adapted, own = frozenset(work.adapts(shape)), stream_readers(shape)
     attention, mlp = own & ATTENTION_INPUTS, own & MLP_INPUTS
@@ -293,7 +293,7 @@ def _adapters(
     """Narrow products that read and write whole activations; rank hardly matters. `only` names the
     weights whose adapters count."""
     assert work.adapter is not None
-    if work.counted and work.kernels == "compiled" and not work.adapter.dropout:
+    if work.counted and work.kernels == "compiled":
         return _own_adapters(shape, work, cut, tokens, on, only)
     layers = shape.layers + shape.encoder_layers
     forward = backward = 0.0
@@ -336,12 +336,16 @@ def _own_adapters(
         reads_first = weight.module.rpartition(".")[2] in ATTENTION_INPUTS
         closes = shape.gated and is_last(weight)
         along = not work.fp8 and (joined.ends if opens else joined.attention and reads_first)
+        along = along and not work.adapter.dropout
         reads = 0 if closes or (along and opens) else joint
         forward += times * (reads + (0 if opens else 2 * outputs))
         # What goes back to the first adapters is added up in parts, of 64 columns each.
         parts = 2 * work.adapter.rank / 64
         backs = 0 if closes else 1 if along else 3
         backward += times * (backs * joint + (parts if opens else 2) * outputs)
+        if work.adapter.dropout:  # masks are computed where x is read, and once more for each use
+            forward += times * on.time.masks * inputs
+            backward += times * 2 * on.time.masks * inputs
     scale = on.time.narrow * tokens * work.widths.compute / on.bytes / cut.tensor
     return Busy(forward * scale, backward * scale)
 
@@ -357,6 +361,9 @@ def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: RankShare, on:
         forward += 20
     if cut.tensor > 1:
         forward += 6  # two collectives
+    if work.captured:
+        gap = forward * on.time.graph_gap
+        return Busy(busy.forward + gap, busy.backward + 2 * gap)
     host = forward * on.time.launch
     return Busy(_slower(busy.forward, host, on), _slower(busy.backward, 2 * host, on))
 

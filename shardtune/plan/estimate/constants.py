@@ -52,6 +52,10 @@ class TimeConstants:
 
     launch: float = 21.3e-6
     """Seconds that the host takes to launch one operation. Fitted."""
+    graph_gap: float = 0.6e-6
+    """Seconds between two kernels of a CUDA graph. Fitted."""
+    masks: float = 2.0
+    """Passes over an adapter's input that its dropout mask takes as long as. Fitted."""
     sharpness: float = 1.9
     """How sharply the slower of host and GPU decides: infinity would be a plain maximum. Fitted."""
     eager_passes: float = 0.984

@@ -79,15 +79,13 @@ def kept_bytes(shape: ModelShape, work: Workload, cut: RankShare, level: Checkpo
             break
         repeated = is_repeated(weight, level)
         if not (repeated or (compiled and is_last(weight))):
-            inside += times * weight.features[0] * work.widths.compute * (2 if _in_two(work) else 1)
+            # With dropout apart an adapter's result and the frozen one's are two.
+            results = 2 if work.drops_apart else 1
+            inside += times * weight.features[0] * work.widths.compute * results
         # Compiled, a wide product and the adapters' with its input are one, but in 8 bits.
-        if work.adapter is not None and not (compiled and repeated and not work.fp8):
+        joint = compiled and repeated and not work.fp8
+        if work.adapter is not None and not (joint and not work.adapter.dropout):
             inside += times * work.adapter.rank * work.widths.compute
     spread = cut.tensor if work.sequence_parallel else 1
     outside = shape.hidden * work.stream / spread
     return (inside / cut.tensor + outside) * work.tokens / cut.context
-
-
-def _in_two(work: Workload) -> bool:
-    """With dropout an adapter runs as peft writes it: its result and the frozen one's are two."""
-    return work.adapter is not None and work.adapter.dropout > 0

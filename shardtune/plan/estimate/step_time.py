@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from shardtune.core.footprint import Message, predict_messages
-from shardtune.core.layout import Layout
+from shardtune.core.layout import Cargo, Layout, Op
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.flops import attention_flops, matmul_flops
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.activations import waiting_bytes
-from shardtune.plan.estimate.comms import RankGroup, Sent, group_of, joint_group, on_links, seconds
+from shardtune.plan.estimate.comms import (
+    RankGroup,
+    Sent,
+    Where,
+    group_of,
+    joint_group,
+    on_links,
+    seconds,
+)
 from shardtune.plan.estimate.compute import (
     Busy,
     GpuRates,
@@ -51,6 +59,17 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """Exposed communication: what a move adds to a step, because no computing hides it."""
+
+    op: Op
+    what: Cargo
+    axis: str
+    where: Where
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SpeedEstimate:
     """How fast a job trains."""
 
@@ -63,6 +82,8 @@ class SpeedEstimate:
     peak: float
     """FLOP/s of one GPU by its data sheet."""
     sent: tuple[Sent, ...]
+    waits: tuple[Wait, ...] = ()
+    """The parts of `step.communication`."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -111,17 +132,17 @@ class _Step:
         work, micro, layers = self.work, self.work.microbatches, self._layers
         layer, loss = self._layer(), loss_seconds(self.shape, work, self.cut, self.on)
         messages = self._messages()
-        gathers, reduction, at_end = self._sending(messages)
+        sending = self._sending(messages)
+        gathers, reduction, _ = sending
         forward = self._beside(layer.forward, gathers.forward / layers)
         backward = self._beside(layer.backward, (gathers.backward + reduction) / layers)
         slices, border = self._slices(), self._border()
-        exposed = layers * (forward + backward - layer.both + slices)
-        exposed += self._unhidden(messages) + 2 * border * work.pipelining.chunks
+        waits = self._waits(messages, sending, layer, slices, border)
         slot = layers * (forward + backward + slices) + 2 * border
         optimizer, offload = self._update()
         step = StepTime(
             compute=micro * (layers * layer.both + loss.both),
-            communication=micro * exposed + self._after(at_end, layer),
+            communication=sum(each.seconds for each in waits),
             optimizer=optimizer,
             offload=offload + micro * self._waiting(layer),
             bubble=micro * slot * work.pipelining.bubble(self.cut.pipeline, micro),
@@ -133,6 +154,7 @@ class _Step:
             self._flops(),
             self.on.peak,
             on_links(messages, self.mesh, self.cluster),
+            waits,
         )
 
     @property
@@ -178,7 +200,7 @@ class _Step:
         gathers: list[float] = []
         reduction = at_end = 0.0
         for message in messages:
-            took = self._layers * self._took(message, message.size / self._layers)
+            took = self._by_layer(message)
             if message.move.when == "step":
                 at_end += took
             elif message.move.what in WEIGHTS:
@@ -186,6 +208,48 @@ class _Step:
             elif message.move.what == "grads":
                 reduction += took
         return Busy(sum(gathers[:1]), sum(gathers[1:])), reduction, at_end
+
+    def _by_layer(self, message: Message) -> float:
+        return self._layers * self._took(message, message.size / self._layers)
+
+    def _waits(
+        self,
+        messages: tuple[Message, ...],
+        sending: tuple[Busy, float, float],
+        layer: Busy,
+        slices: float,
+        border: float,
+    ) -> tuple[Wait, ...]:
+        """What no computing hides, of all micro-batches, by the move that is waited for: those that
+        are hidden together share what is left of them by their own time."""
+        gathers, reduction, at_end = sending
+        micro, layers = self.work.microbatches, self._layers
+        forward = layers * self._beside(layer.forward, gathers.forward / layers)
+        forward -= layers * layer.forward
+        behind = gathers.backward + reduction
+        backward = layers * self._beside(layer.backward, behind / layers) - layers * layer.backward
+        after = self._after(at_end, layer)
+        found, first = [], True
+        for message, unhidden in zip(messages, self._unhidden(messages), strict=True):
+            took, move = self._by_layer(message), message.move
+            if move.when == "step":
+                lasts = after * took / at_end if at_end else 0.0
+            elif move.what in WEIGHTS and first:
+                lasts, first = micro * forward, False
+            elif move.what in WEIGHTS or move.what == "grads":
+                lasts = micro * backward * took / behind if behind else 0.0
+            else:
+                continue
+            lasts += micro * unhidden
+            found.append(self._wait(move.op, move.what, message.axis, lasts))
+        found.append(self._wait("all_reduce", "hidden", "tensor", micro * layers * slices))
+        handed = 2 * border * self.work.pipelining.chunks
+        found.append(self._wait("send_recv", "hidden", "pipeline", micro * handed))
+        return tuple(each for each in found if each.seconds)
+
+    def _wait(self, op: Op, what: Cargo, axis: str, lasts: float) -> Wait:
+        where = group_of(axis, self.mesh, self.cluster).where
+        return Wait(op, what, axis, where, lasts)
 
     def _beside(self, computing: float, sending: float) -> float:
         """Both at once: the longer, and a part of the shorter that they take from each other."""
@@ -200,16 +264,19 @@ class _Step:
         hidden = self.on.chip.clash * min(sending, room)
         return max(sending / BUCKETS, sending - room) + hidden
 
-    def _unhidden(self, messages: tuple[Message, ...]) -> float:
-        """The first gather of a micro-batch and its last reduction: nothing to hide behind."""
-        if not self.work.overlap:
-            return 0.0
+    def _unhidden(self, messages: tuple[Message, ...]) -> list[float]:
+        """Of each message what has nothing to hide behind: the first gather of a micro-batch and
+        its last reduction."""
         ends = self.shape.embedding_parameters / self.shape.parameters
         share = max(ends, 1 / (self.shape.layers + self.shape.encoder_layers))
-        each = [message for message in messages if message.move.when == "micro_batch"]
-        first = [message for message in each if message.move.what in WEIGHTS][:1]
-        last = [message for message in each if message.move.what == "grads"]
-        return sum(self._took(message, message.size * share) for message in (*first, *last))
+        found, first = [], True
+        for message in messages:
+            weights = message.move.what in WEIGHTS
+            counts = message.move.when == "micro_batch" and self.work.overlap
+            counts = counts and (message.move.what == "grads" or (weights and first))
+            first = first and not (weights and message.move.when == "micro_batch")
+            found.append(self._took(message, message.size * share) if counts else 0.0)
+        return found
 
     def _slices(self) -> float:
         """Activations that the slices of a layer exchange, for all to wait unless in pieces."""

@@ -128,6 +128,8 @@ class Workload:
     """What flows between the layers waits in CPU memory for the backward pass."""
     offloaded: bool = False
     """What our own engine's layers save waits in CPU memory, copied beside the computation."""
+    captured: bool = False
+    """Whether its passes are CUDA graphs, which the host launches at once."""
     host_mapped: bool = False
     """The GPU updates what the optimizer keeps in CPU memory."""
     attention: Attention = "sdpa"
@@ -215,6 +217,12 @@ class Workload:
     def by_row(self) -> bool:
         """Whether frozen weights are in 8 bits as our own engine has them."""
         return self.fp8 and self.counted
+
+    @property
+    def drops_apart(self) -> bool:
+        """Whether dropout before an adapter is an operation of its own, as peft writes it."""
+        fused = self.counted and self.kernels == "compiled"
+        return self.adapter is not None and self.adapter.dropout > 0 and not fused
 
     @property
     def keeps_products(self) -> bool:

@@ -61,9 +61,10 @@ def job(
 
 
 QUICK = {
-    "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
+    "all, few tokens, fp32": job(SMALL, 1, 512, precision="fp32"),
 }
 LONG = {
+    "all, fsdp on 4": job(SMALL, 2, 2048, ranks=4, **FSDP),
     "lora, fused": job(QWEN, 8, 1024, loss="fused", **LORA),
     "all, paged": job(QWEN, 4, 1024, loss="fused", paged=True),
     "all, plain": job(QWEN, 4, 1024),
@@ -94,7 +95,6 @@ LONG = {
     "all, norms of queries and keys": job(QK_NORMS, 2, 2048),
     "all, two micro-batches": job(SMALL, 2, 2048, steps=2),
     "all, few tokens, two micro-batches": job(SMALL, 1, 512, loss="fused", steps=2),
-    "all, few tokens, fp32": job(SMALL, 1, 512, precision="fp32"),
     "lora, plain": job(LARGE, 4, 2048, **LORA),
     "lora, fused, norms of queries and keys": job(QK_NORMS, 4, 2048, loss="fused", **LORA),
     "lora, recomputed, fused": job(LARGE, 8, 2048, loss="fused", recompute="full", **LORA),

@@ -192,6 +192,7 @@ def test_every_gpu_of_the_catalogue_has_constants() -> None:
     assert beginning_of("H200-141GB") == "H200"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", catalogue(), ids=lambda model: model.name)
 def test_every_model_of_the_catalogue_can_be_estimated(model: KnownModel) -> None:
     shape, cluster = known_model(model.name), parse_cluster("8xH100")

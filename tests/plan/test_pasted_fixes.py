@@ -1,0 +1,125 @@
+"""Fixes that the planner and the rules offer, pasted: each must do what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from shardtune.config.job import Job
+from shardtune.config.job_file import load_job
+from shardtune.config.rules import check
+from shardtune.core.units import GIB
+from shardtune.errors import ShardtuneError
+from shardtune.plan.cluster import Cluster, parse_cluster
+from shardtune.plan.forecast import Forecast, forecast
+from shardtune.plan.on_cluster import resolve_as_asked
+from shardtune.plan.remedies import OTHER_RESULT
+from shardtune.plan.this_machine import offer
+from tests.plan.random_jobs import Drawn, draw
+
+OFFER = re.compile(
+    r"(?:--cluster (?P<cluster>\S+) ?)?(?P<words>[^(]*?)  \((?P<larger>a larger cluster; )?"
+    r"(?P<how>the same result|another result); (?P<rest>.+)\)"
+)
+SET = re.compile(r"set (?P<key>[a-z_.]+): (?P<values>[a-z0-9_]+(?:(?:, | or )(?!or )[a-z0-9_]+)*)")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job as it is written and as it would run."""
+
+    drawn: Drawn
+    job: Job
+
+    @property
+    def found(self) -> Forecast:
+        return forecast(self.job, self.drawn.shape, self.drawn.cluster)
+
+
+def resolved(drawn: Drawn, cluster: Cluster, words: list[str], folder: Path) -> Job:
+    """The job with these overrides, as `estimate` would have it."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(drawn.document), encoding="utf-8")
+    job = resolve_as_asked(load_job(path, words).job, drawn.shape, cluster).job
+    check(job, lambda key: ".".join(map(str, key)))
+    return job
+
+
+def too_large(seed: int, folder: Path) -> Iterator[Asked]:
+    """Random jobs that may run on their cluster, and don't fit there."""
+    for drawn in draw(seed):
+        if drawn.document["strategy"]["type"] == "auto":
+            continue  # it takes a strategy that fits, and is slow to draw
+        try:
+            asked = Asked(drawn, resolved(drawn, drawn.cluster, [], folder))
+            fits = asked.found.fits
+        except ShardtuneError:
+            continue
+        if not fits:
+            yield asked
+
+
+@pytest.mark.parametrize(("seed", "fixes"), [(1, 8), pytest.param(2, 80, marks=pytest.mark.long)])
+def test_what_is_offered_fits_when_it_is_pasted(seed: int, fixes: int, tmp_path: Path) -> None:
+    pasted = 0
+    for asked in islice(too_large(seed, tmp_path), fixes):
+        drawn = asked.drawn
+        text = offer(asked.job, drawn.shape, drawn.cluster)
+        if text.startswith("no cluster"):
+            continue
+        match = OFFER.fullmatch(text)
+        assert match is not None, text
+        cluster = parse_cluster(match["cluster"]) if match["cluster"] else drawn.cluster
+        words = match["words"].split()
+        job = resolved(drawn, cluster, words, tmp_path)
+        found = forecast(job, drawn.shape, cluster)
+        assert found.fits, (text, str(drawn))
+        keys = [word.partition("=")[0] for word in words]
+        changes = any(key.startswith((*OTHER_RESULT, "train.global_batch")) for key in keys)
+        assert changes == (match["how"] == "another result"), text
+        if leaves := re.match(r"leaves ([\d.]+) GiB", match["rest"]):
+            left = -found.over / GIB
+            chosen = "auto" in (
+                asked.drawn.document["train"][key]
+                for key in ("micro_batch", "gradient_checkpointing")
+            )
+            assert chosen or left == pytest.approx(float(leaves[1]), abs=0.051), text
+        pasted += 1
+    assert pasted >= 0.75 * fixes
+
+
+def refused(seed: int, folder: Path) -> Iterator[tuple[Drawn, ShardtuneError]]:
+    for drawn in draw(seed):
+        drawn.document["train"] |= {"micro_batch": 1}
+        if drawn.document["strategy"]["type"] == "auto":
+            continue
+        try:
+            resolved(drawn, drawn.cluster, [], folder)
+        except ShardtuneError as error:
+            yield drawn, error
+
+
+@pytest.mark.parametrize(("seed", "jobs"), [(3, 12), pytest.param(4, 200, marks=pytest.mark.long)])
+def test_what_a_rule_says_to_set_is_accepted(seed: int, jobs: int, tmp_path: Path) -> None:
+    """The same rule has nothing to say any more about the same key."""
+    pasted = 0
+    for drawn, error in islice(refused(seed, tmp_path), jobs):
+        for problem in error.problems:
+            match = SET.search(problem.fix)
+            if match is None:
+                continue
+            for value in re.split(r", | or ", match["values"]):
+                word = f"{match['key']}={value}"
+                try:
+                    resolved(drawn, drawn.cluster, [word], tmp_path)
+                except ShardtuneError as again:
+                    left = [(each.place, each.fact) for each in again.problems]
+                    assert (problem.place, problem.fact) not in left, (word, problem)
+                pasted += 1
+    assert pasted >= jobs

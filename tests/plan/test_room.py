@@ -1,0 +1,58 @@
+"""What the planner leaves free, and when it calls a job tight."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from shardtune.core.model.known_models import known_model
+from shardtune.core.units import GIB
+from shardtune.plan.auto_micro_batch import ABOUT_AS_FAST, SPARE, has_room
+from shardtune.plan.cluster import parse_cluster
+from shardtune.plan.forecast import forecast
+from shardtune.plan.search import rank
+from tests.plan.test_search import LORA, job
+from tests.plan.test_sentences import plans
+
+
+@pytest.mark.parametrize(("seed", "count"), [(6, 6), pytest.param(7, 150, marks=pytest.mark.long)])
+def test_the_best_leaves_the_reserve_and_is_the_roomiest_of_the_fast(seed: int, count: int) -> None:
+    for ranking in islice(plans(seed), count):
+        best = ranking.best.found if ranking.best else None
+        fitting = [each.found for each in ranking.candidates if each.fits and each.found]
+        if best is None:
+            assert not fitting
+            continue
+        roomy = [each for each in fitting if has_room(each)]
+        assert has_room(best) or not roomy
+        if ranking.aim == "memory" or not roomy:
+            continue
+        fastest = min(each.speed.step.total for each in roomy)
+        near = [each for each in roomy if each.speed.step.total <= (1 + ABOUT_AS_FAST) * fastest]
+        assert best.speed.step.total <= (1 + ABOUT_AS_FAST) * fastest
+        least = min(each.memory.required for each in near)
+        assert best.memory.required <= least + SPARE * best.capacity
+
+
+def test_a_job_near_the_limit_is_tight() -> None:
+    """It fits by what is expected; the upper end of its band is above what the card has."""
+    name = "llama-3.1-8b"
+    what, shape = job(name, adapter=LORA), known_model(name)
+    needed = forecast(what, shape, parse_cluster("1xH200")).memory.required / GIB
+    verdicts = [
+        forecast(what, shape, parse_cluster(f"1xH200:{needed * share:.2f}GiB")).verdict
+        for share in (0.99, 1.01, 1.1)
+    ]
+    assert verdicts == ["does not fit", "tight", "fits"]
+
+
+def test_engines_of_others_have_a_wider_band() -> None:
+    name, cluster = "llama-3.1-8b", parse_cluster("8xH100-80GB")
+    widths = {}
+    for each in rank(job(name, adapter=LORA), known_model(name), cluster).candidates:
+        assert each.found is not None
+        band, needed = each.found.band, each.found.memory.required
+        assert band.lower < needed < band.upper
+        widths[each.name] = band.upper / needed
+    assert widths["zero3"] > widths["fsdp"]
