@@ -9,7 +9,6 @@ from typing import Any, Literal
 Sections = dict[str, Any]
 """Sections of a job file, by their names."""
 
-LORA: Sections = {"adapter": {"type": "lora", "rank": 16}}
 NF4: Sections = {"quantization": "nf4"}
 FULL: Sections = {"gradient_checkpointing": "full"}
 FP8: dict[str, Sections] = {"shardtune": {"model": {"quantization": "fp8"}}}
@@ -18,6 +17,13 @@ PAGED: Sections = {"optimizer": {"type": "adamw", "paged": True}}
 COMMAND = "shardtune train"
 """The name of the method that is the command itself, on files, with a job's defaults."""
 LEAST: Sections = {"gradient_checkpointing": "most", "offload_activations": True}
+
+SHORT_ROWS: dict[str, tuple[Literal["1B", "8B"], Literal["bf16", "nf4"], int, int]] = {
+    f"{size} {base} {rows}x{length}": (size, base, rows, length)
+    for size, base in (("1B", "bf16"), ("8B", "bf16"), ("8B", "nf4"))
+    for rows, length in ((1, 512), (1, 1024), (2, 1024), (4, 1024))
+}
+"""Steps of few tokens, by the names of their rows: LoRA on a model of that size."""
 
 OURS: dict[str, dict[str, Sections]] = {
     "bf16 8x2048": {"shardtune": {}, COMMAND: {}},
@@ -30,6 +36,8 @@ OURS: dict[str, dict[str, Sections]] = {
     "70B nf4 4x2048": {"shardtune": {"train": WIDE}},
     "1B all 8x2048": {"shardtune": {}, COMMAND: {}, "shardtune, paged": {"train": PAGED}},
     "packed 8x2048": {"shardtune": {}, COMMAND: {}},
+    "dropout 8x2048": {"shardtune": {}},
+    **{name: {"shardtune": {}} for name in SHORT_ROWS},
 }
 """What our job says beyond the row's model, batch, adapter and base; several names, several runs.
 A name has to begin with `shardtune`."""
@@ -65,6 +73,16 @@ class Case:
     """The ratio to the best peer that we want to reach."""
     memory: float | None = None
     """GiB in which we want to reach it."""
+    rank: int = 16
+    dropout: float = 0.0
+    """Of LoRA."""
+
+    @property
+    def adapter(self) -> Sections:
+        """What a job says of it."""
+        if not self.lora:
+            return {"type": "none"}
+        return {"type": "lora", "rank": self.rank, "dropout": self.dropout}
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,16 @@ PACKED = (
 )
 LARGE, HUGE, SMALL = (f"meta-llama/Llama-{size}" for size in ("3.1-8B", "3.1-70B", "3.2-1B"))
 
+
+def _short(
+    name: str, size: Literal["1B", "8B"], base: Literal["bf16", "nf4"], rows: int, length: int
+) -> Case:
+    model = {"1B": SMALL, "8B": LARGE}[size]
+    peers = FAST[1:4] if base == "bf16" else ("Liger",)
+    asked = 1.2 if rows * length == 1024 else 1.05
+    return Case(name, model, rows, length, peers, base=base, asked=asked)
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -161,6 +189,8 @@ CASES: dict[str, Case] = {
         Case("70B nf4 4x2048", HUGE, 4, 2048, QLORA[:2], base="nf4", asked=1.2),
         Case("1B all 8x2048", SMALL, 8, 2048, FAST[:4], lora=False),
         Case("packed 8x2048", LARGE, 8, 2048, PACKED, packed=True, asked=1.2),
+        Case("dropout 8x2048", LARGE, 8, 2048, FAST[1:4], rank=64, dropout=0.05),
+        *(_short(name, *row) for name, row in SHORT_ROWS.items()),
     )
 }
 
@@ -186,7 +216,7 @@ def our_job(case: Case, method: str, *, tiny: bool = False) -> Sections:
         train["kernels"] = "eager"
     return {
         "launch": {"processes": 1},
-        **(LORA if case.lora else {}),
+        "adapter": case.adapter,
         **extra,
         "model": {"name": case.model}
         | (NF4 if case.base == "nf4" else {})

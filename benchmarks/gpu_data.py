@@ -149,7 +149,7 @@ def flops(case: Case, config: Any, batch: Batch) -> float:
     shapes += [(hidden, config.intermediate_size)] * 3
     layers = config.num_hidden_layers
     weights = layers * sum(a * b for a, b in shapes) + config.vocab_size * hidden
-    adapters = layers * 16 * sum(a + b for a, b in shapes) if case.lora else 0
+    adapters = layers * case.rank * sum(a + b for a, b in shapes) if case.lora else 0
     each = (4 if case.lora else 6) * weights + 6 * adapters
     rows, length = batch.ours.input_ids.shape
     lengths = [len(document) for document in batch.documents] or [length] * rows

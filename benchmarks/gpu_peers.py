@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_cases import LORA, Case, Peer
+from benchmarks.gpu_cases import Case, Peer
 from benchmarks.gpu_data import BASE, Batch, config_of, draw
 from shardtune.config.job import LoRA
 from shardtune.core.peft_wrapper import unwrap_name
@@ -27,8 +27,6 @@ Step = Callable[[int], Tensor]
 """One optimizer step on the batch of that number; the mean loss of its trained tokens."""
 Losses = Callable[[Batch], Iterable[Callable[[], Tensor]]]
 """The parts of a step, one after the other; their losses add up to the mean of the step."""
-
-ADAPTER = LoRA(**LORA["adapter"])
 
 
 def build(case: Case, peer: Peer, data: list[Batch], device: str, *, tiny: bool) -> Step:
@@ -71,7 +69,7 @@ def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Lo
     model = _filled(config, case, device, peer.attention)
     layers = list(model.model.layers)
     if case.lora:
-        model = with_lora(model, device, torch.float32 if peer.fp32_adapters else BASE)
+        model = with_lora(model, case, device, torch.float32 if peer.fp32_adapters else BASE)
     if peer.checkpointing:
         checkpoint_whole_layers(model)
     if peer.compiled:
@@ -129,23 +127,29 @@ def _nf4(name: str, linear: nn.Linear, device: str) -> nn.Module:
     return made
 
 
-def with_lora(model: Any, device: str, dtype: torch.dtype) -> Any:
+def with_lora(model: Any, case: Case, device: str, dtype: torch.dtype) -> Any:
     """peft's adapters, which start from the numbers that ours start from."""
     from peft import LoraConfig, get_peft_model
 
+    adapter = lora_of(case)
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=ADAPTER.rank,
-        lora_alpha=ADAPTER.alpha,
-        lora_dropout=0.0,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
         target_modules="all-linear",
     )
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
-    initialize_adapters(adapted, "", ADAPTER, seed=0, device=device)
+    initialize_adapters(adapted, "", adapter, seed=0, device=device)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def lora_of(case: Case) -> LoRA:
+    """The row's adapter."""
+    return LoRA.model_validate(case.adapter)
 
 
 def hf_losses(model: Any, case: Case, peer: Peer, device: str) -> Losses:
@@ -211,10 +215,10 @@ def _torchtune(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Mod
             intermediate_dim=config.intermediate_size,
             norm_eps=config.rms_norm_eps,
             rope_base=500_000,
-            lora_rank=ADAPTER.rank,
-            lora_alpha=ADAPTER.alpha,
+            lora_rank=lora_of(case).rank,
+            lora_alpha=lora_of(case).alpha,
         )
-    source = with_lora(_filled(config, case, device), device, BASE)
+    source = with_lora(_filled(config, case, device), case, device, BASE)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.hidden_size)
     weights: dict[str, Tensor] = {}
     for name, tensor in source.named_parameters():
@@ -273,9 +277,9 @@ def _unsloth(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Modul
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     adapted = FastLanguageModel.get_peft_model(
         model,
-        r=ADAPTER.rank,
-        lora_alpha=ADAPTER.alpha,
-        lora_dropout=0,
+        r=lora_of(case).rank,
+        lora_alpha=lora_of(case).alpha,
+        lora_dropout=lora_of(case).dropout,
         target_modules=list(names),
         use_gradient_checkpointing="unsloth" if peer.checkpointing else False,
     )

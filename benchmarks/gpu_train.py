@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu_cases import LORA, TINY_BATCH, Case
+from benchmarks.gpu_cases import TINY_BATCH, Case
 from benchmarks.gpu_data import Batch, batches, config_of, flops
 from shardtune.core.yaml_document import dump_document
 from shardtune.launch.torch_env import torch_environment
@@ -65,7 +65,7 @@ def train_job(case: Case, folder: Path, *, steps: int, tiny: bool) -> dict[str, 
     source = {"path": str(folder / "rows.jsonl"), "format": "pretokenized"}
     return {
         "model": model,
-        **(LORA if case.lora else {"adapter": {"type": "none"}}),
+        "adapter": case.adapter,
         "data": {"train": [source], "sequence_length": length},
         "train": {"steps": steps, "global_batch": rows},
         "save": {"directory": str(folder / "run")},

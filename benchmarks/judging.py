@@ -24,6 +24,7 @@ from shardtune.plan.estimate.constants import (
     beginning_of,
 )
 from shardtune.plan.estimate.memory import estimate_memory
+from shardtune.plan.estimate.memory_band import MemoryBand, memory_band
 from shardtune.plan.estimate.step_time import estimate_speed
 
 REFERENCE = Path(__file__).parents[2] / "shared" / "reference"
@@ -148,22 +149,42 @@ LEEWAY = 0.1
 """A row that says how long a context just fits says that a tenth less fits and a tenth more not."""
 
 
-def fits(cases: Sequence[Case], constants: Constants) -> list[tuple[Case, bool, bool]]:
-    """Each statement that a run fitted or didn't, and whether the estimate agrees."""
+def fits(
+    cases: Sequence[Case], constants: Constants, *, upper: bool = False
+) -> list[tuple[Case, bool, bool]]:
+    """Each statement that a run fitted or didn't, and whether the estimate agrees: by what it
+    expects, or by the upper end of the band around that."""
+
+    def fit(case: Case) -> bool:
+        needed = required(case, constants)
+        return (band_of(case, needed).upper if upper else needed) <= capacity_of(case)
+
     found = []
     for case in cases:
         if case.metric != "memory":
             continue
-        room = capacity_of(case)
         if case.source == "unsloth.ai":
             for factor, fitting in ((1 - LEEWAY, True), (1 + LEEWAY, False)):
                 length = round(case.work.sequence * factor)
                 other = replace(case, work=replace(case.work, sequence=length))
-                found.append((case, fitting, (required(other, constants) <= room) == fitting))
+                found.append((case, fitting, fit(other) == fitting))
         else:
             ran = case.measured is not None
-            found.append((case, ran, (required(case, constants) <= room) == ran))
+            found.append((case, ran, fit(case) == ran))
     return found
+
+
+def band_of(case: Case, size: float) -> MemoryBand:
+    """The band around a forecast of `size` GiB, in GiB."""
+    in_parts = max(case.mesh.size_of("tensor"), case.mesh.size_of("pipeline")) > 1
+    band = memory_band(size * GIB, case.work, in_parts=in_parts)
+    return MemoryBand(band.lower / GIB, band.upper / GIB)
+
+
+def _is_inside(case: Case, constants: Constants) -> bool:
+    assert case.measured is not None
+    band = band_of(case, predict(case, constants))
+    return band.lower <= case.measured <= band.upper
 
 
 @dataclass(frozen=True)
@@ -178,6 +199,10 @@ class Judgement:
     """Of the statements about fitting, how many say that it didn't."""
     missed: int
     """Of those, how many the estimate says fit."""
+    missed_by_band: int
+    """Of those, how many it says fit with the upper end of their band, so not even tightly."""
+    inside: tuple[int, int]
+    """Measurements of memory in the band of their forecast, and how many there are."""
     apart: list[Score]
     far: list[tuple[Case, float]]
     misjudged: list[Case]
@@ -206,6 +231,7 @@ def judge(cases: Sequence[Case], constants: Constants) -> Judgement:
         if (chosen := [case for case in group if case.metric == metric and case.measured])
     ]
     measured = [case for case in plain if case.measured]
+    weighed = [case for case in measured if case.metric == "memory"]
     limits = {"memory": 0.12, "throughput": 0.3, "iteration": 0.3}
     far = [
         (case, error)
@@ -219,6 +245,8 @@ def judge(cases: Sequence[Case], constants: Constants) -> Judgement:
         (sum(right for _, _, right in agreed), len(agreed)),
         sum(not fitting for _, fitting, _ in agreed),
         sum(not fitting and not right for _, fitting, right in agreed),
+        sum(not ran and not right for _, ran, right in fits(plain, constants, upper=True)),
+        (sum(_is_inside(case, constants) for case in weighed), len(weighed)),
         apart,
         far,
         [case for case, _, right in agreed if not right],

@@ -12,7 +12,7 @@ from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.engine.activation_offload import Offload
-from shardtune.engine.host_to_device import Staging
+from shardtune.engine.host_to_device import Staged, Staging
 from shardtune.engine.loss import forward, loss_sum, model_inputs, selects_logits
 from shardtune.engine.unsharded import Unsharded
 from shardtune.kernels.linear_cross_entropy import fused_loss
@@ -51,7 +51,11 @@ class ForwardPass:
 
     def loss(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, ready for the backward pass."""
-        inputs, kept, targets = self._inputs(batch)
+        return self.loss_here(self.staging.receive(batch))
+
+    def loss_here(self, here: Staged) -> Tensor:
+        """The same of one that is on the device."""
+        inputs, kept, targets = self._inputs(here)
         if self._fused is None:
             logits = forward(self.module, inputs, kept)
             return self.sharded.loss_sum(logits, targets.flatten())
@@ -60,7 +64,7 @@ class ForwardPass:
 
     def score(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, and how many of its targets the model would choose."""
-        inputs, kept, targets = self._inputs(batch)
+        inputs, kept, targets = self._inputs(self.staging.receive(batch))
         if self._fused is not None:
             with self._fused.evaluating(targets):
                 return forward(self.model, inputs, kept)
@@ -68,10 +72,9 @@ class ForwardPass:
         correct = ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
         return torch.stack([loss_sum(logits, targets), correct])
 
-    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor | None, Tensor]:
-        """What the model is given on this device, the positions at which the batch has labels, and
-        those labels."""
-        here = self.staging.receive(batch)
+    def _inputs(self, here: Staged) -> tuple[dict[str, Any], Tensor | None, Tensor]:
+        """What the model is given, the positions at which the batch has labels, and those
+        labels."""
         inputs = model_inputs(self.model, here)
         if not self._selects:
             return inputs, None, here.targets

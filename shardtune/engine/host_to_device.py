@@ -16,6 +16,7 @@ from torch import Tensor
 from shardtune.core.document_boundaries import varlen_inputs
 from shardtune.core.step import MicroBatch
 from shardtune.engine.loss import kept_positions
+from shardtune.engine.shape_buckets import ShapeBuckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class Staged(MicroBatch):
 
 class Staging:
     """Sends micro-batches on a stream of their own, beside what the device computes."""
+
+    buckets: ShapeBuckets | None = None
+    """Where few shapes are wanted."""
 
     def __init__(self, device: torch.device, *, told: bool = False) -> None:
         """`told`: the model's attention has to be told where documents begin and end."""
@@ -67,6 +71,10 @@ class Staging:
 
     def _moved(self, batch: MicroBatch) -> Staged:
         send = partial(sent, device=self._device)
+        kept = kept_positions(batch)
+        if self.buckets is not None:
+            batch = self.buckets.padded(batch)
+            kept = self.buckets.kept(kept, batch)
         return Staged(
             input_ids=sent(batch.input_ids, self._device),
             position_ids=sent(batch.position_ids, self._device),
@@ -74,7 +82,7 @@ class Staging:
             samples=batch.samples,
             tokens=batch.tokens,
             labels=batch.labels,
-            kept=sent(kept_positions(batch), self._device),
+            kept=sent(kept, self._device),
             attention=varlen_inputs(batch.position_ids, send) if self._told else {},
             source_mask=None if batch.source_mask is None else send(batch.source_mask),
         )

@@ -17,19 +17,22 @@ from torch import Tensor, nn
 
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
+from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 from shardtune.core.tensor_shards import TensorShard, round_robin
 from shardtune.core.world import World
+from shardtune.engine.cuda_graphs import RecordedSteps, why_not
 from shardtune.engine.data_peers import Peers
 from shardtune.engine.dtensor import reshard, size_of
 from shardtune.engine.evaluate_loss import evaluate_loss
 from shardtune.engine.forward_pass import ForwardPass
 from shardtune.engine.gradient_reduction import GradientReduction
-from shardtune.engine.host_to_device import sent
+from shardtune.engine.host_to_device import Staged, sent
 from shardtune.engine.nonfinite_samples import nonfinite_samples
 from shardtune.engine.optim.build_optimizer import future_moments, make_optimizer, moment_tensors
 from shardtune.engine.optimizer_update import OptimizerUpdate
+from shardtune.engine.shape_buckets import ShapeBuckets
 from shardtune.engine.step_figures import step_result
 from shardtune.engine.timer import ComputeTimer
 from shardtune.engine.trained_parameters import TrainedParameters
@@ -67,8 +70,10 @@ class NativeEngine:
         *,
         gradients: GradientReduction | None = None,
         training_state: TrainingState | None = None,
+        captures: bool = False,
     ) -> None:
-        """Without `peers` every other rank is one: each has rows of its own."""
+        """Without `peers` every other rank is one: each has rows of its own. `captures`: short
+        steps may become CUDA graphs."""
         self.setup = setup
         self.sharded = sharded or Unsharded()
         self.world = world
@@ -99,6 +104,21 @@ class NativeEngine:
         self.taken = 0
         self._losses: list[Tensor] = []
         self._timer = ComputeTimer(self.device)
+        self._in_training = False
+        self.why_no_graphs = ""
+        self.graphs = self._graphs() if captures else None
+
+    def _graphs(self) -> RecordedSteps | None:
+        """For the CUDA graphs of its steps, where nothing speaks against them."""
+        self.why_no_graphs = why_not(self.setup, self.world, self.parameters, self.model)
+        if self.why_no_graphs:
+            return None
+        config = unwrap_model(self.model).config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        self.forward_pass.staging.buckets = ShapeBuckets(longest)
+        return RecordedSteps(
+            self.parameters, self.optimizer_update, self._forward_here, self.device
+        )
 
     # The step ---------------------------------------------------------------------------------
 
@@ -116,6 +136,7 @@ class NativeEngine:
         self.world.heartbeat.enter("collective")
         self.peers.sum(total)
         self.world.heartbeat.enter("update")
+        self._timer.updating()
         rate = self.setup.schedule.at(self.taken)
         norm, applied = self._update(rate)
         self.taken += 1
@@ -144,8 +165,15 @@ class NativeEngine:
         return microbatches[:2]
 
     def _begin(self) -> None:
-        self.model.train()  # all of it: an adapter's wrapper is in training before what it wraps
-        self.parameters.drop_gradients()
+        self._in_training = False
+        if self.graphs is None or not self.graphs.begin():
+            self.parameters.drop_gradients()
+
+    def _train(self) -> None:
+        """Once a step, and not for graphs: it goes over thousands of modules."""
+        if not self._in_training:
+            self.model.train()  # all: an adapter's wrapper is in training before what it wraps
+            self._in_training = True
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Tokens and label tokens of the step over all ranks: one small all-reduce."""
@@ -163,19 +191,43 @@ class NativeEngine:
             torch.manual_seed(self._seed_of(index))
             self.world.heartbeat.forward(*batch.input_ids.shape)
             with self._timer.running():
-                loss = self._pass(batch, scale, last=index == len(microbatches) - 1)
+                loss = self._replayed(batch, scale)
+                if loss is None:
+                    loss = self._pass(batch, scale, last=index == len(microbatches) - 1)
             self._losses.append(loss)
         total = torch.zeros((), device=self.device)
         for loss in self._losses:
             total += loss
         return total
 
+    def _replayed(self, batch: MicroBatch, scale: Tensor) -> Tensor | None:
+        """The summed loss of a micro-batch whose passes are recorded, or can be now."""
+        if self.graphs is None:
+            return None
+        here = self.forward_pass.staging.receive(batch)
+        self._timer.received()
+        loss = self.graphs.replay(here, scale)
+        if loss is None and self.graphs.is_known(here):
+            self._train()
+            if self.graphs.record(here):
+                loss = self.graphs.replay(here, scale)
+        return loss
+
+    def _forward_here(self, here: Staged) -> Tensor:
+        """The forward pass of a micro-batch on the device."""
+        with self.forward_pass.autocast():
+            return self.forward_pass.loss_here(here)
+
     def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
         """Forward and backward of one micro-batch; returns the summed loss."""
-        forward_pass = self.forward_pass
+        self._train()
+        forward_pass, graphs = self.forward_pass, self.graphs
         with self._synchronising(last=last):
             with forward_pass.autocast(), forward_pass.saving():
-                loss = forward_pass.loss(batch)
+                here = forward_pass.staging.receive(batch)
+                self._timer.received()
+                with contextlib.nullcontext() if graphs is None else graphs.measured(here):
+                    loss = forward_pass.loss_here(here)
             self.world.heartbeat.enter("backward")
             self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
         if forward_pass.activation_offload is not None:
@@ -188,6 +240,8 @@ class NativeEngine:
 
     def _update(self, rate: float) -> tuple[Tensor, Tensor]:
         """Clips and applies the gradient; returns its norm, and whether it was applied."""
+        if self.graphs is not None:
+            return self.graphs.update(rate)
         return self.optimizer_update.apply(rate)
 
     def _seed_of(self, index: int, taken: int | None = None) -> int:
@@ -259,6 +313,8 @@ class NativeEngine:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
         reshard(self.model)
         self.training_state.load(tensors)
+        if self.graphs is not None:
+            self.graphs.forget_update()
         self.taken = int(numbers["taken"])
         self.optimizer_update.load_numbers(numbers)
 

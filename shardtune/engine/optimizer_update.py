@@ -26,7 +26,7 @@ class OptimizerUpdate:
         self.gradients = gradients
         self.max_grad_norm = max_grad_norm
 
-    def apply(self, rate: float) -> tuple[Tensor, Tensor]:
+    def apply(self, rate: float | Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm, and whether the update was applied: not if that isn't finite. All
         ranks see the same norm."""
         self.gradients.reduce()

@@ -40,6 +40,7 @@ def step_result(
             applied=bool(applied),
             busy=lap.busy,
             since_last=lap.since_last,
+            on_device=lap.on_device,
             losses=tuple(each),
         )
 

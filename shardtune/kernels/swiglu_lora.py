@@ -19,6 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardtune.kernels.autotune import autotuned
+from shardtune.kernels.lora_dropout import (
+    add_dropout_lora_a_grad,
+    dropout_lora_a,
+    dropout_lora_a_weight_grad,
+    kept_scale,
+    threshold,
+)
+from shardtune.kernels.lora_dropout import kept as _kept
 from shardtune.kernels.lora_residual import LARGEST_RANK
 from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
 from shardtune.kernels.stacked_linear import cat_aligned, empty_aligned
@@ -33,7 +41,12 @@ afterwards."""
 
 @torch.library.custom_op("shardtune::swiglu_lora", mutates_args=())
 def swiglu_lora(
-    y: Tensor, lora_hidden: Tensor, lora_b: Tensor, next_lora_a: Tensor
+    y: Tensor,
+    lora_hidden: Tensor,
+    lora_b: Tensor,
+    next_lora_a: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """SwiGLU with LoRA before and after it, in one pass: returns the activation and its product
     with the next layer's A.
@@ -43,23 +56,34 @@ def swiglu_lora(
         gate = yg + hg Bg^T     up = yu + hu Bu^T     a = silu(gate) * up     returns a, a A_next^T
 
     Reads y, lora_hidden and the small matrices once, writes a; step by step, a compiler would write
-    and read gate, up and a once more."""
+    and read gate, up and a once more. With a seed the next layer's LoRA has dropout on its input
+    (`lora_dropout.py`)."""
     rows, half, rank = len(y), y.shape[1] // 2, lora_b.shape[1]
     if not _on_gpu(y, rank, len(next_lora_a)):
         gate, up = _gate_up(y, lora_hidden, lora_b)
         activation = functional.silu(gate) * up
+        if seed is not None:
+            return activation, dropout_lora_a(activation, next_lora_a, seed, p, 1)
         return activation, activation @ next_lora_a.t()
     activation = y.new_empty(rows, half)
     sums = y.new_empty(SPLITS, rows, len(next_lora_a), dtype=torch.float32)
-    given = (y, lora_hidden, lora_b, next_lora_a, activation, sums)
+    given = (y, lora_hidden, lora_b, next_lora_a, activation, sums, *_dropout(seed, p, y))
     _swiglu_lora[lambda chosen: (triton.cdiv(rows, chosen["BM"]), SPLITS)](
-        *given, y.stride(0), lora_hidden.stride(0), *_sizes(rows, half, rank, len(next_lora_a))
-    )
+        *given, y.stride(0), lora_hidden.stride(0), *_sizes(rows, half, rank, len(next_lora_a)),
+        seed is not None,
+    )  # fmt: skip
     return activation, sums.sum(0).to(y.dtype)
 
 
 @swiglu_lora.register_fake
-def _(y: Tensor, lora_hidden: Tensor, lora_b: Tensor, next_lora_a: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    y: Tensor,
+    lora_hidden: Tensor,
+    lora_b: Tensor,
+    next_lora_a: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     rows, width = y.shape
     return y.new_empty(rows, width // 2), y.new_empty(rows, next_lora_a.shape[0])
 
@@ -72,6 +96,8 @@ def swiglu_lora_backward(
     y: Tensor,
     lora_hidden: Tensor,
     lora_b: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """SwiGLU's backward with the LoRA backwards around it. With `da = grad_output +
     grad_next_hidden @ next_lora_a` and s = sigmoid(gate):
@@ -85,7 +111,7 @@ def swiglu_lora_backward(
     (rows, half), rank = grad_output.shape, lora_b.shape[1]
     if not _on_gpu(y, rank, len(next_lora_a)):
         return _backward_step_by_step(
-            grad_output, grad_next_hidden, next_lora_a, y, lora_hidden, lora_b
+            grad_output, grad_next_hidden, next_lora_a, y, lora_hidden, lora_b, seed, p
         )
     grads = empty_aligned(y, rows, 2 * half + 2 * rank)
     grad_y, grad_hidden = torch.split(grads, [2 * half, 2 * rank], dim=1)
@@ -104,10 +130,11 @@ def swiglu_lora_backward(
         sums,
         grad_lora_b,
         grad_next_lora_a,
+        *_dropout(seed, p, y),
     )
     strides = (y.stride(0), lora_hidden.stride(0), grads.stride(0))
     _swiglu_lora_backward[(half // TILE, SPLITS)](
-        *given, *strides, *_sizes(rows, half, rank, len(next_lora_a))
+        *given, *strides, *_sizes(rows, half, rank, len(next_lora_a)), seed is not None
     )
     grad_hidden.copy_(sums.sum(0, dtype=torch.float32))
     return grads, grad_lora_b.sum(0), grad_next_lora_a.sum(0).t().contiguous()
@@ -121,6 +148,8 @@ def _(
     y: Tensor,
     lora_hidden: Tensor,
     lora_b: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_b, grad_next_a = (
         torch.empty_like(each, dtype=torch.float32) for each in (lora_b, next_lora_a)
@@ -141,8 +170,15 @@ def _backward_step_by_step(
     y: Tensor,
     lora_hidden: Tensor,
     lora_b: Tensor,
+    seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_activation = grad_output + grad_next_hidden @ next_lora_a
+    if seed is None:
+        grad_activation = grad_output + grad_next_hidden @ next_lora_a
+    else:
+        grad_activation = add_dropout_lora_a_grad(
+            grad_output, grad_next_hidden, next_lora_a, seed, p, 1
+        )
     gate, up = _gate_up(y, lora_hidden, lora_b)
     sigmoid = torch.sigmoid(gate.float())
     silu = gate.float() * sigmoid
@@ -152,11 +188,11 @@ def _backward_step_by_step(
     grad_hidden = [some @ matrix for some, matrix in zip(halves, lora_b.chunk(2), strict=True)]
     parts = zip(halves, lora_hidden.chunk(2, dim=1), strict=True)
     grad_lora_b = torch.cat([matmul_fp32_out(some.t(), of) for some, of in parts])
-    return (
-        cat_aligned(*halves, *grad_hidden),
-        grad_lora_b,
-        matmul_fp32_out(grad_next_hidden.t(), activation),
-    )
+    if seed is None:
+        grad_next_lora_a = matmul_fp32_out(grad_next_hidden.t(), activation)
+    else:
+        grad_next_lora_a = dropout_lora_a_weight_grad(grad_next_hidden, activation, seed, p, 1)
+    return cat_aligned(*halves, *grad_hidden), grad_lora_b, grad_next_lora_a
 
 
 def _on_gpu(y: Tensor, *ranks: int) -> bool:
@@ -165,6 +201,11 @@ def _on_gpu(y: Tensor, *ranks: int) -> bool:
     tiles."""
     known = y.is_cuda and triton is not None and y.dtype != torch.float32
     return known and max(ranks) <= LARGEST_RANK and y.shape[1] % (2 * TILE) == 0
+
+
+def _dropout(seed: Tensor | None, p: float, y: Tensor) -> tuple[Tensor, int, float]:
+    """What a kernel is told of dropout; without a seed it doesn't look."""
+    return (y, 0, 1.0) if seed is None else (seed, threshold(p), kept_scale(p))
 
 
 def _sizes(rows: int, half: int, *ranks: int) -> tuple[int, ...]:
@@ -197,9 +238,10 @@ _sigmoid = jit(_sigmoid_of)
 
 
 def _swiglu_lora_kernel(  # type: ignore[no-untyped-def]
-    y, lora_hidden, lora_b, next_lora_a, activation, sums, row, hidden_row,
+    y, lora_hidden, lora_b, next_lora_a, activation, sums, seed, dropped, scale, row, hidden_row,
     rows, half, rank, next_rank, rows_log2,
-    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DROPOUT: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """BM rows, and a share of the columns (split-K of the product with the next A)."""
     begin_row = tl.program_id(0).to(tl.int64) * BM
@@ -234,17 +276,24 @@ def _swiglu_lora_kernel(  # type: ignore[no-untyped-def]
         tl.store(activations + (m[:, None] * half + column[None, :]), value, mask=here)
         kept = n[None, :] < next_rank
         next_a = tl.load(next_lora_a + (n[None, :] * half + column[:, None]), mask=kept, other=0.0)
+        if DROPOUT:
+            token = begin_row + m[:, None]
+            whole = _kept(seed, tl.zeros((), tl.int32), token, column[None, :], half, dropped)
+            value = tl.where(whole, value, 0.0).to(activation.dtype.element_ty)
         total = tl.dot(value, next_a, total)
     place = sums + (tl.program_id(1) * rows + begin_row) * next_rank
     kept = here & (n[None, :] < next_rank)
+    if DROPOUT:
+        total *= scale
     tl.store(place + (m[:, None] * next_rank + n[None, :]), total, mask=kept)
 
 
 def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
     y, lora_hidden, lora_b, grad_output, grad_next_hidden, next_lora_a,
-    grad_y, sums, grad_lora_b, grad_next_lora_a, row, hidden_row, grad_row,
+    grad_y, sums, grad_lora_b, grad_next_lora_a, seed, dropped, scale, row, hidden_row, grad_row,
     rows, half, rank, next_rank, rows_log2,
-    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DROPOUT: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """BN columns, and a share of the rows: B and A are read once, and their gradients are
     accumulated in registers."""
@@ -296,7 +345,12 @@ def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
         grad_next = tl.load(grad_next_hiddens + smaller, mask=here & nexts, other=0.0)
         gate = tl.dot(hidden_gate, tl.trans(b_gate), gate)
         up = tl.dot(hidden_up, tl.trans(b_up), up)
-        grad_activation = tl.dot(grad_next, next_a, grad_activation)
+        if DROPOUT:
+            token = (begin + m)[:, None]
+            whole = _kept(seed, tl.zeros((), tl.int32), token, c[None, :], half, dropped)
+            grad_activation += tl.where(whole, tl.dot(grad_next, next_a) * scale, 0.0)
+        else:
+            grad_activation = tl.dot(grad_next, next_a, grad_activation)
         sigmoid = _sigmoid(gate)
         silu = gate * sigmoid
         value = (silu * up).to(kind)
@@ -309,6 +363,8 @@ def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(place + rank + summed, grad_hidden_up.to(kind), mask=here & ranks)
         grad_b_gate = tl.dot(tl.trans(grad_gate), hidden_gate, grad_b_gate)
         grad_b_up = tl.dot(tl.trans(grad_up), hidden_up, grad_b_up)
+        if DROPOUT:
+            value = tl.where(whole, value, 0.0).to(kind)
         grad_next_a = tl.dot(tl.trans(value), grad_next, grad_next_a)
         grad_gates += step * grad_row
         hiddens += step * hidden_row
@@ -317,6 +373,8 @@ def _swiglu_lora_backward_kernel(  # type: ignore[no-untyped-def]
     there = grad_lora_b + tl.program_id(1) * (2 * half) * rank + matrix
     tl.store(there, grad_b_gate, mask=ranks)
     tl.store(there + half * rank, grad_b_up, mask=ranks)
+    if DROPOUT:
+        grad_next_a *= scale
     there = grad_next_lora_a + tl.program_id(1) * half * next_rank
     tl.store(there + (c[:, None] * next_rank + n[None, :]), grad_next_a, mask=nexts)
 

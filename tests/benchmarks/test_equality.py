@@ -10,6 +10,7 @@ import pytest
 from benchmarks import equality, fp8_loss
 
 
+@pytest.mark.long
 def test_every_way_starts_from_the_same_loss(capsys: pytest.CaptureFixture[str]) -> None:
     equality.main(["--tiny", "--steps", "2", "--rows", "2", "--length", "32"])
     runs = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -44,6 +44,7 @@ def tiny_losses(case: str, method: str) -> list[float]:
     return list(found["losses"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "peers"),
     [
@@ -59,6 +60,7 @@ def test_methods_of_a_row_have_the_same_losses(case: str, peers: list[str]) -> N
     assert len(set(ours)) == len(ours)  # they do train, on batch after batch
 
 
+@pytest.mark.long
 def test_a_quantized_row_has_the_same_losses() -> None:
     pytest.importorskip("bitsandbytes")
     peer = tiny_losses("nf4 8x2048", "HF, checkpointing")
@@ -319,7 +321,7 @@ def test_ratios_are_to_the_best_peer_of_the_same_machine() -> None:
     assert ratio(alone, records) is None
     table = {(row[0], row[1], row[2]): row for row in rows(records, letters_of(records))}
     assert table["bf16 8x2048", "Unsloth", "A"][3] == "failed: no memory"
-    assert table["bf16 8x2048", "shardtune", "A"][-2:] == ["1.0e-02", "3.0e-01"]
+    assert table["bf16 8x2048", "shardtune", "A"][-3:-1] == ["1.0e-02", "3.0e-01"]
     assert table["bf16 8x2048", "shardtune", "A"][10] == "0.500"
     assert table["bf16 8x2048", "shardtune", "B"][5] == "none beside it"
     assert len({len(row) for row in table.values()}) == 1

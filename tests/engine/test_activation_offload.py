@@ -295,6 +295,7 @@ def watch(made: NativeEngine) -> Watched:
     return lanes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_steps_are_the_same_to_the_bit(checkpointing: str) -> None:
     mine = engine(offload=True, gradient_checkpointing=checkpointing)
@@ -318,11 +319,10 @@ def test_of_a_checkpointed_layer_only_the_input_moves() -> None:
     assert sent < len(more.sent) - 2 * layers
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])]
-)
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.long), "full"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_layers_hand_over_what_they_save(backend: str, checkpointing: str) -> None:
     settings = {"backend": backend, "gradient_checkpointing": checkpointing}
     expected = engine(offload=False, **settings)

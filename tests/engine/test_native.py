@@ -51,6 +51,7 @@ def make(
     return native_engine(model, setup, world or World())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRA(rank=4)], ids=["all", "lora"])
 def test_a_repeated_batch_is_learnt(precision: Precision, adapter: LoRA | NoAdapter) -> None:

@@ -74,6 +74,7 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

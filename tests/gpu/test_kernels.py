@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardtune.kernels import lora_dropout as dropout
 from shardtune.kernels.cross_entropy import cross_entropy_in_place
 from shardtune.kernels.lora_residual import add_lora_residual
 from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
@@ -279,3 +280,40 @@ def test_the_way_back_through_an_activation(size: tuple[int, int], dtype: torch.
     rows, half = size
     gradient, y = some(size, 1).to("cuda", dtype), some((rows, 2 * half), 2).to("cuda", dtype)
     assert_opened(*swiglu_backward(gradient, y), gradient, y, near=NEAR[dtype] / 2)
+
+
+@pytest.mark.parametrize("rank", [8, 64, 128])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_dropout_kernels_are_what_the_steps_are(rank: int, layers: int) -> None:
+    """The same masks, in fp32 on the CPU: elsewhere they would differ by whole numbers."""
+    seed = torch.tensor([-6_148_914_691_236_517_206])
+    rows, wide, p = 333, 1088, 0.25
+    x, a = some((rows, wide), 1).bfloat16(), some((layers * rank, wide), 2).bfloat16() / wide**0.5
+    hidden, gradient = some((rows, layers * rank), 3).bfloat16(), some((rows, wide), 4).bfloat16()
+    calls = (
+        (dropout.dropout_lora_a, (x, a)),
+        (dropout.dropout_lora_a_weight_grad, (hidden, x)),
+        (dropout.add_dropout_lora_a_grad, (gradient, hidden, a)),
+    )
+    for function, tensors in calls:
+        found = function(*(each.cuda() for each in tensors), seed.cuda(), p, layers)
+        right = function(*(each.float() for each in tensors), seed, p, layers)
+        assert distance(found.cpu(), right.double()) < 0.01, function
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_swiglu_with_dropout_is_what_the_steps_are(rank: int) -> None:
+    seed = torch.tensor([1_234_567_890_123_456_789])
+    tensors = [each.bfloat16() for each in (
+        some((333, 512), 1), some((333, 2 * rank), 2), some((512, rank), 3) / rank**0.5,
+        some((rank, 256), 4) / 16, some((333, 256), 5), some((333, rank), 6),
+    )]  # fmt: skip
+
+    def both(y: Tensor, h: Tensor, b: Tensor, a: Tensor, g: Tensor, last: Tensor) -> list[Tensor]:
+        own = seed.to(y.device)
+        return [*swiglu_lora(y, h, b, a, own, 0.25),
+                *swiglu_lora_backward(g, last, a, y, h, b, own, 0.25)]  # fmt: skip
+
+    found = both(*(each.cuda() for each in tensors))
+    for ours, right in zip(found, both(*(each.float() for each in tensors)), strict=True):
+        assert distance(ours.cpu(), right.double()) < 0.02
