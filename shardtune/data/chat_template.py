@@ -19,6 +19,7 @@ from typing import Any
 
 import jinja2
 
+from shardtune.core.render_limit import render_limit
 from shardtune.data.conversation import ChatMessage, Conversation
 from shardtune.data.encode import Text
 from shardtune.data.records import Unreadable
@@ -37,8 +38,8 @@ END_OF_THOUGHT = (
 # A template is a program of somebody else: what it may raise when a conversation isn't to its
 # liking, on purpose or because it looks for a key that isn't there.
 TEMPLATE_ERRORS = (
-    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-    ValueError,
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError,
+    TypeError, ValueError,
 )  # fmt: skip
 
 Rendered = str | Unreadable
@@ -99,6 +100,10 @@ class ChatTemplate:
             )
             for one, whole in zip(conversations, wholes, strict=True)
         ]
+
+    def prompt(self, conversation: Conversation) -> str:
+        """What stands before an answer; raises Unreadable where the template can't write it."""
+        return self._text(conversation, prompt=True)
 
     def _masked(
         self, conversation: Conversation, whole: Rendered, around: list[tuple[Rendered, Rendered]]
@@ -235,9 +240,10 @@ class ChatTemplate:
     def _apply(
         self, messages: list[list[ChatMessage]], tools: list[Any] | None, prompt: bool
     ) -> list[str]:
-        texts: list[str] = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
-        )
+        with render_limit(len(messages)):
+            texts: list[str] = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
         return texts
 
 

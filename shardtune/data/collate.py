@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.data.cache_digests import document_digest, forget_checked
 from shardtune.data.dataset import PreparedSet
 from shardtune.data.sampler import BatchRow, DocumentRef
+from shardtune.errors import DataError, Problem
 
 WIDTH_MULTIPLE = 8  # row widths that matrix units like
 
@@ -22,6 +24,7 @@ class Collator:
 
     def __init__(self, sets: Sequence[PreparedSet], *, capacity: int, pad_id: int) -> None:
         """`Document.dataset` is an index into `sets`; a row is never wider than `capacity`."""
+        self._sets = sets
         self._names = [each.name for each in sets]
         # As Arrow tables: a slice of the memory-mapped file, never a Python object per token.
         self._tables = [each.rows.with_format("arrow") for each in sets]
@@ -85,11 +88,29 @@ class Collator:
             flags = pc.list_flatten(table["trained"]).to_numpy()
             read = 0
             for n in mine:
-                place = slice(starts[n], starts[n] + documents[n].length)
-                tokens[place] = values[read : read + documents[n].length]
-                trained[place] = flags[read : read + documents[n].length]
-                read += documents[n].length
+                document = documents[n]
+                ids, learnt = (each[read : read + document.length] for each in (values, flags))
+                self._require_as_written(document, ids, learnt)
+                place = slice(starts[n], starts[n] + document.length)
+                tokens[place], trained[place] = ids, learnt
+                read += document.length
         return tokens, trained
+
+    def _require_as_written(
+        self, document: DocumentRef, ids: NDArray[np.int32], trained: NDArray[np.bool_]
+    ) -> None:
+        """DataError for a document that isn't as it was prepared: a disk may lose bits silently."""
+        prepared = self._sets[document.dataset]
+        if prepared.checks is None or document_digest(ids, trained) == int(
+            prepared.checks[document.index]
+        ):
+            return
+        if prepared.folder is not None:
+            forget_checked(prepared.folder)
+        (name,) = self.ids([document])
+        fact = f"document {name} is no longer as it was prepared: the disk has changed it"
+        fix = "go on with --resume: the prepared data is checked whole, and made anew"
+        raise DataError(Problem(str(prepared.folder), fact, fix))
 
 
 class PairCollator(Collator):

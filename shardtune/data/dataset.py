@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import datasets
     import numpy as np
     from numpy.typing import NDArray
@@ -70,6 +72,12 @@ class PreparedSet:
     report: SourceReport
     digest: str = ""
     """Of all that decides the documents: the source's content, the settings, the tokenizer."""
+    other_digests: tuple[str, ...] = ()
+    """What other versions noted of the same documents."""
+    folder: Path | None = None
+    """Where its prepared documents lie."""
+    checks: NDArray[np.uint64] | None = None
+    """The digest of each document, compared when it is read; None for documents of no cache."""
     paired: bool = False
     """Whether a document is a source and a target, of which the target is what is trained."""
 
@@ -83,8 +91,15 @@ class PreparedData:
 
     def digests(self) -> dict[str, str]:
         """The digest of each set, by what it is for and its name."""
+        return {name: each.digest for name, each in self._named()}
+
+    def other_digests(self) -> dict[str, tuple[str, ...]]:
+        """What a run of another version may have noted instead."""
+        return {name: each.other_digests for name, each in self._named()}
+
+    def _named(self) -> list[tuple[str, PreparedSet]]:
         sides = (("train", self.train), ("eval", self.eval))
-        return {f"{side}/{each.name}": each.digest for side, sets in sides for each in sets}
+        return [(f"{side}/{each.name}", each) for side, sets in sides for each in sets]
 
     def calibration_samples(self) -> list[list[int]]:
         """Calibration samples: token ids of some documents that are trained, from all over the data

@@ -7,9 +7,9 @@ at their edges. A token is trained if any character of it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -46,11 +46,24 @@ class Tokens:
     """A hash of what the row says that it was made of."""
 
 
+class ControlReading(Protocol):
+    """How control tokens in a text are read (`data/control_tokens.py`)."""
+
+    def engine(self, tokenizer: Any) -> Any: ...
+
+    def shown(self, text: str) -> str: ...
+
+    def renames(self, engine: Any) -> dict[int, int]: ...
+
+
 class Encoder:
     """A fast tokenizer's own engine, which can take many texts at once and keeps the offsets."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._engine = tokenizer.backend_tokenizer
+    def __init__(self, tokenizer: Any, control: ControlReading | None = None) -> None:
+        """`control` says how control tokens in the texts are read; as such, without it."""
+        self._control = control
+        self._engine = control.engine(tokenizer) if control else tokenizer.backend_tokenizer
+        self._renames = control.renames(self._engine) if control else {}
         # What a tokenizer.json asks for here would cut or fill documents behind our back. The
         # tokenizer sets both anew at every call of its own.
         self._engine.no_truncation()
@@ -65,6 +78,8 @@ class Encoder:
         end of each, put there where the text doesn't bring it along.
         """
         encoded: list[Tokens] = []
+        if self._control:
+            texts = [replace(text, text=self._control.shown(text.text)) for text in texts]
         for group in _grouped(texts):
             if len(group) == 1 and len(group[0].text) > TEXT_WINDOW:
                 encoded.append(self._encode_long(group[0], special, end))
@@ -74,9 +89,17 @@ class Encoder:
             many = self._engine.encode_batch if masked else self._engine.encode_batch_fast
             plain = [text.text for text in group]
             for text, found in zip(group, many(plain, add_special_tokens=special), strict=True):
-                ids = np.array(found.ids, dtype=np.int32)
-                encoded.append(_ended(ids, _trained(found, text), end))
+                encoded.append(_ended(self._ids(found.ids), _trained(found, text), end))
         return encoded
+
+    def _ids(self, found: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        ids = np.array(found, dtype=np.int32)
+        if not self._renames or not len(ids) or ids.max() < min(self._renames):
+            return ids
+        renamed: NDArray[np.int32] = ids.copy()
+        for stand_in, own in self._renames.items():
+            renamed[ids == stand_in] = own
+        return renamed
 
     def _encode_long(self, text: Text, special: bool, end: int | None) -> Tokens:
         """The same for a text of megabytes, in bounded memory: where a token stands is known for
@@ -88,11 +111,11 @@ class Encoder:
         for window in chain(first, self._windows(text.text), last):
             if window is None:  # no two of them agree, as in a single word of megabytes
                 found = self._engine.encode(text.text, add_special_tokens=special)
-                return _ended(np.array(found.ids, dtype=np.int32), _trained(found, text), end)
+                return _ended(self._ids(found.ids), _trained(found, text), end)
             trained = _overlapping(window.starts, window.ends, text.spans, place)
             parts.append(Tokens(window.ids, trained))
             place = int(window.ends[-1]) if len(window.ends) else place
-        ids = np.concatenate([part.ids for part in parts])
+        ids = self._ids(np.concatenate([part.ids for part in parts]))
         return _ended(ids, np.concatenate([part.trained for part in parts]), end)
 
     def _windows(self, text: str) -> Iterator[_Window | None]:

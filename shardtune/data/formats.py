@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
 from shardtune.core.step import IGNORED
 from shardtune.data.chat_template import ChatTemplate
+from shardtune.data.control_tokens import AS_TOKENS, ControlTokens
 from shardtune.data.conversation import Conversation, read_conversation
 from shardtune.data.data_file import TURNS
 from shardtune.data.encode import Encoder, Text, Tokens
@@ -22,7 +23,7 @@ from shardtune.errors import DataError, Problem
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardtune.config.job import Columns, Source
+    from shardtune.config.job import Columns, DataSection, Source
 
 
 class Missing(Unreadable):
@@ -44,6 +45,8 @@ class RowFormat(ABC):
     """Whether a row may go on in another document: it is one text, not a question and an answer."""
     settings: tuple[str, ...]
     """What of the source's settings decides the result, for the cache's key."""
+    control: ControlTokens = AS_TOKENS
+    """What to do with control tokens in the text of rows."""
 
     def documents(self, rows: Sequence[SourceRecord]) -> list[Tokens | BadRow]:
         """A document, or the reason why there is none, for each row."""
@@ -62,7 +65,7 @@ class RowFormat(ABC):
 
     def _try_to_read(self, row: dict[str, Any]) -> Any:
         try:
-            return self._read(row)
+            return self.control.apply(self._read(row))
         except Unreadable as error:
             return error
 
@@ -89,7 +92,7 @@ def require_offsets(source: Source, tokenizer: Any) -> None:
         raise DataError(Problem(source.path, fact, fix))
 
 
-def make_format(source: Source, tokenizer: Any) -> RowFormat:
+def make_format(source: Source, tokenizer: Any, control: ControlTokens = AS_TOKENS) -> RowFormat:
     """The format that a source asks for; raises DataError if the tokenizer can't serve it."""
     require_offsets(source, tokenizer)
     columns = source.columns
@@ -98,7 +101,7 @@ def make_format(source: Source, tokenizer: Any) -> RowFormat:
         fix = "use format: instruction, with columns: {instruction: SOURCE, output: TARGET}"
         raise DataError(Problem(source.path, fact, fix))
     if source.format == "completion":
-        return _Completion(tokenizer, columns)
+        return _Completion(tokenizer, columns, control)
     if source.format == "pretokenized":
         return _Pretokenized(tokenizer, columns)
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -109,10 +112,10 @@ def make_format(source: Source, tokenizer: Any) -> RowFormat:
         fix += ", or set template: plain" if source.format == "instruction" else ""
         raise DataError(Problem(source.path, fact, fix))
     if source.format == "chat":
-        return _Chat(tokenizer, columns)
+        return _Chat(tokenizer, columns, control)
     if has_template and source.template != "plain":
-        return _ChatInstruction(tokenizer, columns)
-    return _PlainInstruction(tokenizer, columns)
+        return _ChatInstruction(tokenizer, columns, control)
+    return _PlainInstruction(tokenizer, columns, control)
 
 
 class _Completion(RowFormat):
@@ -120,8 +123,9 @@ class _Completion(RowFormat):
 
     can_split = True
 
-    def __init__(self, tokenizer: Any, columns: Columns) -> None:
-        self._encoder = Encoder(tokenizer)
+    def __init__(self, tokenizer: Any, columns: Columns, control: ControlTokens) -> None:
+        self.control = control
+        self._encoder = Encoder(tokenizer, control)
         self._end = tokenizer.eos_token_id
         self._text = columns.text
         self.required = ((self._text,),)
@@ -138,8 +142,9 @@ class _Completion(RowFormat):
 class _Chat(RowFormat):
     """Turns, through the tokenizer's chat template. The assistant's are trained."""
 
-    def __init__(self, tokenizer: Any, columns: Columns) -> None:
-        self._encoder = Encoder(tokenizer)
+    def __init__(self, tokenizer: Any, columns: Columns, control: ControlTokens) -> None:
+        self.control = control
+        self._encoder = Encoder(tokenizer, control)
         self._template = ChatTemplate(tokenizer)
         self._columns = TURNS if columns.messages == "auto" else (columns.messages,)
         self.required = (self._columns,)
@@ -164,8 +169,8 @@ class _Chat(RowFormat):
 class _ChatInstruction(_Chat):
     """An instruction and its answer, as a conversation of two turns."""
 
-    def __init__(self, tokenizer: Any, columns: Columns) -> None:
-        super().__init__(tokenizer, columns)
+    def __init__(self, tokenizer: Any, columns: Columns, control: ControlTokens) -> None:
+        super().__init__(tokenizer, columns, control)
         self._names = columns
         self.required = ((columns.instruction,), (columns.output,))
         self.named = renamed_columns(columns, "input", "system")
@@ -186,8 +191,9 @@ class _ChatInstruction(_Chat):
 class _PlainInstruction(RowFormat):
     """An instruction and its answer under plain headings, for a tokenizer without template."""
 
-    def __init__(self, tokenizer: Any, columns: Columns) -> None:
-        self._encoder = Encoder(tokenizer)
+    def __init__(self, tokenizer: Any, columns: Columns, control: ControlTokens) -> None:
+        self.control = control
+        self._encoder = Encoder(tokenizer, control)
         self._end = tokenizer.eos_token_id
         self._names = columns
         self.required = ((columns.instruction,), (columns.output,))
@@ -207,6 +213,22 @@ def plain_prompt(question: str, system: str = "") -> str:
     """What stands before an answer where no chat template is used."""
     opening = f"{system}\n\n" if system else ""
     return f"{opening}## Task\n{question}\n\n## Answer\n"
+
+
+def plain_dialogue(turns: Sequence[Mapping[str, Any]]) -> str:
+    """The last question of a dialogue where no chat template is used: such runs train one question
+    with its answer."""
+    said = {str(turn["role"]): str(turn["content"]) for turn in turns}
+    return plain_prompt(said.get("user", ""), said.get("system", ""))
+
+
+def learnt_plain(data: DataSection, tokenizer: Any) -> bool:
+    """Whether a run learnt its instructions under plain headings."""
+    sources = [source for source in data.train if source.format == "instruction"]
+    return any(
+        source.template == "plain" or (source.template == "auto" and not tokenizer.chat_template)
+        for source in sources
+    )
 
 
 class _Pretokenized(RowFormat):

@@ -51,9 +51,9 @@ def document_text(prepared: PreparedSet, number: int, tokenizer: Any) -> Text:
     from rich.text import Text
 
     row = prepared.rows[number]
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     shown = Text()
-    for piece, trained in _pieces(row["input_ids"], row["trained"], tokenizer):
+    for piece, trained in trained_pieces(row["input_ids"], row["trained"], tokenizer):
         style = TRAINED if trained else PLAIN
         if prepared.paired:
             shown.append("\ntarget: " if trained else "source: ")
@@ -153,7 +153,9 @@ def _title(role: str, prepared: PreparedSet, number: int) -> RenderableType:
     return Rule(Text(title), align="left", characters="─")
 
 
-def _pieces(ids: list[int], trained: list[bool], tokenizer: Any) -> Iterator[tuple[str, bool]]:
+def trained_pieces(
+    ids: list[int], trained: list[bool], tokenizer: Any
+) -> Iterator[tuple[str, bool]]:
     """Stretches of the text that are trained, or not, as a whole.
 
     Each is what its tokens add to the text before them: decoded by itself it could lose a blank at
@@ -169,7 +171,7 @@ def _pieces(ids: list[int], trained: list[bool], tokenizer: Any) -> Iterator[tup
         text = longer
 
 
-def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     """Finds special tokens in a text, and keeps them when it is split there."""
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None

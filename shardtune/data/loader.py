@@ -6,13 +6,16 @@ number of its next step.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 from shardtune.config.job import DataSection
+from shardtune.core.phase_clock import ThreadClock
 from shardtune.core.step import MicroBatch
 from shardtune.data.collate import Collator, PairCollator
 from shardtune.data.dataset import PreparedData
@@ -35,6 +38,15 @@ class CountedBatches:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return map(self.collate, self.rows)
+
+
+@dataclass(frozen=True)
+class LoadingTime:
+    """What making micro-batches has taken so far."""
+
+    seconds: float = 0.0
+    worked: float = 0.0
+    """Of these, at work; in the others the disk was waited for."""
 
 
 class Loader:
@@ -98,6 +110,7 @@ class Loader:
             earlier_ends=earlier_ends,
         )
         self._last = None if epochs is None else self._sampler.count(epochs)
+        self.loaded = LoadingTime()
 
     def total_steps(self, epochs: float) -> int:
         """How many steps so many epochs take."""
@@ -137,7 +150,7 @@ class Loader:
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
             try:
                 for step in range(start, stop):
-                    ready.append(thread.submit(lambda step: stage(self._step(step)), step))
+                    ready.append(thread.submit(self._prepared, step, stage))
                     if len(ready) > PREFETCH_STEPS:
                         yield ready.popleft().result()
                 while ready:
@@ -169,6 +182,16 @@ class Loader:
     def collate(self, rows: Sequence[BatchRow]) -> MicroBatch:
         """Rows of training documents as one micro-batch, padded to the longest."""
         return self._collate(rows)
+
+    def _prepared(
+        self, step: int, stage: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
+    ) -> Sequence[MicroBatch]:
+        with closing(ThreadClock()) as clock:
+            begun, own = time.perf_counter(), clock.seconds()
+            ready = stage(self._step(step))
+            seconds, worked = time.perf_counter() - begun, clock.seconds() - own
+        self.loaded = LoadingTime(self.loaded.seconds + seconds, self.loaded.worked + worked)
+        return ready
 
     def _step(self, step: int) -> list[MicroBatch]:
         rows = self._sampler.rows(step, self._last)

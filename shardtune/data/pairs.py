@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardtune.core.step import IGNORED
+from shardtune.data.control_tokens import AS_TOKENS, ControlTokens
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.formats import (
     Missing,
@@ -80,16 +81,18 @@ def pair(source: NDArray[np.int32], target: NDArray[np.int32]) -> Tokens:
     return Tokens(np.concatenate([source, target]), trained)
 
 
-def make_pair_format(source: Source, tokenizer: Any, target_length: int) -> PairFormat:
+def make_pair_format(
+    source: Source, tokenizer: Any, target_length: int, control: ControlTokens = AS_TOKENS
+) -> PairFormat:
     """The format that a source asks for; DataError if a pair can't be made of it."""
     require_offsets(source, tokenizer)
     if source.overflow == "split":
         fact = "overflow: split cuts one text into several, but a source belongs to its target"
         raise DataError(Problem(source.path, fact, "set overflow: truncate or drop"))
     if source.format == "source_target":
-        return _SourceTarget(tokenizer, source, target_length)
+        return _SourceTarget(tokenizer, source, target_length, control)
     if source.format == "instruction" and source.template != "chat":
-        return _Instruction(tokenizer, source.columns, target_length)
+        return _Instruction(tokenizer, source.columns, target_length, control)
     if source.format == "pretokenized":
         return _Pretokenized(tokenizer, source.columns, target_length)
     what = "a chat template" if source.format == "instruction" else f"format: {source.format}"
@@ -101,9 +104,10 @@ def make_pair_format(source: Source, tokenizer: Any, target_length: int) -> Pair
 class _TextPair(PairFormat):
     """Two texts."""
 
-    def __init__(self, tokenizer: Any, target_length: int) -> None:
+    def __init__(self, tokenizer: Any, target_length: int, control: ControlTokens) -> None:
         super().__init__(tokenizer, target_length)
-        self._encoder = Encoder(tokenizer)
+        self.control = control
+        self._encoder = Encoder(tokenizer, control)
 
     def _encode(self, found: list[tuple[str, str]]) -> list[Tokens]:
         sources = self._encoder.encode([Text(one, None) for one, _ in found], special=True)
@@ -116,8 +120,10 @@ class _TextPair(PairFormat):
 class _SourceTarget(_TextPair):
     """Two columns, by the names that the job gives or by common ones."""
 
-    def __init__(self, tokenizer: Any, source: Source, target_length: int) -> None:
-        super().__init__(tokenizer, target_length)
+    def __init__(
+        self, tokenizer: Any, source: Source, target_length: int, control: ControlTokens
+    ) -> None:
+        super().__init__(tokenizer, target_length, control)
         self._pairs, self._prefix = _named(source.columns), source.prefix
         sources, targets = zip(*self._pairs, strict=True)
         self.required = (tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets)))
@@ -145,8 +151,10 @@ def _named(columns: Columns) -> list[tuple[str, str]]:
 class _Instruction(_TextPair):
     """An instruction, with its material and system prompt, and its answer."""
 
-    def __init__(self, tokenizer: Any, columns: Columns, target_length: int) -> None:
-        super().__init__(tokenizer, target_length)
+    def __init__(
+        self, tokenizer: Any, columns: Columns, target_length: int, control: ControlTokens
+    ) -> None:
+        super().__init__(tokenizer, target_length, control)
         self._names = columns
         self.required = ((columns.instruction,), (columns.output,))
         self.named = renamed_columns(columns, "input", "system")

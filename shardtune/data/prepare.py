@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +30,8 @@ from shardtune.core.machine import Machine
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.parent_death import die_with_parent
 from shardtune.data import prepared_cache as store
+from shardtune.data.cache_digests import find_cache_damage, mark_checked
+from shardtune.data.control_tokens import ControlTokens
 from shardtune.data.data_file import OpenedSource
 from shardtune.data.dataset import PreparedData, PreparedSet, SourceReport
 from shardtune.data.formats import RowFormat, make_format
@@ -65,11 +68,13 @@ def prepare(
     cache: Path,
     quiet: bool,
     kind: ModelKind = "decoder",
+    own_tokens: tuple[str, ...] = (),
 ) -> PreparedData:
     """All data sets of the section, ready to be packed and loaded, as a model of `kind` reads them.
 
     Raises DataError with everything that is wrong with any of them. `cache` is where prepared data
     is kept between runs; `quiet` leaves out the progress bars and the list of skipped rows.
+    `own_tokens` are those that the job adds to the tokenizer.
     """
     from rich.console import Console
 
@@ -77,7 +82,8 @@ def prepare(
     # was told that they are wanted. No forked process of ours tokenizes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     console = Console(stderr=True, quiet=quiet)
-    work = _Work(section, tokenizer, stop_ids, cache / "data", console, kind)
+    control = ControlTokens.of(tokenizer, section.control_tokens, own_tokens)
+    work = _Work(section, tokenizer, stop_ids, cache / "data", console, kind, control)
     problems: list[Problem] = []
     done: list[_Done] = []
     for source in (*section.train, *section.eval_sources):
@@ -115,6 +121,8 @@ class _Done:
 
     checked: CheckedSource
     folder: Path
+    digests: tuple[str, ...]
+    """Its own, then those of other versions (`prepared_cache.data_digests`)."""
     kept: NDArray[np.bool_] | None = None
     """Which of its documents are meant, where not all are."""
     weight: float = 1.0
@@ -160,10 +168,11 @@ class _Done:
             notes=(*notes(self.checked, section, stop_ids), *self.notes),
         )
         rows = store.load(self.folder, report.documents if self.kept is None else len(self.kept))
-        digest = self.folder.name
+        part = ""
         if self.kept is not None:
             rows = rows.select(np.flatnonzero(self.kept))
-            digest += hashlib.sha256(self.kept.tobytes()).hexdigest()[:16]
+            part = hashlib.sha256(self.kept.tobytes()).hexdigest()[:16]
+        digest, *others = (each + part for each in self.digests)
         return PreparedSet(
             name=report.name,
             weight=self.weight,
@@ -172,6 +181,9 @@ class _Done:
             labels=index.labels,
             report=report,
             digest=digest,
+            other_digests=tuple(others),
+            folder=self.folder,
+            checks=index.checks,
             paired=isinstance(self.checked.format, PairFormat),
         )
 
@@ -187,6 +199,7 @@ class _Work:
         folder: Path,
         console: Console,
         kind: ModelKind,
+        control: ControlTokens,
     ) -> None:
         self._section = section
         self._tokenizer = tokenizer
@@ -194,19 +207,22 @@ class _Work:
         self._folder = folder
         self._console = console
         self._kind = kind
+        self._control = control
         self._fingerprint = ""
 
     def prepare(self, source: Source) -> _Done:
         """The data set from the cache, or made now; raises DataError if it is refused."""
         format: RowFormat
         if self._kind == "encoder_decoder":
-            format = make_pair_format(source, self._tokenizer, self._section.longest_target)
+            longest = self._section.longest_target
+            format = make_pair_format(source, self._tokenizer, longest, self._control)
         else:
-            format = make_format(source, self._tokenizer)
+            format = make_format(source, self._tokenizer, self._control)
         opened = open_source(source)
         self._fingerprint = self._fingerprint or store.fingerprint(self._tokenizer)
         length = self._section.sequence_length
-        target = self._folder / store.cache_key(source, opened, format, length, self._fingerprint)
+        facts = (source, opened, format, length, self._fingerprint)
+        target = self._folder / store.cache_key(*facts)
         try:
             with file_lock(target.with_name(f".{target.name}.lock")):
                 checked = self._kept_or_made(source, opened, format, target)
@@ -218,21 +234,26 @@ class _Work:
             lines = "\n".join(bad_row_lines(checked))
             self._console.print(lines, markup=False, highlight=False, soft_wrap=True)
         weight = source.weight if isinstance(source, TrainSource) else 1.0
-        return _Done(checked, target, weight=weight)
+        return _Done(checked, target, store.data_digests(*facts), weight=weight)
 
     def _kept_or_made(
         self, source: Source, opened: OpenedSource, format: RowFormat, target: Path
     ) -> CheckedSource:
         if target.exists():
-            checked = CheckedSource(source, opened, format, *store.read(target))
-            self._require_good(checked)
-            return checked
+            if not (damage := find_cache_damage(target)):
+                checked = CheckedSource(source, opened, format, *store.read(target))
+                self._require_good(checked)
+                return checked
+            line = f"{source.path}: its prepared data is damaged ({damage}): made anew"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            shutil.rmtree(target)
         with atomic_folder(target) as folder:
             with self._progress(source.label, opened.count) as progress:
                 tally, index = self._tokenize(source, opened, format, folder, progress)
             checked = CheckedSource(source, opened, format, tally, index)
             self._require_good(checked)
             store.write(folder, tally, index)
+        mark_checked(target)
         return checked
 
     def _tokenize(

@@ -1,7 +1,8 @@
 """A prepared data set on disk: what identifies it, and how it is written and read.
 
 A folder holds the documents as Arrow files of the `datasets` library, `index.npz` with a line about
-each document, and `report.json` with what became of the rows, the bad ones included.
+each document, `report.json` with what became of the rows, the bad ones included, and the digests of
+all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardtune.data.cache_digests import write_digests
 from shardtune.data.complaints import Complaints
 from shardtune.data.tokenize import DocumentIndex, RowCounts
 from shardtune.errors import DataError, Problem
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
     from shardtune.data.data_file import OpenedSource
     from shardtune.data.formats import RowFormat
 
-PREPARE_VERSION = 4
-"""A change of what preparation makes of the same input needs a new number."""
+PREPARE_VERSION = 5
+"""A change of what preparation makes of the same input, or of how that is kept, needs another."""
+_DIGEST_RULE = 4
+"""Of the digest that runs note. It stays while the same input becomes the same documents."""
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -49,7 +53,29 @@ def cache_key(
     source: Source, opened: OpenedSource, format: RowFormat, length: int, tokenizer: str
 ) -> str:
     """The name of a prepared data set: a hash of all that it depends on."""
-    facts = [PREPARE_VERSION, opened.digest, format.settings, source.overflow, length, tokenizer]
+    how = (*format.settings, *format.control.settings)
+    return _hash(PREPARE_VERSION, opened.digest, how, source.overflow, length, tokenizer)
+
+
+def data_digests(
+    source: Source, opened: OpenedSource, format: RowFormat, length: int, tokenizer: str
+) -> tuple[str, ...]:
+    """The digest that a run notes of a data set, then what other versions noted of the same.
+
+    How the documents are kept isn't in it: a run goes on when the cache has another format. Where
+    control tokens in a text are taken as tokens it is the key of the cache before there was a
+    choice. The other one is the key of the cache in its fifth format.
+    """
+    how, control = format.settings, format.control
+    chosen = how if control.policy == "token" else (*how, *control.settings)
+    rules = ((_DIGEST_RULE, chosen), (5, (*how, *control.settings)))
+    return tuple(
+        _hash(rule, opened.digest, settings, source.overflow, length, tokenizer)
+        for rule, settings in rules
+    )
+
+
+def _hash(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
@@ -59,10 +85,11 @@ def documents_file(folder: Path, number: int) -> Path:
 
 
 def write(folder: Path, tally: RowCounts, index: DocumentIndex) -> None:
-    """Puts the index and the report beside the documents."""
+    """Puts the index, the report and the digests beside the documents."""
     np.savez(folder / "index.npz", **vars(index))
     report = json.dumps(dataclasses.asdict(tally), indent=1)
     (folder / "report.json").write_text(report, encoding="utf-8")
+    write_digests(folder)
 
 
 def read(folder: Path) -> tuple[RowCounts, DocumentIndex]:

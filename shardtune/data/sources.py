@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardtune.core.regular_file import other_kind
 from shardtune.data.data_file import ENDINGS, FILE_KINDS, OpenedSource, open_data_file, scan
 from shardtune.data.open_file import ending
 from shardtune.data.readers import SavedRows
@@ -38,6 +39,9 @@ def open_source(source: Source) -> OpenedSource:
             return _open_folder(source, path)
         if "*" in source.path:
             return _open_files(source, _matching(path))
+        if why := other_kind(path):
+            fix = "name a file; what another program writes has to be saved in one first"
+            raise DataError(Problem(source.path, why, fix))
     except OSError as error:
         fact, fix = f"can't be read: {error.strerror or error}", "fetch or write the file again"
         if error.strerror:  # without one it is a decompressor's

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from shardtune.data.cache_digests import document_digest
 from shardtune.data.complaints import Complaints
 from shardtune.data.encode import Tokens
 from shardtune.data.pairs import PairFormat
@@ -89,6 +90,8 @@ class DocumentIndex:
     """A hash of its token ids, two numbers for each."""
     contents: NDArray[np.uint64]
     """A hash of what its row says, the same for all documents of a row."""
+    checks: NDArray[np.uint64]
+    """A hash of its token ids and of which are trained, compared when it is read."""
 
     @staticmethod
     def of(documents: list[tuple[int, Tokens]]) -> DocumentIndex:
@@ -106,6 +109,10 @@ class DocumentIndex:
             numbers=np.array([number for number, _ in documents], dtype=np.int64),
             digests=np.frombuffer(digest, dtype="<u8").astype(np.uint64).reshape(-1, 2),
             contents=np.array([tokens.content for _, tokens in documents], dtype=np.uint64),
+            checks=np.array(
+                [document_digest(one, flags) for one, flags in zip(ids, trained, strict=True)],
+                dtype=np.uint64,
+            ),
         )
 
     def where(self, mask: NDArray[np.bool_]) -> DocumentIndex:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.core.model.known_models import MODEL_NAME, hub_id, is_known
+from shardtune.core.regular_file import other_kind
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.models import smollm2, tiny
 from shardtune.models.hf_folder import cached_folder
@@ -153,6 +154,11 @@ def _model_folder(name: str, path: Path) -> Path:
         if (path / "adapter_config.json").is_file():
             fix = "this is an adapter: merge it into its model first, then name the merged folder"
         raise ModelError(Problem(MODEL_NAME, f"the folder {name!r} holds no config.json", fix))
+    # transformers opens what it finds by its name, and would wait at a pipe for ever.
+    odd = [f"{entry.name} {why}" for entry in sorted(path.iterdir()) if (why := other_kind(entry))]
+    if odd:
+        fact = f"in the folder {name!r}, {'; '.join(odd[:5])}"
+        raise ModelError(Problem(MODEL_NAME, fact, "put the files of the model there"))
     return path.resolve()
 
 

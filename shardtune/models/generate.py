@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardtune.core.model.kind import kind_of
 from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.render_limit import render_limit
 
 SHORTEST_PROMPT = 4  # where nearly all is trained (plain text), the first quarter is the prompt
 
@@ -146,8 +147,8 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
 
 
 def _render(tokenizer: Any, text: str) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    question = [{"role": "user", "content": text}]
+    with render_limit():
+        return str(
+            tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         )
-    )

@@ -22,7 +22,7 @@ from shardtune.models.peft_adapters import (
     check_module_names,
     check_new_tokens_trained,
 )
-from shardtune.models.weight_files import INDEX
+from shardtune.models.required_weights import missing_weights, refuse_missing
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -92,8 +92,6 @@ def check_weights(files: ModelFiles, adapter: Adapter) -> None:
         fact = f"the folder {section.name!r} has no *.safetensors; its weights are {found}"
         fix = "save the model again with save_pretrained, which writes safetensors"
         raise ModelError(Problem(MODEL_NAME, fact, fix))
-    if (folder / INDEX).is_file():
-        _ = files.weights  # raises what is wrong with it
     require_attention(config.model_type, section.attention)
     with explaining("model.attention", section.name, "attention: auto"), torch.device("meta"):
         model = auto_class(config).from_config(
@@ -101,6 +99,9 @@ def check_weights(files: ModelFiles, adapter: Adapter) -> None:
             attn_implementation=section.attn_implementation,
             trust_remote_code=section.trust_remote_code,
         )
+    if folder.is_dir() and getattr(config, "quantization_config", None) is None:
+        model.tie_weights()
+        refuse_missing(section.name, missing_weights(model, files.weights.file_of))
     check_module_names(model, adapter)
     check_new_tokens_trained(model, adapter, len(section.add_tokens))
     check_experts(model, adapter)
@@ -112,19 +113,23 @@ def held_precision(adapter: Adapter, train: TrainSection) -> Precision:
 
 
 def load_base(files: ModelFiles, precision: Precision) -> Any:
-    """The pretrained model, with rows for new tokens, in eval mode, on the CPU."""
+    """The pretrained model, with rows for new tokens, in eval mode, on the CPU. ModelError where
+    its files lack a weight: transformers would draw it at random."""
     section = files.section
     hide_loading_bars()
     with explaining(MODEL_NAME, section.name, LOADING_FIX):
-        model = auto_class(files.own_config).from_pretrained(
+        model, found = auto_class(files.own_config).from_pretrained(
             files.path,
             config=files.own_config,
             dtype=COMPUTE_DTYPES[precision],
             attn_implementation=section.attn_implementation,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
+            output_loading_info=True,
             **files.revision,
         )
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    refuse_missing(section.name, sorted(weights & set(found["missing_keys"])))
     if section.add_tokens:
         grow(model, files.growth.rows)
     generation = model.generation_config

@@ -27,7 +27,7 @@ def load_result(folder: str, base: ModelFiles, precision: Precision) -> Any:
         own = {"name": folder, "revision": None, "add_tokens": ()}  # it has them already
         whole = base.section.model_copy(update=own)
         return load_base(ModelFiles(whole), precision)
-    return _with_adapter(_load(base, precision), folder)
+    return _with_adapter(load_stored(base, precision), folder)
 
 
 def load_to_merge(folder: str, base: ModelFiles, trained_in: Precision) -> Any:
@@ -38,7 +38,7 @@ def load_to_merge(folder: str, base: ModelFiles, trained_in: Precision) -> Any:
     """
     if base.section.quantization in ("none", "fp8"):
         return _with_adapter(load_base(base, "fp32"), folder)
-    return _with_adapter(dequantize(_load(base, trained_in)).float(), folder)
+    return _with_adapter(dequantize(load_stored(base, trained_in)).float(), folder)
 
 
 def _with_adapter(model: Any, folder: str) -> Any:
@@ -51,7 +51,19 @@ def _with_adapter(model: Any, folder: str) -> Any:
         return PeftModel.from_pretrained(model, folder)
 
 
-def _load(files: ModelFiles, precision: Precision) -> Any:
+def attach_adapter(model: Any, folder: str, name: str) -> Any:
+    """A further adapter by its name, beside those that the model has."""
+    from peft import PeftModel
+
+    with explaining(folder, folder, _FIX):
+        if isinstance(model, PeftModel):
+            model.load_adapter(folder, adapter_name=name)
+            return model
+        return PeftModel.from_pretrained(model, folder, adapter_name=name)
+
+
+def load_stored(files: ModelFiles, precision: Precision) -> Any:
+    """The model without an adapter, its frozen weights stored as the section says."""
     if files.section.quantization in ("none", "fp8"):
         return load_base(files, precision)
     seed = 0  # nothing is drawn

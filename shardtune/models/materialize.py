@@ -43,6 +43,13 @@ from shardtune.models.quantization.calibration import (
 )
 from shardtune.models.quantization.fp8_linear import FP8Linear
 from shardtune.models.quantization.swap import quantizable, swap
+from shardtune.models.required_weights import (
+    LEFTOVER_BUFFERS,
+    OTHER_WEIGHTS,
+    require_finite,
+    shared_names,
+    some_names,
+)
 from shardtune.models.weight_files import NoFiles, WeightFiles
 from shardtune.parallel import strategies_that
 
@@ -73,6 +80,7 @@ def build_model(
         # transformers loads models, too, whose weights are computed from several tensors.
         held = "fp32" if isinstance(adapter, NoAdapter) else precision
         model, names = load_base(files, held).to(device), TensorNames.none()
+        require_finite(files.section.name, model.named_parameters())
     else:
         # Weights to be divided or quantized are never whole in 16 bits.
         model = skeleton(files, compute)
@@ -229,6 +237,8 @@ class TensorNames:
     """The tensors of embedding and output head where they may have fewer rows than the model."""
     fused: Mapping[str, FusedWeight] = field(default_factory=dict)
     """The weights that are computed from several tensors, by their own names."""
+    model: str | None = None
+    """The model as the job names it; None where there are no files."""
 
     @classmethod
     def none(cls) -> TensorNames:
@@ -238,7 +248,7 @@ class TensorNames:
     @classmethod
     def unwritten(cls, model: nn.Module) -> TensorNames:
         """Weights of the right shapes that no file holds."""
-        groups = _shared(model)
+        groups = shared_names(model)
         shapes = {group[0]: tuple(model.get_parameter(group[0]).shape) for group in groups}
         tensor_of = {name: group[0] for group in groups for name in group}
         return cls(NoFiles(shapes), tensor_of, frozenset())
@@ -249,29 +259,30 @@ class TensorNames:
         written, fused, split = own_names(model, files.file_of)
         tensor_of: dict[str, str] = {}
         missing = []
-        for group in _shared(model):
+        for group in shared_names(model):
             present = next((name for name in group if name in written), None)
             if present is not None:
                 tensor_of |= dict.fromkeys(group, written[present])
             elif group[0] not in fused:
                 missing.append(group[0])
         tensor_of |= {name: written[name] for name in model.state_dict() if name in written}
-        ignorable = model._keys_to_ignore_on_load_unexpected or ()
+        ignorable = (*(model._keys_to_ignore_on_load_unexpected or ()), LEFTOVER_BUFFERS)
         unexpected = [
             name
             for name in sorted(written.keys() - tensor_of.keys())
             if not any(re.search(pattern, name) for pattern in ignorable)
         ]
-        other = "use the weights that belong to its config.json"
         whole = _use_whole_models()
         facts = (
             ("are cut out of larger tensors, which takes a whole model", split, whole),
-            ("are missing", missing if not split else [], other),
-            ("have no place in the model", unexpected, other),
+            ("are missing", missing if not split else [], OTHER_WEIGHTS),
+            ("have no place in the model", unexpected, OTHER_WEIGHTS),
         )
         problems = [
             Problem(
-                MODEL_NAME, f"{len(names)} weights of {section.name!r} {what}: {_some(names)}", fix
+                MODEL_NAME,
+                f"{len(names)} weights of {section.name!r} {what}: {some_names(names)}",
+                fix,
             )
             for what, names, fix in facts
             if names
@@ -282,20 +293,7 @@ class TensorNames:
         if section.add_tokens:
             inside = {parameter for end in ends(model) for parameter in end.parameters()}
             growing = {tensor_of[name] for name, p in model.named_parameters() if p in inside}
-        return cls(files, tensor_of, frozenset(growing), fused)
-
-
-def _shared(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter: several where it is shared."""
-    groups: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(parameter, []).append(name)
-    return list(groups.values())
-
-
-def _some(names: list[str], shown: int = 8) -> str:
-    rest = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+        return cls(files, tensor_of, frozenset(growing), fused, section.name)
 
 
 def _fill(
@@ -326,14 +324,14 @@ def _fill(
         places = wanted[tensor_name]
         grows = tensor_name in names.growing
         _check_shape(tensor_name, value, places, grows=grows)
-        _place(value, places, compute, device)
+        _place(tensor_name, value, places, compute, device, names.model)
     for weight, module, leaf in fused:
         dtype = torch.float32 if getattr(module, leaf).requires_grad else compute
         read = names.files.read(weight.sources)
         tensors = {name: tensor.to(dtype=dtype, copy=True) for name, tensor in read}
         value = weight.compute(tensors, model.config)
         _check_shape(weight.name, value, [(module, leaf)], grows=False)
-        _place(value, [(module, leaf)], compute, device)
+        _place(weight.name, value, [(module, leaf)], compute, device, names.model)
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -341,9 +339,15 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _place(
-    value: Tensor, places: list[tuple[nn.Module, str]], compute: torch.dtype, device: str
+    name: str,
+    value: Tensor,
+    places: list[tuple[nn.Module, str]],
+    compute: torch.dtype,
+    device: str,
+    model: str | None,
 ) -> None:
-    """Puts one tensor of the files where it belongs; weights that are shared stay shared."""
+    """Puts one tensor of the files where it belongs; weights that are shared stay shared. `model`
+    is whose it is, None where it has no values yet."""
     made: dict[Tensor, nn.Parameter] = {}
     for module, leaf in places:
         old = getattr(module, leaf)
@@ -355,6 +359,8 @@ def _place(
             if value.shape != old.shape:  # `_check_shape` lets only rows for new tokens be missing
                 value = grown(value.to(dtype), old.shape[0])
             copy = value.to(device=device, dtype=dtype, copy=True)
+            if model is not None:
+                require_finite(model, [(name, copy)])
             if isinstance(module, QuantizedLinear) and leaf == "weight":
                 module.quantize(copy)
                 continue
@@ -370,5 +376,4 @@ def _check_shape(
         fits = grows and value.shape[1:] == expected[1:] and value.shape[0] <= expected[0]
         if tuple(value.shape) != expected and not fits:
             fact = f"{name} has the shape {tuple(value.shape)} on disk, {expected} in the model"
-            fix = "use the weights that belong to its config.json"
-            raise ModelError(Problem(MODEL_NAME, fact, fix))
+            raise ModelError(Problem(MODEL_NAME, fact, OTHER_WEIGHTS))

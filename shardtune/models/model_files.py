@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from shardtune.config.job import ModelSection
 from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME
-from shardtune.errors import ModelError, Problem
+from shardtune.errors import ModelError, Problem, ShardtuneError
 from shardtune.models.added_tokens import Growth, add_tokens
 from shardtune.models.catalogue import resolve
 from shardtune.models.set_chat_template import end_of_turn, set_chat_template
@@ -55,6 +54,8 @@ class ModelFiles:
         section = self.section
         with explaining(MODEL_NAME, section.name, LOADING_FIX):
             found, _ = PretrainedConfig.get_config_dict(self.path, **self.revision)
+            if not isinstance(found, dict):
+                raise TypeError(f"its config.json holds a {type(found).__name__}, not an object")
             # A model that transformers knows itself needs none of the code its repository ships.
             known = found.get("model_type") in CONFIG_MAPPING
             if found.get("auto_map") and not known and not section.trust_remote_code:
@@ -175,10 +176,16 @@ def auto_class(config: Any) -> Any:
 
 @contextmanager
 def explaining(place: str, name: str, fix: str) -> Iterator[None]:
-    """Turns the many ways in which transformers fails to load a thing into one that says what."""
+    """Turns the many ways in which transformers fails to load a thing into one that says what.
+
+    Of files that others wrote anything can be raised: the tokenizers library raises bare
+    exceptions, and a number of the wrong type fails wherever it is first used.
+    """
     try:
         yield
-    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ShardtuneError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [
             repr(error)
         ]

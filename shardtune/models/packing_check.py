@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ def require_document_isolation(
     model.train(was_training)
     difference = (packed - alone).norm().item()  # of all: one logit may be off by rounding alone
     leak = (leaking - alone).norm().item()
+    if not math.isfinite(difference + leak):
+        fact = f"this model ({config.model_type}) answers with NaN or infinity in {precision}"
+        fix = "set train.precision: fp32, or bf16, which has its range"
+        raise ModelError(Problem("train.precision", fact, fix))
     if not difference <= LEAK * leak:  # what isn't a number shows nothing
         fact = (
             f"this model ({config.model_type}) doesn't keep packed documents apart: a document "

@@ -11,6 +11,7 @@ from shardtune.core.model.chat_templates import (
     TEMPLATE_TOKENS,
     read_chat_template,
 )
+from shardtune.core.render_limit import render_limit
 from shardtune.errors import JobError, Problem
 
 _ANSWER = "<ANSWER>"  # no template says this by itself
@@ -61,4 +62,5 @@ def _require_sound(tokenizer: Any, asked: str) -> None:
 
 def _rendered(tokenizer: Any) -> str:
     question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}
-    return str(tokenizer.apply_chat_template([question, answer], tokenize=False))
+    with render_limit():
+        return str(tokenizer.apply_chat_template([question, answer], tokenize=False))

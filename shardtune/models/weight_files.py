@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardtune.config.job import ModelSection
 from shardtune.core.model.known_models import MODEL_NAME
@@ -40,6 +40,12 @@ class WeightFiles:
                 fix = "fetch the model again"
                 raise ModelError(Problem(MODEL_NAME, fact + ", ".join(missing), fix))
             found = {shard: path for shard, path in paths.items() if path is not None}
+            held = {shard: set(_names(path)) for shard, path in found.items()}
+            lacking = sorted(name for name, shard in shards.items() if name not in held[shard])
+            if lacking:
+                fact = f"{INDEX} of {section.name!r} names {len(lacking)} tensors that their files "
+                fact += f"lack, {lacking[0]} in {shards[lacking[0]]} among them"
+                raise ModelError(Problem(MODEL_NAME, fact, "fetch the model again"))
             return cls({name: found[shard] for name, shard in shards.items()})
         single = _fetch(source, section, SINGLE)
         if single is None:
@@ -54,13 +60,11 @@ class WeightFiles:
         What comes out is a view of the mapped file, alive until the next is asked for: copy it.
         The files are unmapped at the end, so that their pages don't count as this process's memory.
         """
-        from safetensors import safe_open
-
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.file_of[name], []).append(name)
         for path, wanted in by_file.items():
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 for name in wanted:
                     yield name, file.get_tensor(name)
 
@@ -96,10 +100,19 @@ class NoFiles:
 
 
 def _names(path: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         return list(file.keys())
+
+
+def _opened(path: Path) -> Any:
+    """The file; its header has been read, and fits its size."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        fact = f"{path} is no sound safetensors file: {error}"
+        raise ModelError(Problem(MODEL_NAME, fact, "fetch or write the model again")) from None
 
 
 def _fetch(source: str, section: ModelSection, file: str) -> Path | None:

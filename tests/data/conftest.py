@@ -1,7 +1,4 @@
-"""Tokenizers for the tests of preparation.
-
-Property tests are timed by the suite's own limit: a busy machine isn't a failure.
-"""
+"""Tokenizers for the tests of preparation."""
 
 from __future__ import annotations
 
@@ -9,12 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from shardtune.models import tiny
-
-settings.register_profile("shardtune", deadline=None)
-settings.load_profile("shardtune")
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 

@@ -52,6 +52,7 @@ def sources(folder):
     )
 
 
+@pytest.mark.long
 def test_packing_fills_at_least_98_percent(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     section = DataSection(train=sources(tmp_path), sequence_length=LENGTH)

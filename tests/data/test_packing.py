@@ -83,6 +83,7 @@ def test_nothing_packs_to_nothing():
     assert pack_in_order(nothing, 8) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capacity", [2048, 131072])
 def test_a_million_documents_take_seconds(capacity):
     lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 1_000_000).astype(np.int64) + 1

@@ -14,11 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtune.config.job import Columns, DataSection, Source, TrainSource
+from shardtune.data import cache_digests as digests
 from shardtune.data import data_file
 from shardtune.data import prepare as prepare_module
 from shardtune.data import prepared_cache as store
 from shardtune.data import tokenize as tokenise
+from shardtune.data.control_tokens import AS_TOKENS
+from shardtune.data.dataset import PreparedData
 from shardtune.data.encode import Tokens
+from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.data.tokenize import DocumentIndex, RowCounts, _cut
 from shardtune.errors import DataError
@@ -238,6 +242,7 @@ class Fatal:
     """A format that ends any other process which looks at it."""
 
     settings = ("fatal",)
+    control = AS_TOKENS
 
     def __init__(self) -> None:
         self.home = os.getpid()
@@ -293,20 +298,77 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path, tokenizer):
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-def test_a_damaged_cache_is_refused(tmp_path, tokenizer):
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def replaced_by_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("file", ["documents-00000.arrow", "index.npz", "report.json"])
+@pytest.mark.parametrize(
+    "damage", [cut, replaced_by_a_pipe, lambda path: flip(path, path.stat().st_size // 2)]
+)
+def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, tokenizer, capsys, file, damage):
+    path = write(tmp_path / "words.jsonl", texts("one", "two"))
+    before = pairs(one(path, tokenizer, tmp_path / "cache"))
+    (name,) = made(tmp_path / "cache")
+    damage(tmp_path / "cache" / "data" / name / file)
+    section = DataSection(train=(TrainSource(path=path, format="completion"),), sequence_length=64)
+    for said in (f"{path}: its prepared data is damaged ({file}", ""):
+        again = prepare(section, tokenizer, STOPS, cache=tmp_path / "cache", quiet=False)
+        assert pairs(again.train[0]) == before
+        told = capsys.readouterr().err
+        assert told.startswith(said) or f"{digests.DIGEST_FILE} or a file" in told
+        assert bool(told) == bool(said)
+
+
+def test_a_cache_is_read_whole_only_when_its_files_were_touched(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path / "words.jsonl", texts("one", "two"))
     one(path, tokenizer, tmp_path / "cache")
+    read = []
+    hashed = digests._block_digest
+    monkeypatch.setattr(digests, "_block_digest", lambda block: read.append(block) or hashed(block))
+    one(path, tokenizer, tmp_path / "cache")
+    assert not read
     (name,) = made(tmp_path / "cache")
-    folder = tmp_path / "cache" / "data" / name
-    arrow = store.documents_file(folder, 0)
-    whole = arrow.read_bytes()
-    arrow.write_bytes(whole[:100])
-    with pytest.raises(DataError, match="damaged"):
-        one(path, tokenizer, tmp_path / "cache")
-    arrow.write_bytes(whole)
-    (folder / "report.json").write_text("{}")
-    with pytest.raises(DataError, match="damaged"):
-        one(path, tokenizer, tmp_path / "cache")
+    os.utime(tmp_path / "cache" / "data" / name / "index.npz")  # as a copy would have it
+    one(path, tokenizer, tmp_path / "cache")
+    assert len(read) == 3
+    one(path, tokenizer, tmp_path / "cache")
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize("column", ["input_ids", "trained"])
+def test_a_document_that_the_disk_has_changed_is_found_when_it_is_read(tmp_path, tokenizer, column):
+    """Without a trace in the files' times, as bits decay."""
+    path = write(tmp_path / "words.jsonl", texts("abcdefgh" * 7, "ijklmnop" * 7))
+    prepared = one(path, tokenizer, tmp_path / "cache")
+    file = store.documents_file(prepared.folder, 0)
+    ids = np.array(prepared.rows[1]["input_ids"], dtype=np.int32).tobytes()
+    data = file.read_bytes()
+    # The flags of both documents are bits, and all but the first of each are set.
+    place = data.index(ids) + 8 if column == "input_ids" else data.index(b"\xff" * 6) + 1
+    with file.open("r+b") as changed:  # the file that is mapped, not a new one
+        changed.seek(place)
+        changed.write(bytes([data[place] ^ 4]))
+    section = DataSection(train=(TrainSource(path=path, format="completion"),), sequence_length=64)
+    loader = Loader(
+        PreparedData((prepared,), ()), section, seed=0, global_batch=2, micro_batch=2, rank=0,
+        ranks=1, pad_id=0,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="no longer as it was prepared") as caught:
+        list(loader.steps(0, 1))
+    assert "--resume" in caught.value.problems[0].fix
+    one(path, tokenizer, tmp_path / "cache")  # checked whole, and made anew
 
 
 def test_a_cache_that_can_t_be_written_is_told(tmp_path, tokenizer):
@@ -326,6 +388,7 @@ def test_an_index_knows_each_document():
     assert len(DocumentIndex.joined([]).lengths) == 0
 
 
+@pytest.mark.long
 def test_every_file_at_hand_can_be_prepared(real_tokenizer, shared_data, tmp_path):
     def train(name, format, **columns):
         return TrainSource(path=str(shared_data / name), format=format, columns=Columns(**columns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import datasets
 import pytest
@@ -145,3 +146,14 @@ def test_a_bad_row_of_a_folder_is_told_by_its_file(tmp_path, tokenizer):
 def test_a_file_has_no_configuration(tmp_path):
     fact, _ = refused(write(tmp_path / "a.jsonl", "one"), config="en")
     assert fact == "is a file, which has no config 'en'"
+
+
+def test_what_is_neither_a_file_nor_a_folder_is_called_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    fact, fix = refused(tmp_path / "pipe.jsonl")
+    assert fact == "is a named pipe (FIFO), not a file"
+    assert "did you mean" not in fix
+    assert refused(tmp_path / "loop.jsonl")[0].startswith("is a link that leads nowhere")
+    assert "no such file" in refused(tmp_path / "a\0b.jsonl")[0]
+    assert "File name too long" in refused(tmp_path / ("x" * 300 + ".jsonl"))[0]

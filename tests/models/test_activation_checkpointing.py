@@ -22,6 +22,7 @@ from shardtune.models.materialize import decoder_layers
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import register
 from tests.adapting import add_adapter
+from tests.conftest import Logged
 from tests.kernels.test_flash_attention import ByHand
 from tests.models.families import write
 
@@ -139,8 +140,9 @@ def test_the_table_in_the_docs() -> None:
     assert found == {level: expected(level, 4096, 1024, 14336, 32, 16) for level in levels}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
-def test_what_layers_keep(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_layers_keep(logged: Logged) -> None:
     for level, layers, graphs in (("none", 12, 2), ("mlp", 1, 1), ("most", 1, 1)):
         torch._dynamo.reset()
         counters.clear()
@@ -155,7 +157,7 @@ def test_what_layers_keep(caplog: pytest.LogCaptureFixture) -> None:
         assert not counters["graph_break"]
         gradients(model)
         assert counters["stats"]["unique_graphs"] == graphs
-    assert "context_fn" not in caplog.text  # torch's warning is for others
+    assert "context_fn" not in logged.text  # torch's warning is for others
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -110,6 +110,7 @@ CASES: dict[str, tuple[str, Adapter, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_whole_and_in_parts_are_the_same_bit_for_bit(tmp_path: Path, case: str) -> None:
     family, adapter, changes = CASES[case]

@@ -63,6 +63,7 @@ CASES += [("llama", adapter, "bf16") for adapter in ADAPTERS if adapter != "lora
 CASES += [("gpt2", "pissa", "fp32"), ("gpt2", "ia3", "fp32"), ("gpt_neox", "none", "fp32")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "kind", "precision"), CASES)
 def test_both_ways_give_the_same_weights(
     tmp_path: Path, family: str, kind: str, precision: str
@@ -108,6 +109,7 @@ def test_an_embedding_that_is_the_head_too_stays_so(tmp_path: Path, tied: bool) 
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("saved", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
 @pytest.mark.parametrize("tied", [True, False])
 def test_modules_that_are_trained_whole(tmp_path: Path, saved: tuple[str, ...], tied: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -188,3 +189,10 @@ def test_the_catalogue_answers_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_pipe_among_the_files_of_a_model_is_named(tmp_path: Path) -> None:
+    model_folder(tmp_path / "piped")
+    os.mkfifo(tmp_path / "piped" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors is a named pipe"):
+        resolve(str(tmp_path / "piped"))

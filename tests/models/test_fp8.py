@@ -216,6 +216,7 @@ def test_the_loss_is_near_to_that_in_bf16(
     assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) > 0.95
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "adapter", [IA3(), LoRA(rank=4, variant="dora"), LoRA(rank=4, dropout=0.1)], ids=str
 )
@@ -409,6 +410,7 @@ def rounded_by(folder: Path, adapter: Adapter, texts: list[list[int]], **train: 
 TEXTS = [IDS[0].tolist(), IDS[1, :5].tolist()]
 
 
+@pytest.mark.long
 def test_as_many_layers_listen_as_there_is_room_for(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,6 +435,7 @@ def test_as_many_layers_listen_as_there_is_room_for(
         assert distance(one, other.double()) < 0.3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "passes"),
     [
@@ -535,11 +538,12 @@ def test_all_that_a_layer_gives_is_kept_for_the_next(monkeypatch: pytest.MonkeyP
     assert all(spread.any() for spread in found[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("widths", "room"),
     [
         pytest.param((128, 768), HESSIAN_BUDGET, id="squares, of all layers"),
-        pytest.param((256, 256), 1, id="weights, of one layer", marks=pytest.mark.long),
+        pytest.param((256, 256), 1, id="weights, of one layer"),
     ],
 )
 def test_the_forecast_counts_what_rounding_takes(
@@ -571,6 +575,7 @@ def test_the_forecast_counts_what_rounding_takes(
     assert taken[0] + unseen == pytest.approx(told, rel=0.08)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_is_rounded_by_texts(
@@ -621,6 +626,7 @@ def test_a_model_is_rounded_by_texts(
     assert float(loss_of(model)) == pytest.approx(float(loss_of(build(wide, "none"))), rel=0.03)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["plain", "dora"])
 def test_adapters_begin_by_adding_nothing(wide: Path, variant: Any) -> None:
     model = rounded_by(wide, LoRA(rank=4, variant=variant), TEXTS).eval()

@@ -88,6 +88,7 @@ def test_generating_takes_the_same_way() -> None:
     assert torch.equal(joined(model_of("llama")).eval().generate(IDS, **told), right)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch tells of what its compiler does itself
 @pytest.mark.parametrize(  # turned, with biases, with GELU
     "family",

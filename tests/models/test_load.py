@@ -241,3 +241,20 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
         check_fits_data(ModelFiles(section(folder)), 128)
     assert [each.place for each in caught.value.problems] == ["data.sequence_length", "model.name"]
     assert caught.value.problems[1].fact == "the tokenizer has 260 tokens, the model embeds 200"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", '{"model_type": ["llama"]}', '{"model_type": "llama", "hidden_size": "x"}'],
+)
+def test_an_odd_config_is_a_sentence(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError, match="can't be loaded"):
+        _ = ModelFiles(section(folder)).config
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"model": 3}', "\0", '{"version": "1.0"'])
+def test_a_broken_tokenizer_is_a_sentence(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError, match="can't be loaded"):
+        _ = ModelFiles(section(folder)).tokenizer

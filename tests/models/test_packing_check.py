@@ -50,3 +50,11 @@ def test_models_that_do_not_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="doesn't keep packed documents apart") as caught:
         require_document_isolation(small(name), rows=2)
     assert caught.value.problems[0].fix == "set data.packing: false"
+
+
+def test_answers_that_are_no_numbers_are_not_blamed_on_packing() -> None:
+    model = small("llama")
+    model.model.norm.weight.data.fill_(float("inf"))
+    with pytest.raises(ModelError, match="answers with NaN or infinity in fp32") as caught:
+        require_document_isolation(model, rows=2)
+    assert caught.value.problems[0].place == "train.precision"

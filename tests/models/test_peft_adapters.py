@@ -56,6 +56,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_peft_loads_what_was_saved(tmp_path: Path, adapter: Adapter, tied: bool) -> None:
@@ -74,6 +75,7 @@ def test_peft_loads_what_was_saved(tmp_path: Path, adapter: Adapter, tied: bool)
     torch.testing.assert_close(logits(loaded), after, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_an_adapter_changes_nothing_before_it_is_trained(tmp_path: Path, adapter: Adapter) -> None:
     original = write(tmp_path, "llama")

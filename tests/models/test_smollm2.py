@@ -232,6 +232,7 @@ def test_the_tokenizer_is_the_published_one(pulled: Path) -> None:
         assert getattr(ours, name) == getattr(reference, name)
 
 
+@pytest.mark.long
 def test_the_model_answers(pulled: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pulled)
     model, report = AutoModelForCausalLM.from_pretrained(pulled, output_loading_info=True)

@@ -95,6 +95,7 @@ def _op_name(op: Any) -> str:
 
 _ATTENTION_OPS = frozenset(
     {
+        "shardtune::dropout_seed",  # a second one would be another
         "aten::rsqrt",  # of a norm: a number for each row, without which rows are reduced again
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention",
@@ -114,6 +115,7 @@ _MATMULS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "aten::_grouped_mm": lambda args: args[1].shape[-2:],
     "shardtune::stacked_linear": lambda args: (args[2].shape[1], len(args[3][0])),
     "shardtune::stacked_linear_lora_a": lambda args: (args[0].shape[1], len(args[2][0])),
+    "shardtune::dropout_lora_a": lambda args: (1, 1),
     "shardtune::rope_qkv": lambda args: (1, 1),
     "shardtune::fp8_linear": lambda args: (args[2].shape[1], len(args[4])),
     "shardtune::swiglu_lora": lambda args: (args[0].shape[1], len(args[3])),

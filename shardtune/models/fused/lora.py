@@ -18,6 +18,8 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from shardtune.core.fused_families import RESIDUAL_FAMILIES, SHARED_INPUT_FAMILIES
+from shardtune.kernels.lora_dropout import dropout_seed
+from shardtune.kernels.lora_residual import LARGEST_RANK
 from shardtune.kernels.stacked_linear import LinearLayers, stack_weights
 from shardtune.models.fused.known_source import forward_has, forward_is, input_goes_to
 from shardtune.models.fused.lora_autograd import LoRALinear, LoRAQKVRoPE, LoRASwiGLUMLP
@@ -57,15 +59,18 @@ LORA_FORWARD = (
     "result = result + lora_B(lora_A(dropout(x))) * scaling",
 )
 """What peft's LoRA layer computes, which `FusedLoRALinear` replaces."""
+QKV_SEED, GATE_UP_SEED, DOWN_SEED = -1, -2, -3
+"""Numbers of the dropout masks of joint layers, beside those of single ones."""
 
 
 def fuse_lora(part: nn.Module, family: str) -> None:
     """Fuses the plain LoRA layers in `part`; others are left as they are."""
     if not forward_has(Linear, LORA_FORWARD, lost="LoRA layers are not fused"):
         return
-    for module in part.modules():
+    for number, module in enumerate(part.modules()):
         if type(module) is Linear and _is_plain_lora(module):
             module.__class__ = FusedLoRALinear
+            module.seed_number = number  # type: ignore[assignment]
     if family in SHARED_INPUT_FAMILIES:
         for module in list(part.modules()):
             for names in SHARED_INPUT:
@@ -95,7 +100,7 @@ def _is_plain_lora(layer: Any) -> bool:
         list(layer.active_adapters) == [ADAPTER_NAME]
         and list(layer.lora_A) == [ADAPTER_NAME]
         and not layer.lora_variant
-        and isinstance(layer.lora_dropout[ADAPTER_NAME], nn.Identity)
+        and isinstance(layer.lora_dropout[ADAPTER_NAME], nn.Identity | nn.Dropout)
         and layer.lora_B[ADAPTER_NAME].bias is None
         and not layer.fan_in_fan_out
         and isinstance(base, nn.Linear)
@@ -108,6 +113,9 @@ def _fuse_shared_input(module: Any, names: tuple[str, ...]) -> None:
     layers: list[Any] = [getattr(module, name, None) for name in names]
     if not all(isinstance(layer, FusedLoRALinear) for layer in layers):
         return
+    drops = any(layer.drops for layer in layers)
+    if drops and len({(layer.r[ADAPTER_NAME], layer.drops) for layer in layers}) > 1:
+        return  # masks are for layers that are alike
     for index, layer in enumerate(layers):
         layer.index = index
     kind: Any = type(module)
@@ -133,7 +141,13 @@ def _is_swiglu(module: Any) -> bool:
         and forward_is(type(module), MLP_FORWARD, lost="SwiGLU is not fused with LoRA")
         and all(layer.base_layer.bias is None for layer in layers)
         and len({layer.r[ADAPTER_NAME] for layer in layers[:2]}) == 1
+        and len({layer.drops for layer in layers}) == 1
+        and (not layers[0].drops or max(_ranks(layers)) <= LARGEST_RANK)
     )
+
+
+def _ranks(layers: tuple[Any, ...]) -> list[int]:
+    return [layer.r[ADAPTER_NAME] for layer in layers]
 
 
 class FusedLoRALinear(Linear):  # type: ignore[misc]
@@ -141,6 +155,8 @@ class FusedLoRALinear(Linear):  # type: ignore[misc]
 
     index = 0
     """Among the layers that share its input."""
+    seed_number = 0
+    """Tells its dropout from that of others in its decoder layer."""
     deferred = False
     """Whether the decoder layer around it computes it, together with the residual: attention then
     returns this layer's input."""
@@ -150,6 +166,12 @@ class FusedLoRALinear(Linear):  # type: ignore[misc]
         return (
             not self.disable_adapters and not self.merged and self.active_adapters == [ADAPTER_NAME]
         )
+
+    @property
+    def drops(self) -> float:
+        """The share of its input that is dropped in training."""
+        dropout = self.lora_dropout[ADAPTER_NAME]
+        return float(dropout.p) if isinstance(dropout, nn.Dropout) else 0.0
 
     @property
     def is_deferred(self) -> bool:
@@ -188,8 +210,10 @@ class LoRASharedInput(PackedFrozenWeights, SharedInput):
         return _all_active(self.layers)
 
     def project_rope(self, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]) -> Any:
+        matrices, frozen = _stacked_lora_matrices(self.layers), _base_layers(self.layers)
+        seed, p = _dropout(x, self.layers, QKV_SEED)
         return LoRAQKVRoPE.apply(  # type: ignore[no-untyped-call]
-            x, *_stacked_lora_matrices(self.layers), cos, sin, heads, _base_layers(self.layers)
+            x, *matrices, cos, sin, heads, frozen, seed, p
         )
 
     def project(self, hidden_states: Tensor) -> Tensor:
@@ -210,10 +234,12 @@ class LoRAMLP(PackedFrozenWeights):
         lora_a, lora_b = _lora_matrices(first)
         matrices = (torch.cat(lora_a), torch.cat(lora_b), *_stacked_lora_matrices(output_proj))
         frozen = (_base_layers(first), _base_layers(output_proj))
+        seed, p = _dropout(hidden_states, first, GATE_UP_SEED)
+        next_seed, _ = _dropout(hidden_states, output_proj, DOWN_SEED)
 
         def compute(x: Tensor, residual: Tensor | None) -> Tensor:
             y: Tensor = LoRASwiGLUMLP.apply(  # type: ignore[no-untyped-call]
-                x, *matrices, residual, *frozen
+                x, *matrices, residual, *frozen, seed, next_seed, p
             )
             return y
 
@@ -270,12 +296,24 @@ def lora_linear(
     """The outputs of `layers` for their shared input, side by side, without biases; plus the
     residual if there is one."""
     matrices, frozen = _stacked_lora_matrices(layers), _base_layers(layers)
+    seed, p = _dropout(x, layers, layers[0].seed_number)
 
     def compute(x: Tensor, residual: Tensor | None) -> Tensor:
-        y: Tensor = LoRALinear.apply(x, *matrices, residual, frozen)  # type: ignore[no-untyped-call]
+        y: Tensor = LoRALinear.apply(  # type: ignore[no-untyped-call]
+            x, *matrices, residual, frozen, seed, p
+        )
         return y
 
     return _add_residual(compute, x, residual)
+
+
+def _dropout(
+    x: Tensor, layers: tuple[FusedLoRALinear, ...], number: int
+) -> tuple[Tensor | None, float]:
+    """A seed for the masks of layers with a shared input, and the share that they drop; no seed
+    where nothing is dropped."""
+    p = layers[0].drops if layers[0].training else 0.0
+    return (dropout_seed(x, number), p) if p else (None, 0.0)
 
 
 def _add_residual(

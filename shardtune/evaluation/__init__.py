@@ -1,0 +1,1 @@
+"""Benchmarks: tasks, metrics, judges, and how sure one can be of a figure."""

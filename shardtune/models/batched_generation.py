@@ -1,0 +1,251 @@
+"""Batched generation: many prompts, left padding, a KV cache, stop tokens and stop strings.
+
+Greedy answers are those of `transformers.generate`, token by token. What is faster here: rows that
+have ended leave the batch, the beginning that all prompts share (few-shot examples, a system
+message) is computed once, and no key or value is copied twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardtune.core.decoding_context import decode_behind, decoding_context
+from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.models.context_window import fit_prompts, require_decoder
+from shardtune.models.kv_cache import attends_to_all, make_cache
+
+SHARED_PREFIX = 32
+"""Tokens that prompts must have in common before these are computed by themselves."""
+
+RowsDone = Callable[[int, int, int], None]
+"""Told how many rows have ended, of how many, and how many tokens are written so far."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: the likeliest, unless there is a temperature."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    """A row draws by seed and its number, so that its answer doesn't depend on its neighbours."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Where an answer ends."""
+
+    max_new_tokens: int = 256
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    """The text is cut before the first of them."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was written after a prompt."""
+
+    ids: tuple[int, ...]
+    """All tokens, a stop token included."""
+    text: str
+    reason: Literal["stop", "length"]
+
+
+@dataclass
+class _Row:
+    """A prompt under way."""
+
+    index: int
+    prompt: Sequence[int]
+    generator: torch.Generator | None
+    context: Sequence[int] = ()
+    """Tokens of the prompt that the answer is decoded behind."""
+    written: list[int] = field(default_factory=list)
+
+
+@torch.no_grad()
+def complete(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stopping: Stopping,
+    sampling: Sampling | None = None,
+    batch_size: int = 16,
+    device: str = "cpu",
+    progress: RowsDone | None = None,
+    retries: bool = True,
+) -> list[Completion]:
+    """One completion a prompt, in the order of the prompts. The longest prompts come first: what
+    doesn't fit shows at once, and a smaller batch is tried then, if it `retries`. It must not where
+    a forward pass has collectives: a rank that left one and began another would wait forever."""
+    require_decoder(unwrap_model(model).config)
+    prompts = fit_prompts(model, prompts, stopping.max_new_tokens)
+    sampling = sampling or Sampling()
+    was_training = model.training
+    model.eval()
+    try:
+        decoder = _Decoder(model, tokenizer, stopping, sampling, device)
+        found: dict[int, Completion] = {}
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        tokens = 0
+        # With a cache each layer has a place in it, and would be compiled by itself, three times.
+        with torch.compiler.set_stance("force_eager"):
+            while len(found) < len(order):
+                batch = order[len(found) : len(found) + batch_size]
+                try:
+                    for index, each in decoder.batch({i: prompts[i] for i in batch}):
+                        found[index] = each
+                        tokens += len(each.ids)
+                        if progress:
+                            progress(len(found), len(order), tokens)
+                except torch.OutOfMemoryError:
+                    if len(batch) == 1 or not retries:
+                        raise
+                    found = {i: found[i] for i in order if i in found and i not in batch}
+                    batch_size = len(batch) // 2
+                    torch.cuda.empty_cache()
+    finally:
+        model.train(was_training)
+    return [found[index] for index in range(len(prompts))]
+
+
+class _Decoder:
+    """One model with one way to choose tokens."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, stopping: Stopping, sampling: Sampling, device: str
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._stopping, self._sampling, self._device = stopping, sampling, device
+        plain = unwrap_model(model)
+        self._config = plain.config
+        taken = inspect.signature(plain.forward).parameters
+        self._takes = {name for name in ("position_ids", "logits_to_keep") if name in taken}
+        longest = max((len(each) for each in stopping.stop_strings), default=0)
+        self._tail = 4 * longest + 4  # a letter is four tokens at most
+        pad = tokenizer.pad_token_id
+        self._pad = pad if pad is not None else min(stopping.stop_ids, default=0)
+
+    def batch(self, prompts: dict[int, Sequence[int]]) -> Iterator[tuple[int, Completion]]:
+        """Completes some prompts together; each is handed out as soon as it has ended."""
+        rows = [
+            _Row(
+                index,
+                list(ids) or [self._pad],
+                self._generator(index),
+                decoding_context(self._tokenizer, ids),
+            )
+            for index, ids in prompts.items()
+        ]
+        room = max(len(row.prompt) for row in rows) + self._stopping.max_new_tokens
+        cache = make_cache(self._config, room)
+        shared = _shared_prefix([row.prompt for row in rows]) if attends_to_all(cache) else 0
+        if shared:
+            first = torch.tensor([rows[0].prompt[:shared]], device=self._device)
+            self._forward(first, torch.ones_like(first), cache)
+            cache.batch_repeat_interleave(len(rows))
+        ids, mask = self._left_padded([row.prompt[shared:] for row in rows])
+        mask = torch.cat([mask.new_ones(len(rows), shared), mask], dim=1)
+        for left in range(self._stopping.max_new_tokens - 1, -1, -1):
+            logits = self._forward(ids, mask, cache)
+            new = self._choose(logits, rows)
+            alive = []
+            for position, (row, token) in enumerate(zip(rows, new.tolist(), strict=True)):
+                row.written.append(token)
+                ended = self._has_ended(row)
+                if ended or not left:
+                    yield row.index, self._completion(row, ended)
+                else:
+                    alive.append(position)
+            if not alive:
+                return
+            if len(alive) < len(rows):
+                rows = [rows[position] for position in alive]
+                kept = torch.tensor(alive, device=self._device)
+                new, mask = new[kept], mask[kept]
+                cache.batch_select_indices(kept)
+            ids = new[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """The logits of the next token, in fp32."""
+        inputs: dict[str, Any] = {}
+        if "position_ids" in self._takes:
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+            inputs["position_ids"] = positions[:, -ids.shape[1] :]
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = 1
+        found = self._model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **inputs
+        )
+        logits: Tensor = found.logits[:, -1].float()
+        return logits
+
+    def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        longest = max(len(prompt) for prompt in prompts)
+        ids = [[self._pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        return torch.tensor(ids, device=self._device), torch.tensor(mask, device=self._device)
+
+    def _choose(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+        if self._sampling.temperature <= 0:
+            return logits.argmax(dim=-1)
+        odds = nucleus(logits / self._sampling.temperature, self._sampling)
+        drawn = [
+            torch.multinomial(each.cpu(), 1, generator=row.generator)
+            for each, row in zip(odds, rows, strict=True)
+        ]
+        return torch.cat(drawn).to(self._device)
+
+    def _generator(self, index: int) -> torch.Generator | None:
+        if self._sampling.temperature <= 0:
+            return None
+        return torch.Generator().manual_seed((self._sampling.seed << 32) + index)
+
+    def _has_ended(self, row: _Row) -> bool:
+        if row.written[-1] in self._stopping.stop_ids:
+            return True
+        if not self._stopping.stop_strings:
+            return False
+        context = row.context if len(row.written) <= self._tail else ()
+        tail = decode_behind(self._tokenizer, context, row.written[-self._tail :])
+        return any(each in tail for each in self._stopping.stop_strings)
+
+    def _completion(self, row: _Row, ended: bool) -> Completion:
+        text = decode_behind(self._tokenizer, row.context, row.written)
+        cuts = [text.find(each) for each in self._stopping.stop_strings]
+        text = text[: min((cut for cut in cuts if cut >= 0), default=len(text))]
+        return Completion(tuple(row.written), text, "stop" if ended else "length")
+
+
+def nucleus(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities of the `top_k` likeliest tokens, of which the fewest that reach `top_p`."""
+    if sampling.top_k:
+        least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    odds = logits.softmax(dim=-1)
+    if sampling.top_p >= 1:
+        return odds
+    high, order = odds.sort(dim=-1, descending=True)
+    # The token that crosses the border stays.
+    high = high.masked_fill(high.cumsum(dim=-1) - high >= sampling.top_p, 0.0)
+    kept = torch.zeros_like(odds).scatter(-1, order, high)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, one token of each left over; 0 if too few."""
+    if len(prompts) < 2:
+        return 0
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    count = min(sum(1 for _ in same), min(map(len, prompts)) - 1)
+    return count if count >= SHARED_PREFIX else 0

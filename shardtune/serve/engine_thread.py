@@ -1,0 +1,153 @@
+"""The thread that owns the models: it steps the batches, and hands pieces to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+from shardtune.serve.continuous_batching import ContinuousBatch, GenerationRequest, Piece
+from shardtune.serve.sampling import RequestSampling
+from shardtune.serve.served_model import ServedModel
+from shardtune.serve.text_stream import TextStream
+
+
+class QueueFull(Exception):
+    """More wait already than the server lets wait."""
+
+
+class Draining(Exception):
+    """The server is about to end, and takes nothing new."""
+
+
+class TookTooLong(Exception):
+    """An answer was not finished within its time."""
+
+
+class EngineThread:
+    """Runs all batches in one thread. `open` and `cancel` may be called from any other."""
+
+    def __init__(
+        self, batches: Sequence[ContinuousBatch], *, max_waiting: int, seconds: float
+    ) -> None:
+        self._batches = list(batches)
+        self._max_waiting, self._seconds = max_waiting, seconds
+        self._inbox: list[Callable[[], None]] = []
+        self._submitted = 0  # of these, requests
+        self._wake = threading.Condition()
+        self._stop = False
+        self.draining = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its step; what still runs is cancelled by whoever waits for it."""
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        return self._submitted + sum(batch.waiting for batch in self._batches)
+
+    @property
+    def running(self) -> int:
+        return sum(batch.running for batch in self._batches)
+
+    def open(
+        self,
+        model: ServedModel,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: RequestSampling,
+        stop: Sequence[str],
+    ) -> Answering:
+        """A request of the running event loop. Raises QueueFull or Draining."""
+        if self.draining:
+            raise Draining
+        loop = asyncio.get_running_loop()
+        heard: asyncio.Queue[Piece] = asyncio.Queue()
+
+        def hear(piece: Piece) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it who listened
+                loop.call_soon_threadsafe(heard.put_nowait, piece)
+
+        text = TextStream(model.tokenizer, stop, prompt)
+        request = GenerationRequest(
+            prompt, max_tokens, sampling, model.stops, text, hear, model.adapter
+        )
+        with self._wake:
+            if self.waiting >= self._max_waiting:
+                raise QueueFull
+            self._submitted += 1
+            self._inbox.append(lambda: self._submit(model.batch, request))
+            self._wake.notify()
+        return Answering(
+            request, heard, time.monotonic() + self._seconds, lambda: self._cancel(model, request)
+        )
+
+    def _submit(self, batch: ContinuousBatch, request: GenerationRequest) -> None:
+        self._submitted -= 1
+        batch.submit(request)
+
+    def _cancel(self, model: ServedModel, request: GenerationRequest) -> None:
+        with self._wake:
+            self._inbox.append(lambda: model.batch.cancel(request))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        busy = False
+        while True:
+            with self._wake:
+                while not (busy or self._inbox or self._stop):
+                    self._wake.wait()
+                if self._stop:
+                    return
+                inbox, self._inbox = self._inbox, []
+                for message in inbox:
+                    message()
+            left = [batch.step() for batch in self._batches]  # all of them, whoever is busy
+            busy = any(left)
+
+
+class Answering:
+    """One answer on its way."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        heard: asyncio.Queue[Piece],
+        deadline: float,
+        cancel: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self._heard, self._deadline, self._cancel = heard, deadline, cancel
+        self._over = False
+
+    def cancel(self) -> None:
+        """Frees its place, if it has one still."""
+        if not self._over:
+            self._over = True
+            self._cancel()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """As they come; whoever stops listening cancels it. Raises TookTooLong."""
+        try:
+            while True:
+                left = self._deadline - time.monotonic()
+                try:
+                    piece = await asyncio.wait_for(self._heard.get(), max(left, 0))
+                except asyncio.TimeoutError:
+                    raise TookTooLong from None
+                if piece.finish is not None:
+                    self._over = True
+                yield piece
+                if piece.finish is not None:
+                    return
+        finally:
+            self.cancel()

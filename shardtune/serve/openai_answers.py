@@ -1,0 +1,102 @@
+"""Answers in OpenAI's form: completions, the chunks of a stream, log-probabilities."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardtune.serve.sampling import TokenLogprob
+from shardtune.web.replies import Json
+
+AnswerKind = Literal["chat", "text"]
+_OBJECTS = {
+    ("chat", False): "chat.completion",
+    ("chat", True): "chat.completion.chunk",
+    ("text", False): "text_completion",
+    ("text", True): "text_completion",
+}
+
+
+@dataclass
+class Usage:
+    """Tokens that were read and written."""
+
+    prompt: int = 0
+    written: int = 0
+
+    def as_json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.written,
+            "total_tokens": self.prompt + self.written,
+        }
+
+
+@dataclass(frozen=True)
+class AnswerWriter:
+    """Writes the parts of one answer: they share an id, a time and the model's name."""
+
+    kind: AnswerKind
+    model: str
+    tokenizer: Any
+    logprobs: int | None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def envelope(self, choices: Sequence[Json], *, chunk: bool, usage: Usage | None = None) -> Json:
+        prefix = "chatcmpl-" if self.kind == "chat" else "cmpl-"
+        return {
+            "id": prefix + self.id,
+            "object": _OBJECTS[self.kind, chunk],
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+        } | ({"usage": usage.as_json()} if usage else {})
+
+    def opening(self) -> Json:
+        """The first chunk of a chat says who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.envelope([choice], chunk=True)
+
+    def part(self, index: int, text: str, tokens: Sequence[TokenLogprob], end: str | None) -> Json:
+        """A chunk's choice."""
+        said: Json = {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
+        known = self._logprobs(tokens) if tokens else None
+        return {"index": index, **said, "logprobs": known, "finish_reason": end}
+
+    def whole(self, index: int, text: str, tokens: Sequence[TokenLogprob], end: str) -> Json:
+        """A choice of an answer that isn't streamed."""
+        message = {"role": "assistant", "content": text}
+        said: Json = {"message": message} if self.kind == "chat" else {"text": text}
+        return {"index": index, **said, "logprobs": self._logprobs(tokens), "finish_reason": end}
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Json | None:
+        if self.logprobs is None:
+            return None
+        if self.kind == "chat":
+            return {"content": [self._entry(each) for each in tokens]}
+        words = [self._text(each.token) for each in tokens]
+        return {
+            "tokens": words,
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [
+                {self._text(token): logprob for token, logprob in each.top} for each in tokens
+            ],
+            "text_offset": [sum(map(len, words[:place])) for place in range(len(words))],
+        }
+
+    def _entry(self, chosen: TokenLogprob) -> Json:
+        assert chosen.logprob is not None
+        top = [self._token(token, logprob) for token, logprob in chosen.top]
+        return self._token(chosen.token, chosen.logprob) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))

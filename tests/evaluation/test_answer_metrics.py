@@ -1,0 +1,113 @@
+"""Every metric on answers that are right, wrong and nearly right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardtune.errors import JobError
+from shardtune.evaluation.answer_metrics import (
+    ChrF,
+    Code,
+    Contains,
+    Exact,
+    JsonMetric,
+    Number,
+    Reference,
+    Regex,
+    Rouge,
+    TextMetric,
+    last_number,
+    strip_fences,
+)
+
+SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "reference", "score"),
+    [
+        (Exact(), " Paris\n", "Paris", 1),
+        (Exact(), "paris", "Paris", 0),
+        (Exact(ignore_case=True, ignore_punctuation=True), "paris.", "Paris", 1),
+        (Number(), "6 * 12 is 72.00", "so it is\n#### 72", 1),
+        (Number(compare="text"), "6 * 12 is 72.00", "so it is\n#### 72", 0),
+        (Number(compare="text"), "That makes $1,200.", "#### 1,200", 1),
+        (Number(), "I don't know", "#### 3", 0),
+        (Number(), "minus: -5", "-5", 1),
+        (Number(), "it is ...", "5", 0),
+        (Number(), "The answer is 42...", "42", 1),
+        (Number(compare="text"), "The answer is 42...", "42", 0),
+        (Number(), "It is 42, ... I think,", "#### 42", 1),
+        (Number(), "$1,200.50.", "1200.5", 1),
+        (Number(), "it's $-.5", "-0.5", 1),
+        (Contains(), "The capital is PARIS, of course", "Paris", 1),
+        (Contains(ignore_case=False), "The capital is PARIS", "Paris", 0),
+        (Regex(pattern=r"answer is (\w+)"), "The answer is B. No, the answer is C", "B", 1),
+        (Regex(pattern=r"answer is (\w+)", take="last"), "the answer is B, answer is C", "C", 1),
+        (Regex(pattern=r"\d{4}-\d\d"), "on 2024-05", "anything", 1),
+        (Regex(pattern=r"\d{4}-\d\d"), "in May", "anything", 0),
+        (JsonMetric(), '```json\n{"a": 1}\n```', "", 1),
+        (JsonMetric(), '{"a": 1', "", 0),
+        (JsonMetric(check="equal"), '{"b": 2, "a": 1}', '{"a": 1, "b": 2}', 1),
+        (JsonMetric(check="equal"), '{"a": 1}', '{"a": 2}', 0),
+        (JsonMetric(check="equal"), "[1.0, [true]]", "[1, [true]]", 1),
+        (JsonMetric(check="equal"), "1", "true", 0),
+        (JsonMetric(check="equal"), "[" * 100_000, "[]", 0),
+    ],
+)
+def test_scores(metric: TextMetric, answer: str, reference: str, score: float) -> None:
+    assert metric.score(answer, Reference((reference,))) == score
+
+
+def test_any_of_several_answers_is_right() -> None:
+    assert Exact().score("b", Reference(("a", "b"))) == 1
+
+
+@pytest.mark.parametrize(("answer", "score"), [('{"age": 3}', 1), ('{"age": "3"}', 0), ("{}", 0)])
+def test_a_schema_holds_or_not(answer: str, score: float) -> None:
+    pytest.importorskip("jsonschema", reason="needs shardtune[eval]")
+    assert JsonMetric(check="schema").score(answer, Reference(("",), truth=SCHEMA)) == score
+
+
+def test_a_schema_that_is_not_there_is_named() -> None:
+    with pytest.raises(JobError, match="has no schema"):
+        JsonMetric(check="schema").score("{}", Reference(("",)))
+
+
+def test_rouge_and_chrf_are_those_of_the_usual_libraries() -> None:
+    rouge = pytest.importorskip("rouge_score.rouge_scorer", reason="needs shardtune[eval]")
+    sacrebleu = pytest.importorskip("sacrebleu", reason="needs shardtune[eval]")
+    said, wanted = "The cat sat on a mat", "A cat was sitting on the mat"
+    scorer = rouge.RougeScorer(["rougeL"], use_stemmer=True)
+    expected = scorer.score(wanted, said)["rougeL"].fmeasure
+    assert 0 < expected < 1
+    assert Rouge().score(said, Reference((wanted,))) == expected
+    assert ChrF().score(said, Reference((wanted,))) == pytest.approx(
+        sacrebleu.sentence_chrf(said, [wanted]).score / 100
+    )
+    assert Rouge().score(wanted, Reference((wanted,))) == 1
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: Any) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)  # as if it weren't installed
+    with pytest.raises(JobError, match=r"sacrebleu is not installed\n.*shardtune\[eval\]"):
+        ChrF().score("a", Reference(("a",)))
+
+
+def test_numbers_are_found_as_the_harness_finds_them() -> None:
+    assert last_number("He pays $5.") == "5"
+    assert last_number("1,000 and 20%") == "20"
+    assert last_number("none") is None
+
+
+def test_code_is_taken_out_of_its_block() -> None:
+    assert strip_fences("Here:\n```python\nx = 1\n```\nDone.") == "x = 1\n"
+    assert strip_fences("x = 1") == "x = 1"
+    program = Code(complete_prompt=True).program(
+        "    return 1\n", Reference(("",), prompt="def f():\n")
+    )
+    assert program.startswith("def f():\n    return 1\n")
