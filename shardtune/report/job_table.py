@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
 from shardtune.core.yaml_document import KeyPath, dotted
+
+HEADINGS = ("key", "value", "where it came from")
+KEY, VALUE = 34, 16
+"""Columns of a terminal of 80. A longer key or value has a line of its own, so the third column
+always has room for a file and a line. A wider terminal has wider keys."""
+GAP = "  "
 
 
 def print_job(
@@ -23,20 +30,47 @@ def print_job(
 ) -> None:
     """One line a value, the sections apart; then what a person should know besides."""
     console = console or Console()
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading, least in (("key", 32), ("value", 12), ("where it came from", 24)):
-        table.add_column(heading, overflow="fold", min_width=least)  # wrapped, never cut off
-    section: Any = None
+    rows = []
     for path, value in leaves(job.model_dump(mode="json")):
-        if section not in (None, path[0]):
-            table.add_section()
-        section = path[0]
         where = f"auto: {reasons[path]}" if path in reasons else origin(path)
-        cells = (Text(cell) for cell in (dotted(path), _show(value), where))
-        table.add_row(*cells, style="dim" if where == "default" else "")
-    console.print(table)
+        rows.append((path[0], dotted(path), _show(value), where))
+    key = min(max(KEY, console.width - 80 + KEY), max(len(row[1]) for row in rows))
+    widths = key, VALUE, max(len(HEADINGS[2]), console.width - key - VALUE - 2 * len(GAP))
+    _print_row(console, HEADINGS, widths, "bold")
+    section: Any = None
+    for own, *cells in rows:
+        if section not in (None, own):
+            console.print()
+        section = own
+        _print_row(console, cells, widths, "dim" if cells[2] == "default" else "")
     for note in notes:
         console.print(Text(f"note: {note}", style="yellow"))
+
+
+def _print_row(
+    console: Console, cells: Sequence[str], widths: tuple[int, int, int], style: str
+) -> None:
+    for line in _lines(cells, widths):
+        console.print(Text(line.rstrip(), style, no_wrap=True), soft_wrap=True)
+
+
+def _lines(cells: Sequence[str], widths: tuple[int, int, int]) -> Iterator[str]:
+    """A row as lines, none cut off."""
+    key, value, where = cells
+    if len(key) > widths[0]:
+        yield key
+        key = ""
+    if len(value) > widths[1]:
+        for part in _wrapped(value, widths[1] + len(GAP) + widths[2]):
+            yield f"{key.ljust(widths[0])}{GAP}{part}"
+            key = value = ""
+    for parts in zip_longest([key], [value], _wrapped(where, widths[2]), fillvalue=""):
+        padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+        yield GAP.join(padded)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return wrap(text, width, break_on_hyphens=False) or [""]
 
 
 def _show(value: Any) -> str:

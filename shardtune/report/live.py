@@ -7,37 +7,45 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-)
-from rich.text import Text
 
+from shardtune.core.run_report import TaskFigures
 from shardtune.core.step import EvalResult, Reading, StepResult
+from shardtune.report.duration import duration
+from shardtune.report.run_panel import RunPanel, StepForecastLine, StepNumbers
 
 PLAIN_LINES = 50  # lines that the steps of a run write into a log, about
-PLAIN_SECONDS = 10.0  # between two lines of what takes long beside them
+PLAIN_SECONDS = 3.0  # between two lines of steps, at least
+PHASE_SECONDS = 10.0  # between two lines of what takes long beside them
+REDRAWN = 1.0  # times a second: each takes a millisecond from the thread that trains
 
 
 class RunView:
     """Shows step, loss, rate, gradient norm, speed, memory and time left."""
 
-    def __init__(self, steps: int, *, shown: bool = True, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        shown: bool = True,
+        quiet: bool = False,
+        console: Console | None = None,
+        forecast: StepForecastLine | None = None,
+    ) -> None:
+        """`quiet` leaves only warnings; not even they are `shown` by most ranks."""
         self.steps = steps
         self.console = console or Console(quiet=not shown)
-        self._live: _Live | None = None
+        self._quiet = quiet
+        self._panel = RunPanel(steps, forecast)
+        self._live: Live | None = None
         self._every = max(1, steps // PLAIN_LINES)
+        self._told = -PLAIN_SECONDS
 
     def __enter__(self) -> RunView:
-        if self.console.is_terminal and not self.console.quiet:
-            self._live = _Live(self.steps, self.console)
+        if self.console.is_terminal and not self.console.quiet and not self._quiet:
+            self._live = Live(self._panel, console=self.console, refresh_per_second=REDRAWN)
+            self._live.start()
         return self
 
     def __exit__(
@@ -52,17 +60,27 @@ class RunView:
 
     def step(self, done: int, result: StepResult, reading: Reading) -> None:
         """After each step; `done` counts it."""
-        numbers = (
-            f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3g}  "
-            f"{reading.tokens_per_second:,.0f} tok/s  {reading.memory_gib:.2f} GiB"
+        numbers = StepNumbers(
+            result.loss,
+            result.learning_rate,
+            result.grad_norm,
+            reading.tokens_per_second,
+            reading.memory_gib,
+            reading.utilisation,
         )
-        if reading.utilisation is not None:
-            numbers += f"  {reading.utilisation:.0%} busy"
         if self._live is not None:
-            self._live.show(numbers, reading.seconds_left, done)
-        elif done in (1, self.steps) or done % self._every == 0:
+            self._panel.step(done, numbers, reading.seconds_left)
+        elif self._is_due(done):
             left = f"{duration(reading.seconds_left)} left"
-            self.say(f"step {done}/{self.steps}  {numbers}  {left}")
+            self.say(f"step {done}/{self.steps}  {_in_a_line(numbers)}  {left}")
+
+    def _is_due(self, done: int) -> bool:
+        """Whether this step gets a line in a log: the first, the last, and some between."""
+        now, ends = time.monotonic(), done in (1, self.steps)
+        due = ends or (done % self._every == 0 and now - self._told >= PLAIN_SECONDS)
+        if due:
+            self._told = now
+        return due
 
     @contextmanager
     def phase(self, doing: str, run_left: float | None = None) -> Iterator[PhaseProgress]:
@@ -77,8 +95,8 @@ class RunView:
             known = [left for left in (own, _minus(run_left, now - begun)) if left is not None]
             words = f"{doing}: {done} of {total}" if total else doing
             if self._live is not None:
-                self._live.show(words, max(known) if known else None)
-            elif done and now - shown >= PLAIN_SECONDS:
+                self._panel.phase(words, max(known) if known else None)
+            elif done and now - shown >= PHASE_SECONDS:
                 shown = now
                 self.say(f"{words}, {duration(max(known))} left" if known else words)
 
@@ -86,16 +104,32 @@ class RunView:
         yield progress
 
     def evaluation(self, done: int, results: Iterable[EvalResult]) -> None:
-        """One line a held-out set."""
+        """One line a held-out set; the latest stay in sight."""
         for result in results:
+            self._panel.evaluation(result.name, result.summary())
             self.say(
                 f"after step {done}  {result.name}: loss {result.loss:.4f}  "
                 f"perplexity {result.perplexity:.3g}  accuracy {result.accuracy:.1%}",
                 "cyan",
             )
 
+    def task(self, done: int, name: str, found: TaskFigures) -> None:
+        """One line a task, with what it cost."""
+        said = f"{found.metric} {found.score:.1%} ({found.low:.1%} to {found.high:.1%})"
+        cost = f"{found.rows} rows in {found.seconds:.1f} s"
+        self.say(f"after step {done}  {name}: {said}  {cost}", "cyan")
+
+    def warn(self, text: str, style: str = "yellow") -> None:
+        """Something that a person should know: it stays in sight, and `--quiet` doesn't hide it."""
+        self._panel.warn(text)
+        self._print(text, style)
+
     def say(self, text: str, style: str = "") -> None:
         """A line above the live part. It may hold names of files, so it is no markup."""
+        if not self._quiet:
+            self._print(text, style)
+
+    def _print(self, text: str, style: str) -> None:
         # A terminal that was closed is no reason to lose a step: the metrics have it all.
         with suppress(OSError):
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -109,43 +143,11 @@ def _minus(left: float | None, spent: float) -> float | None:
     return None if left is None else max(0.0, left - spent)
 
 
-class _Live:
-    """Two lines that stay at the bottom: how far it is, and how it goes. One would be too long."""
-
-    def __init__(self, steps: int, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            _LeftColumn(),
-            expand=True,
-        )
-        self._task: TaskID = self._bar.add_task("", total=steps, until=None)
-        self._numbers = Text(no_wrap=True, overflow="ellipsis")
-        self._live = Live(Group(self._bar, self._numbers), console=console)
-        self._live.start()
-
-    def show(self, words: str, seconds_left: float | None, done: int | None = None) -> None:
-        until = None if seconds_left is None else time.monotonic() + seconds_left
-        self._bar.update(self._task, completed=done, until=until)
-        self._numbers.plain = words
-
-    def stop(self) -> None:
-        self._live.stop()
-
-
-class _LeftColumn(ProgressColumn):
-    """The time left, which goes on falling while a step or a phase takes its time."""
-
-    def render(self, task: Task) -> Text:
-        until: float | None = task.fields["until"]
-        if until is None:
-            return Text("starting")
-        return Text(f"{duration(max(0.0, until - time.monotonic()))} left")
-
-
-def duration(seconds: float) -> str:
-    """`1:02:03`, `2:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def _in_a_line(found: StepNumbers) -> str:
+    numbers = (
+        f"loss {found.loss:.4f}  lr {found.learning_rate:.2e}  grad {found.grad_norm:.3g}  "
+        f"{found.tokens_per_second:,.0f} tok/s  {found.memory_gib:.2f} GiB"
+    )
+    if found.utilisation is not None:
+        numbers += f"  {found.utilisation:.0%} busy"
+    return numbers

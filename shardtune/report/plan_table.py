@@ -14,7 +14,7 @@ from shardtune.core.units import GIB
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.forecast_summary import DryRunSummary
 from shardtune.plan.search import Ranking
-from shardtune.report.live import duration
+from shardtune.report.duration import duration
 
 BAR = 40  # letters that a full GPU is wide, or all that is needed where that is more
 
@@ -50,7 +50,8 @@ def print_dry_run(seen: DryRunSummary, console: Console) -> None:
 
 def _verdict(found: Forecast) -> Text:
     needed, room = found.memory.required / GIB, found.capacity / GIB
-    words = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
+    colour = {"fits": "green", "tight": "yellow", "does not fit": "red"}[found.verdict]
+    band = f"{found.band.lower / GIB:.1f} to {found.band.upper / GIB:.1f}"
     moment = {
         "building": "while it is loaded",
         "forward": "at the end of the forward pass",
@@ -60,8 +61,8 @@ def _verdict(found: Forecast) -> Text:
         "save": "while saving",
     }[found.memory.moment]
     return Text.assemble(
-        words,
-        f": {needed:.1f} of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
+        (found.verdict, f"bold {colour}"),
+        f": {needed:.1f} ({band}) of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
         (f"\n{found.job.strategy.type}, {_mesh(found)}, {_rows(found)}", "dim"),
         (f", activation checkpointing: {found.checkpointing}", "dim"),
     )

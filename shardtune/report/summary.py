@@ -19,9 +19,10 @@ from shardtune.core.run_report import (
     ForecastCheck,
     RunReport,
     SampleAnswers,
+    TaskReport,
     TrainingReport,
 )
-from shardtune.report.live import duration
+from shardtune.report.duration import duration
 
 # A resumed run whose metrics were lost doesn't know where it began.
 _UNKNOWN = EvalFigures(loss=None, perplexity=None, accuracy=None, labels=0)
@@ -33,6 +34,8 @@ def print_summary(report: RunReport, console: Console | None = None) -> None:
     for part in _answers(report.samples):
         console.print(part)
     console.print(_losses(report.evaluation, report.training))
+    if report.tasks:
+        console.print(_tasks(report.tasks))
     console.print(_facts(report))
 
 
@@ -76,6 +79,24 @@ def _losses(evaluation: Mapping[str, BeforeAfter], training: TrainingReport) -> 
     return table
 
 
+def _tasks(tasks: Mapping[str, TaskReport]) -> Table:
+    table = Table(box=box.SIMPLE, title="Score per task", title_justify="left")
+    for heading in ("task", "metric", "before", "after", "95 % interval", "rows", "cost"):
+        table.add_column(heading, justify="left" if heading in ("task", "metric") else "right")
+    for name, found in tasks.items():
+        after = found.after
+        table.add_row(
+            Text(name),
+            after.metric,
+            f"{found.before.score:.1%}" if found.before else "",
+            f"{after.score:.1%}",
+            f"{after.low:.1%} to {after.high:.1%}",
+            str(after.rows),
+            f"{found.seconds:.1f} s",
+        )
+    return table
+
+
 def _number(value: float | None) -> float:
     """JSON knows no NaN: null stands for it."""
     return math.nan if value is None else value
@@ -104,9 +125,14 @@ def _facts(report: RunReport) -> Table:
     for number, line in enumerate(_compared(report.forecast)):
         grid.add_row("" if number else "forecast", line)
     grid.add_row("result", Text(f"{result.path} ({result.kind})"))
+    if (best := report.best) is not None:
+        of = result.step if result.step is not None else training.step
+        lost = "" if of == best.step else f"; its checkpoint is lost, the result is of step {of}"
+        grid.add_row("", f"best {best.metric}: {best.value:.6g}, after step {best.step}{lost}")
     logits = f"logits within {_number(result.largest_difference):.2g}"
     grid.add_row("", f"read back: weights as they were written, {logits}")
     grid.add_row("all files", Text(report.directory))
+    grid.add_row("", Text(f"as a page: {report.directory}/report.html"))
     for number, command in enumerate(_next(report)):
         grid.add_row("" if number else "next", Text(command))
     return grid
@@ -146,6 +172,8 @@ def _size(count: float) -> str:
 def _state(report: RunReport) -> str:
     training = report.training
     state = "done" if report.finished else "stopped early, on request"
+    if (stop := report.early_stop) is not None:
+        state = f"done early ({stop.metric} has not improved in {stop.waited} evaluations)"
     done = f"{state}: {training.step} steps, {training.tokens:,} tokens"
     return f"{done} in {duration(training.seconds)} of training"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
 
 from shardtune.core.step import EvalResult, Reading, StepResult
-from shardtune.report.live import RunView, duration
+from shardtune.report.duration import duration
+from shardtune.report.live import RunView
 
 READING = Reading(seconds=1.0, tokens_per_second=12345.6, seconds_left=391.0, memory_gib=2.594)
 
@@ -46,15 +48,39 @@ def test_a_log_gets_plain_lines() -> None:
     ]
 
 
-def test_a_long_run_does_not_flood_a_log() -> None:
+def test_a_long_run_does_not_flood_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
     console = log()
     with RunView(1010, console=console) as view:
         for done in range(1, 1011):
+            now += 1.0
             view.step(done, result(), READING)
     lines = text(console).splitlines()
     assert 45 <= len(lines) <= 55
     assert lines[0].startswith("step 1/1010 ")
     assert lines[-1].startswith("step 1010/1010 ")
+
+
+def test_nor_does_a_quick_one() -> None:
+    console = log()
+    with RunView(40, console=console) as view:
+        for done in range(1, 41):
+            view.step(done, result(), READING)
+    steps = [line.split()[1] for line in text(console).splitlines()]
+    assert steps == ["1/40", "40/40"], "one line every few seconds at most"
+
+
+def test_a_quiet_run_warns_only() -> None:
+    for console in (log(), terminal()):
+        with RunView(2, quiet=True, console=console) as view:
+            view.say("loading the model")
+            view.evaluation(0, [EvalResult("held", 20.0, 3, 10)])
+            view.step(1, result(), READING)
+            view.warn("step 1: the gradient is not finite")
+        found = text(console)
+        assert "step 1: the gradient is not finite" in found
+        assert not re.search("loading|held|loss", found)
 
 
 def test_a_line_is_never_broken() -> None:
@@ -85,6 +111,16 @@ def test_a_terminal_is_live() -> None:
     for fragment in ("2/60", "6:31 left", *numbers):
         assert fragment in last
     assert "resuming\n" in written
+
+
+def test_a_warning_stays_in_sight() -> None:
+    console = terminal()
+    with RunView(60, console=console) as view:
+        view.warn("step 1: the loss is 7.8, 3 times the usual 2.6")
+        for done in range(1, 30):
+            view.step(done, result(), READING)
+    frame = text(console).rsplit("step 29/60", 1)[1]
+    assert "! step 1: the loss is 7.8, 3 times the usual 2.6" in frame
 
 
 def test_the_cursor_comes_back_after_a_failure() -> None:

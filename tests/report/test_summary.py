@@ -53,6 +53,7 @@ def test_everything_that_a_person_wants_to_know() -> None:
         "result runs/quickstart/result (lora)",
         "read back: weights as they were written, logits within 0",
         "all files runs/quickstart",
+        "as a page: runs/quickstart/report.html",
         'next shardtune generate runs/quickstart --prompt "..."',
         "shardtune merge runs/quickstart runs/quickstart/merged",
     ):

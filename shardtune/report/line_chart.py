@@ -1,0 +1,218 @@
+"""Line charts as inline SVG, with a title, a text alternative, and their values for hovering."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtune.report.chart_scale import ChartScale, bounds, round_ticks, short
+from shardtune.report.markup import Markup, element, plain
+
+SERIES_COLOURS = 9  # that the style sheet has
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series, thinned by whoever draws it."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int = 0
+    faint: bool = False
+    """Drawn thin, behind the others: what was measured, under what was smoothed."""
+    dots: bool = False
+    """With a dot at each point, where they are few."""
+    dashed: bool = False
+    """So that a line which lies on another shows it, and colours aren't all that tells them."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """What lies between two curves, as (x, low, high)."""
+
+    name: str
+    points: Sequence[tuple[float, float, float]]
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at one place of the x axis."""
+
+    x: float
+    name: str
+    kind: str = "event"
+    """`event`, `save`, `warning` or `fault`: the style sheet colours them."""
+
+
+@dataclass(frozen=True)
+class ForecastLevel:
+    """One value for all of the x axis, such as a forecast."""
+
+    name: str
+    y: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw."""
+
+    title: str
+    x_name: str
+    y_name: str
+    lines: Sequence[Line]
+    bands: Sequence[Band] = ()
+    marks: Sequence[Mark] = ()
+    levels: Sequence[ForecastLevel] = ()
+    wide: bool = False
+    from_zero: bool = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (760, 300) if self.wide else (370, 190)
+
+
+def draw_chart(chart: Chart) -> Markup:
+    """A figure with its caption and its legend. One without a point says so."""
+    width, height = chart.size
+    across, up = _scales(chart)
+    shapes = [
+        *_axes(chart, across, up),
+        *(_band(band, across, up) for band in chart.bands),
+        *(_mark(mark, across, height) for mark in chart.marks),
+        *(_level(level, up, width) for level in chart.levels),
+        *(_line(line, across, up) for line in chart.lines if line.points),
+    ]
+    if not any(line.points for line in chart.lines):
+        shapes.append(element("text", "no values", x=width / 2, y=height / 2, class_="none"))
+    return figure(chart.title, describe(chart), shapes, (width, height), _legend(chart))
+
+
+def figure(
+    title: str, words: str, shapes: Sequence[str], size: tuple[int, int], legend: str = ""
+) -> Markup:
+    """An SVG picture with a caption, and with `words` for those who don't see it."""
+    name = "f" + hashlib.sha256(plain(f"{title}\n{words}").encode()).hexdigest()[:10]
+    width, height = size
+    svg = element(
+        "svg",
+        element("title", title, id=f"{name}-title"),
+        element("desc", words, id=f"{name}-desc"),
+        *shapes,
+        viewBox=f"0 0 {width} {height}",
+        role="img",
+        aria_labelledby=f"{name}-title {name}-desc",
+    )
+    holder = element("div", svg, class_="wide plot" if width > 400 else "plot")
+    parts = [element("figcaption", title), holder, *([legend] if legend else [])]
+    return element("figure", *parts, class_="large" if width > 400 else None)
+
+
+def describe(chart: Chart) -> str:
+    """The chart in words: where each line begins and ends, and its extremes."""
+    said = [_words(line, chart.x_name) for line in chart.lines if line.points and not line.faint]
+    said += [f"{level.name}: {short(level.y)}." for level in chart.levels]
+    said += [f"At {chart.x_name} {short(mark.x)}: {mark.name}." for mark in chart.marks[:12]]
+    return " ".join(said) or "There are no values."
+
+
+def _words(line: Line, x_name: str) -> str:
+    (first_x, first), (last_x, last) = line.points[0], line.points[-1]
+    if len(line.points) == 1:
+        return f"{line.name}: {short(first)} at {x_name} {short(first_x)}."
+    low_x, low = min(line.points, key=lambda point: point[1])
+    high_x, high = max(line.points, key=lambda point: point[1])
+    return (
+        f"{line.name}: from {short(first)} at {x_name} {short(first_x)} to {short(last)} at "
+        f"{short(last_x)}; lowest {short(low)} at {short(low_x)}, highest {short(high)} at "
+        f"{short(high_x)}."
+    )
+
+
+def _scales(chart: Chart) -> tuple[ChartScale, ChartScale]:
+    width, height = chart.size
+    xs = [x for line in chart.lines for x, _ in line.points]
+    ys = [y for line in chart.lines for _, y in line.points]
+    ys += [y for band in chart.bands for _, low, high in band.points for y in (low, high)]
+    ys += [level.y for level in chart.levels]
+    low, high = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    bottom, top = bounds(ys, from_zero=chart.from_zero)
+    across = ChartScale(low, high if high > low else low + 1, LEFT, width - RIGHT)
+    return across, ChartScale(bottom, top, height - BOTTOM, TOP)
+
+
+def _axes(chart: Chart, across: ChartScale, up: ChartScale) -> list[Markup]:
+    width, height = chart.size
+    shapes = []
+    for tick in round_ticks(up.low, up.high):
+        y = f"{up.at(tick):.1f}"
+        shapes.append(element("path", d=f"M{LEFT} {y}H{width - RIGHT}", class_="grid"))
+        shapes.append(element("text", short(tick), x=LEFT - 6, y=y, dy="0.32em", class_="y"))
+    for tick in round_ticks(across.low, across.high, about=width // 90):
+        place = f"{across.at(tick):.1f}"
+        shapes.append(element("text", short(tick), x=place, y=height - BOTTOM + 14, class_="x"))
+    base = f"M{LEFT} {height - BOTTOM}H{width - RIGHT}"
+    shapes.append(element("path", d=base, class_="axis"))
+    shapes.append(element("text", chart.x_name, x=width - RIGHT, y=height - 5, class_="x name"))
+    shapes.append(element("text", chart.y_name, x=LEFT, y=height - 5, class_="name"))
+    return shapes
+
+
+def _line(line: Line, across: ChartScale, up: ChartScale) -> Markup:
+    places = [(across.at(x), up.at(y)) for x, y in line.points]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    style = f"line c{line.colour % SERIES_COLOURS}"
+    style += " faint" * line.faint + " dashed" * line.dashed
+    shown = [element("path", d=path, class_=style)]
+    if line.dots:
+        shown += [
+            element(
+                "circle",
+                cx=f"{x:.1f}",
+                cy=f"{y:.1f}",
+                r="3",
+                class_=f"dot c{line.colour % SERIES_COLOURS}",
+            )
+            for x, y in places
+        ]
+    if line.faint:
+        return element("g", *shown)
+    values = json.dumps([[float(f"{v:.6g}") for v in point] for point in line.points],
+                        separators=(",", ":"))  # fmt: skip
+    at = json.dumps([round(x) for x, _ in places], separators=(",", ":"))
+    return element("g", *shown, data_name=line.name, data_values=values, data_at=at)
+
+
+def _band(band: Band, across: ChartScale, up: ChartScale) -> Markup:
+    above = [f"{across.at(x):.1f} {up.at(high):.1f}" for x, _, high in band.points]
+    below = [f"{across.at(x):.1f} {up.at(low):.1f}" for x, low, _ in reversed(band.points)]
+    path = f"M{'L'.join([*above, *below])}Z" if above else "M0 0"
+    return element("path", d=path, class_=f"band c{band.colour % SERIES_COLOURS}")
+
+
+def _mark(mark: Mark, across: ChartScale, height: int) -> Markup:
+    x = f"{across.at(min(max(mark.x, across.low), across.high)):.1f}"
+    rule = element("path", d=f"M{x} {TOP}V{height - BOTTOM}", class_=f"mark {mark.kind}")
+    return element("g", element("title", mark.name), rule)
+
+
+def _level(level: ForecastLevel, up: ChartScale, width: int) -> Markup:
+    y = f"{up.at(level.y):.1f}"
+    rule = element("path", d=f"M{LEFT} {y}H{width - RIGHT}", class_="level")
+    name = element("text", level.name, x=width - RIGHT, y=y, dy="-0.35em", class_="x name")
+    return element("g", rule, name)
+
+
+def _legend(chart: Chart) -> Markup:
+    named = [(line.name, line.colour) for line in chart.lines if line.points and not line.faint]
+    named += [(band.name, band.colour) for band in chart.bands if band.name]
+    kinds = dict.fromkeys(mark.kind for mark in chart.marks)
+    items = [
+        element("li", element("span", class_=f"key c{colour % SERIES_COLOURS}"), name)
+        for name, colour in named
+    ]
+    items += [element("li", element("span", class_=f"key rule {kind}"), kind) for kind in kinds]
+    return element("ul", *items, class_="legend") if len(items) > 1 else Markup("")

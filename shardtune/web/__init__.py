@@ -1,0 +1,1 @@
+"""What our HTTP servers share: who may ask, replies and errors, a page's policy, the process."""

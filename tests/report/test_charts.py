@@ -1,0 +1,61 @@
+"""Scales, charts and bars."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtune.report.bar_chart import draw_histogram, draw_stacks
+from shardtune.report.chart_scale import bounds, round_ticks, short
+from shardtune.report.line_chart import Chart, Line, Mark, draw_chart
+from shardtune.report.markup import Markup, element
+from tests.report.pages import PageReader
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (0.93, 1.52, [1.0, 1.2, 1.4]),
+        (-3, 12, [0, 5, 10]),
+        (0, 8e-4, [0, 2e-4, 4e-4, 6e-4, 8e-4]),
+        (5, 5, [5]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
+    assert round_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_numbers_are_short() -> None:
+    values = (0, 0.123456, 1234.5, 12345, 2_500_000, 3e9, 2e-5)
+    assert list(map(short, values)) == ["0", "0.1235", "1234", "12.35k", "2.5M", "3G", "2e-05"]
+
+
+def test_an_axis_is_never_of_nothing() -> None:
+    for values in ([], [0.0], [3.0, 3.0], [-1.0, 1.0]):
+        low, high = bounds(values, from_zero=False)
+        assert low < high
+    assert bounds([2.0, 4.0], from_zero=True)[0] == 0
+
+
+def test_text_is_escaped_and_markup_is_not() -> None:
+    assert element("p", "a < b", Markup("<br>"), class_='"x"') == (
+        '<p class="&quot;x&quot;">a &lt; b<br></p>'
+    )
+
+
+def test_a_chart_holds_its_values_and_marks() -> None:
+    line = Line("loss", [(1, 2.0), (2, 1.5)], dots=True)
+    page = PageReader(draw_chart(Chart("T", "step", "loss", [line], marks=[Mark(2, "here")])))
+    (values,) = [each for tag, each in page.tags if "data-values" in each]
+    assert values["data-values"] == "[[1.0,2.0],[2.0,1.5]]"
+    assert page.count("circle") == 2
+    assert "At step 2: here." in page.text("desc")[0]
+
+
+def test_bars() -> None:
+    stacks = {"rank 0": {"compute": 3.0, "data": 1.0}, "rank 1": {"compute": 2.0}}
+    page = PageReader(draw_stacks("Time", stacks, "s", ("data", "compute")))
+    assert page.count("rect") == 4
+    assert "rank 0: 4 s, of it data 25%, compute 75%." in page.text("desc")[0]
+    page = PageReader(draw_histogram("Lengths", (1, 5, 2), 300, "tokens"))
+    assert page.text("desc") == ["Most documents (5) have 100 to 200 tokens; the longest has 300."]
