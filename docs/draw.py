@@ -1,9 +1,6 @@
 """Draws each strategy from its layout: `python docs/draw.py`.
 
-A picture shows a model of eight layers between an embedding and a head. Every rank has three
-columns, for weights, gradients and optimizer states; what is filled is what it holds. Below stands
-what the ranks of each axis send each other, as the layout declares it. `--check` says whether the
-pictures are up to date, for a test.
+`--check` says whether the pictures are up to date, for a test.
 """
 
 from __future__ import annotations
@@ -11,28 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from shardtune.core.layout import AxisRule, Layout, Move, State
-from shardtune.core.mesh import WORLD, Mesh
-from shardtune.core.pipeline_schedule import split_layers, stage_costs
 from shardtune.parallel import Strategy
+from shardtune.report.strategy_picture import StrategyPicture
 
 FOLDER = Path(__file__).with_name("pictures")
-LAYERS = 8
-PARTS = ("embedding", *(f"layer {number}" for number in range(LAYERS)), "head")
-STATES: dict[State, tuple[str, str]] = {
-    "params": ("weights", "#3b6fb6"),
-    "grads": ("gradients", "#c8782d"),
-    "optim": ("optimizer", "#4b9460"),
-}
-CELL, HIGH, GAP, LEFT, TOP, LINE = 30, 18, 34, 84, 74, 17
 
 PICTURES: dict[str, tuple[str, dict[str, Any], int]] = {
     "ddp": ("Data parallelism", {"type": "ddp"}, 4),
@@ -64,202 +48,6 @@ PICTURES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
 }
 
-OPS = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "send_recv": "send",
-}
-CARGO = {
-    "params": "weights",
-    "recalled": "weights, again for the backward pass",
-    "trained": "trained weights",
-    "grads": "gradients",
-    "unsliced": "gradients of what every rank has whole",
-    "tied": "gradients of a tied embedding (first and last stage)",
-    "hidden": "hidden states",
-    "embedded": "gradients of the embedding's output",
-    "scores": "softmax statistics of the loss",
-}
-PER = {
-    "model": "",
-    "layer": " in each layer",
-    "return": " in each layer",
-    "start": " behind the embedding",
-    "end": " at the head",
-    "border": " at each border of stages",
-}
-
-
-class Picture:
-    """One strategy on so many ranks."""
-
-    def __init__(self, title: str, settings: dict[str, Any], ranks: int) -> None:
-        chosen: Any = TypeAdapter(Strategy).validate_json(json.dumps(settings))
-        self.title, self.settings, self.ranks = title, settings, ranks
-        self.mesh: Mesh = chosen.mesh(ranks)
-        self.layout: Layout = chosen.layout()
-        self.width = LEFT + ranks * (3 * CELL + GAP)
-
-    def svg(self) -> str:
-        flows = list(self._flows())
-        height = TOP + len(PARTS) * HIGH + 30 + LINE * (len(flows) + 1)
-        width = max(self.width, 24 + max(7 * len(line) for line in flows))
-        body = [*self._heading(), *self._parts(), *self._arrows(), *self._legend(flows)]
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-                f'width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-                "<defs><marker id='tip' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' "
-                "markerHeight='7' orient='auto'><path d='M0 0 L8 4 L0 8 z' fill='#444'/></marker>"
-                "</defs>",
-                f'<rect width="{width}" height="{height}" fill="white"/>',
-                *body,
-                "</svg>",
-                "",
-            ]
-        )
-
-    def _heading(self) -> Iterator[str]:
-        yield _text(12, 20, self.title, size=15, bold=True)
-        yield _text(12, 38, f"{self.mesh} = {self.mesh.size} ranks", colour="#555")
-        for rank in range(self.ranks):
-            place = self.mesh.coordinates(rank)
-            where = " ".join(f"{axis} {place[axis]}" for axis in place) if len(place) > 1 else ""
-            yield _text(self._left(rank), TOP - 20, f"rank {rank}", bold=True)
-            yield _text(self._left(rank), TOP - 7, where, size=9, colour="#555")
-
-    def _parts(self) -> Iterator[str]:
-        for row, part in enumerate(PARTS):
-            yield _text(12, self._top(row) + HIGH - 6, part, colour="#555")
-            for rank in range(self.ranks):
-                for column, (state, (_, colour)) in enumerate(STATES.items()):
-                    yield from self._cell(rank, row, column, state, colour)
-
-    def _cell(self, rank: int, row: int, column: int, state: State, colour: str) -> Iterator[str]:
-        """A part of the model in one state: an outline, and in it what the rank holds."""
-        left, top = self._left(rank) + column * CELL, self._top(row)
-        yield _box(left, top, CELL - 3, HIGH - 3, "#f1f1f1")
-        if PARTS[row] not in self._held_parts(rank, state):
-            return
-        share, of = self._share(rank, state, "share")
-        slot, slots = self._share(rank, state, "slices")
-        wide, high = (CELL - 3) / slots, (HIGH - 3) / of
-        dash = ' stroke="black" stroke-dasharray="2 2"' if state in self.layout.home else ""
-        yield _box(left + slot * wide, top + share * high, wide, high, colour, dash)
-
-    def _share(self, rank: int, state: State, by: str) -> tuple[int, int]:
-        """Which of how many equal pieces a rank has, along all axes that divide this way."""
-        place, index, count = self.mesh.coordinates(rank), 0, 1
-        for rule in self.layout.rules:
-            if rule.by == by and state in rule.divides:
-                size = self.mesh.size_of(rule.axis)
-                mine = rank if rule.axis == WORLD else place.get(rule.axis, 0)
-                index, count = index * size + mine, count * size
-        return index, count
-
-    def _held_parts(self, rank: int, state: State) -> set[str]:
-        """The layers of the rank's stages, and the ends where it has the first or the last."""
-        order = self.layout.pipelining
-        if order is None:
-            return set(PARTS)
-        ranks, here = self.mesh.size_of("pipeline"), self.mesh.coordinates(rank)["pipeline"]
-        owners = order.ranks(ranks)
-        found = {
-            f"layer {n}"
-            for owner, stage in zip(owners, self._stages(), strict=True)
-            if owner == here
-            for n in stage
-        }
-        ends = {"embedding": owners[0], "head": owners[-1]}
-        return found | {name for name, owner in ends.items() if owner == here}
-
-    def _stages(self) -> tuple[range, ...]:
-        order = self.layout.pipelining
-        assert order is not None
-        return split_layers(
-            stage_costs([1.0] * LAYERS, 0.5), order.stages(self.mesh.size_of("pipeline"))
-        )
-
-    def _arrows(self) -> Iterator[str]:
-        """From the last layer of each stage to the first of the next, where that is elsewhere."""
-        order = self.layout.pipelining
-        if order is None:
-            return
-        owners = order.ranks(self.mesh.size_of("pipeline"))
-        borders = [stage[-1] for stage in self._stages()[:-1]]
-        for (here, there), layer in zip(pairwise(owners), borders, strict=True):
-            for rank in range(self.ranks):
-                place = self.mesh.coordinates(rank)
-                if here == there or place["pipeline"] != here:
-                    continue
-                other = self._rank_at(place | {"pipeline": there})
-                begin, end = self._left(rank) + 3 * CELL - 2, self._left(other) - 3
-                if other < rank:
-                    begin, end = self._left(rank) - 3, self._left(other) + 3 * CELL - 2
-                y = self._top(layer + 1) + HIGH - 2
-                yield (
-                    f'<line x1="{begin}" y1="{y}" x2="{end}" y2="{y + 8}" stroke="#444" '
-                    'stroke-width="1.3" marker-end="url(#tip)"/>'
-                )
-
-    def _rank_at(self, place: dict[str, int]) -> int:
-        return next(rank for rank in range(self.ranks) if self.mesh.coordinates(rank) == place)
-
-    def _legend(self, flows: list[str]) -> Iterator[str]:
-        y = TOP + len(PARTS) * HIGH + 22
-        left = 12
-        for name, colour in STATES.values():
-            yield _box(left, y - 10, 12, 12, colour)
-            yield _text(left + 17, y, name)
-            left += 100
-        for number, line in enumerate(flows, 1):
-            yield _text(12, y + number * LINE + 4, line, colour="#333")
-
-    def _flows(self) -> Iterator[str]:
-        for rule in self.layout.rules:
-            size = self.mesh.size_of(rule.axis)
-            if size == 1:
-                continue
-            lines = dict.fromkeys(_said(move) for move in rule.moves)
-            counts = {line: sum(_said(move) == line for move in rule.moves) for line in lines}
-            yield f"{_axis(rule, self.mesh)}:"
-            for line, count in counts.items():
-                yield f"    {line}" + (f", {count} times" if count > 1 else "")
-        if any(self.layout.home.values()):
-            homes = ", ".join(f"{state} on {home}" for state, home in self.layout.home.items())
-            yield f"dashed: {homes}"
-
-    def _left(self, rank: int) -> float:
-        return LEFT + rank * (3 * CELL + GAP)
-
-    def _top(self, row: int) -> float:
-        return TOP + row * HIGH
-
-
-def _axis(rule: AxisRule, mesh: Mesh) -> str:
-    return f"along {rule.axis}({mesh.size_of(rule.axis)})"
-
-
-def _said(move: Move) -> str:
-    when = "each step" if move.when == "step" else "each micro-batch"
-    cargo = CARGO[move.what]
-    if move.op == "send_recv":
-        cargo += " on, their gradients back"
-    return f"{OPS[move.op]} {cargo}, {when}{PER[move.per]}"
-
-
-def _box(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{more}/>'
-
-
-def _text(
-    x: float, y: float, said: str, *, size: int = 12, bold: bool = False, colour: str = "#111"
-) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    words = escape(said).replace("    ", "\N{NO-BREAK SPACE}" * 4)
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}"{weight}>{words}</text>'
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -267,7 +55,8 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     for name, (title, settings, ranks) in PICTURES.items():
-        path, drawn = FOLDER / f"{name}.svg", Picture(title, settings, ranks).svg()
+        strategy: Any = TypeAdapter(Strategy).validate_json(json.dumps(settings))
+        path, drawn = FOLDER / f"{name}.svg", StrategyPicture(title, strategy, ranks).svg()
         if not path.exists() or path.read_text(encoding="utf-8") != drawn:
             stale.append(name)
             if not check:

@@ -13,18 +13,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtune import errors
+from shardtune.launch import INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
     from shardtune.core.run_report import RunReport
     from shardtune.plan.cluster import Cluster
+    from shardtune.plan.explain import Aim
     from shardtune.plan.forecast import Forecast
-    from shardtune.plan.search import Aim, Ranking
+    from shardtune.plan.search import Ranking
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -92,13 +95,16 @@ def load_result(run_directory: str | Path) -> tuple[Any, Any]:
     return model, load_result_tokenizer(str(run.result), job.model)
 
 
-def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunReport:
+def train(
+    job: Job, *, resume: bool = False, overwrite: bool = False, quiet: bool = False
+) -> RunReport:
     """Trains `job` on this machine, as `shardtune train` does, and returns the run's report.
 
-    The ranks are processes of their own; what they print appears on `sys.stdout`, in a notebook,
-    too. An interrupt (Ctrl-C) asks them to stop after their step, a second one kills them. With
-    `resume` the run in `save.directory` goes on after its newest checkpoint; with `overwrite` it is
-    replaced. Raises ShardtuneError with every problem.
+    The ranks are processes of their own; what they print appears on `sys.stdout`. A notebook shows
+    the live view in the cell's output. A `quiet` run prints warnings only. An interrupt (Ctrl-C)
+    asks them to stop after their step, a second one kills them. With `resume` the run in
+    `save.directory` goes on after its newest checkpoint; with `overwrite` it is replaced. Raises
+    ShardtuneError with every problem.
     """
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.core.yaml_document import dump_document
@@ -109,21 +115,34 @@ def train(job: Job, *, resume: bool = False, overwrite: bool = False) -> RunRepo
     with tempfile.TemporaryDirectory() as folder:
         path, failure = Path(folder) / "job.yaml", Path(folder) / "error.json"
         path.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        drawn = _drawn(job) if not quiet else None
         words = ["--resume"] * resume + ["--overwrite"] * overwrite
+        words += ["--quiet"] * (quiet or drawn is not None)
         module = "shardtune.cli.train_from_python"
-        code = _run_shown(["-m", module, str(os.getpid()), str(failure), str(path), *words])
+        with drawn or nullcontext():
+            code = _run_shown(["-m", module, str(os.getpid()), str(failure), str(path), *words])
         if failure.exists():
             raise _error(failure.read_text(encoding="utf-8"), path)
     directory = Path(job.save.directory).expanduser()
-    if code:
+    if code not in (0, INTERRUPTED, PREEMPTED):
         fact = f"the launcher ended with exit code {code}"
         raise errors.LaunchError(errors.Problem(str(directory), fact, "look at what it printed"))
-    report = RunDir(directory).read_report()
+    report = RunDir(directory).read_report() if code != PREEMPTED else None
     if report is None:
         fact = "the run was preempted; it has a checkpoint"
         fix = "train(job, resume=True) goes on with it"
         raise errors.RunError(errors.Problem(str(directory), fact, fix))
     return report
+
+
+def _drawn(job: Job) -> AbstractContextManager[None] | None:
+    """The live view of a notebook; None elsewhere."""
+    if "IPython" not in sys.modules:
+        return None
+    from shardtune.report.notebook import in_notebook, notebook_view
+
+    directory = Path(job.save.directory).expanduser()
+    return notebook_view(directory, job.train.steps) if in_notebook() else None
 
 
 def _run_shown(words: Sequence[str]) -> int:
@@ -161,8 +180,9 @@ def _run_shown(words: Sequence[str]) -> int:
 
 def _forward(read_line: Callable[[], str]) -> None:
     while line := read_line():
-        sys.stdout.write(line)
-        sys.stdout.flush()
+        with suppress(OSError):  # nobody reads it any more; the run goes on
+            sys.stdout.write(line)
+            sys.stdout.flush()
 
 
 def _error(text: str, job: Path) -> errors.ShardtuneError:

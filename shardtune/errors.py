@@ -7,7 +7,8 @@
     ├── RunError                the run directory or the result is not what it should be
     ├── BrokenWeights           weights are no longer numbers; an earlier checkpoint may be good
     ├── OutOfMemory             a step didn't fit; a smaller micro-batch may
-    └── LaunchError             a process of the run died (carries that process's own report)
+    └── LaunchError             a process of the run died (carries its own report): exit code 1
+        └── LaunchRefused       it refused to run, and would again: exit code 2
 
 An error is a list of problems, because a person who fixes one wants to see the others too.
 Each problem names the place, states the fact with its numbers, and offers the fix.
@@ -76,6 +77,7 @@ class RunError(ShardtuneError):
 class BrokenWeights(ShardtuneError):
     """Weights are no longer numbers; an earlier checkpoint may be good."""
 
+    exit_code = 1
     kind = "fault"
 
 
@@ -89,6 +91,12 @@ class LaunchError(ShardtuneError):
     """A process of the run died; the problems carry that process's own report."""
 
     exit_code = 1
+
+
+class LaunchRefused(LaunchError):
+    """A process of the run, or a machine, refused what was asked of it: a person has to act."""
+
+    exit_code = 2
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

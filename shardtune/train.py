@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.async_saver import AsyncSaver
+from shardtune.checkpoint.overwrite import overwriting
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.config.model_rules import check_model
@@ -20,8 +23,9 @@ from shardtune.core.world import World
 from shardtune.data.dataset import CALIBRATION_SAMPLES, PreparedData
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
+from shardtune.engine.cuda_graphs import describe_graphs
 from shardtune.kernels.measure_matmul import widen_slow_products
-from shardtune.launch.process_group import join_process_group
+from shardtune.launch.process_group import JoinedWorld, StopSignals, join_process_group
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load import check_fits_data, check_weights
 from shardtune.models.model_files import ModelFiles
@@ -30,6 +34,7 @@ from shardtune.models.packing_check import require_document_isolation
 from shardtune.models.quantization.fp8_linear import describe_fp8_matmul
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
+from shardtune.report.run_panel import StepForecastLine
 from shardtune.training.engine_setup import make_plan
 from shardtune.training.evaluation import Evaluator
 from shardtune.training.health import explain_oom
@@ -38,7 +43,17 @@ from shardtune.training.pending_steps import PendingSteps
 from shardtune.training.preflight import preflight
 from shardtune.training.ranks_agree import require_agreement
 from shardtune.training.run import Run
+from shardtune.training.scheduled_tasks import (
+    TASKS_KEY,
+    ScheduledTask,
+    asked_by_ranks,
+    due,
+    open_tasks,
+)
+from shardtune.training.step_profiler import StepProfiler
 from shardtune.training.time_left import TimeLeft
+from shardtune.training.tracking import tracking
+from shardtune.training.watched_metric import require_watchable
 
 
 def train(
@@ -47,18 +62,25 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     predicted: RunForecast | None = None,
+    stop_signals: StopSignals | None = None,
+    quiet: bool = False,
+    tracks: bool = False,
+    profile_steps: int = 0,
 ) -> RunReport | None:
     """Trains `job` on the ranks of which this process is one; returns the report, which is empty
     if the run was preempted. With `overwrite` an earlier run makes room for it. Whoever
-    starts the ranks has `predicted` what the run will take; only the first rank needs it."""
+    starts the ranks has `predicted` what the run will take; only the first rank needs it.
+    `stop_signals` tells afterwards whether the run was asked to end early. A `quiet` run prints
+    warnings only. With `tracks` rank 0 starts the job's trackers, because nobody else does. Of
+    `profile_steps` steps each rank takes a profile."""
     inputs = open_inputs(job, quiet=True)
-    with join_process_group(int(job.launch.threads)) as world:
-        require_agreement(world, job)
+    with (
+        join_process_group(int(job.launch.threads), stop_signals) as world,
+        open_run_dir(job, world, inputs.tasks, overwrite=overwrite) as files,
+        tracking(job, files, wanted=tracks and world.is_main) as trackers,
+    ):
         if world.device == "cpu" and job.train.precision != "fp32":
             widen_slow_products()
-        files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
-        if overwrite and world.is_main:
-            files.prepare(overwrite=True)  # only now: what is wrong must not cost the old run
         files.write_forecast(predicted)
         data = open_loader(job, inputs, world)
         steps = count_steps(job, data)
@@ -66,9 +88,12 @@ def train(
         builder = PretrainedModelBuilder(
             inputs.model, job.adapter, job.train, inputs.data.calibration_samples
         )
-        view = RunView(steps, shown=world.is_main)
+        view = RunView(
+            steps, shown=world.is_main, quiet=quiet, forecast=_shown_forecast(predicted, world)
+        )
         view.say(how_loaded(job))
-        clock = TimeLeft(steps, int(job.evaluate.every))
+        intervals = {each.name: each.every for each in inputs.tasks}
+        clock = TimeLeft(steps, int(job.evaluate.every), intervals)
         with clock.timed("load"):
             engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
         if data.packing:
@@ -81,6 +106,7 @@ def train(
         with engine, view:
             if world.device.startswith("cuda"):
                 view.say(same_on_all_ranks(world.all_gather(describe_attention(engine.module()))))
+                view.say(describe_graphs(engine))
             if job.model.quantization == "fp8":
                 view.say(describe_fp8_matmul(world.device))
             evaluator = Evaluator(
@@ -92,8 +118,13 @@ def train(
                 job.evaluate,
                 world.device,
             )
-            keep, background = job.save.keep, job.save.background
-            saver = AsyncSaver(files.checkpoints, world, keep=keep, background=background)
+            saver = AsyncSaver(
+                files.checkpoints,
+                world,
+                keep=job.save.keep,
+                background=job.save.background,
+                committed=files.mark_saved,
+            )
             digests = inputs.data.digests()
             run = Run(
                 job,
@@ -108,18 +139,42 @@ def train(
                 predicted,
                 clock,
                 sets=inputs.data,
+                tasks=inputs.tasks,
+                respondent=asked_by_ranks(job, inputs.model, engine, plan, world),
             )
             preflight(run, data)
             progress = run.resume() if resume else run.begin()
-            progress = fit(run, data, progress, steps)
+            run.describe_data(data)
+            profiler = None
+            if profile_steps:
+                left = steps - progress.step
+                profiler = StepProfiler(files.own_profile(), world, profile_steps, left, view.say)
+            progress = fit(run, data, progress, steps, profiler)
             world.heartbeat.enter("finish")
             if progress.preempted:
+                trackers.hurried = True
                 view.say(f"preempted after step {progress.step}, with a checkpoint")
                 return None
             return run.finish(progress, probe=next(data.steps(0, 1))[0])
 
 
-def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
+@contextmanager
+def open_run_dir(
+    job: Job, world: JoinedWorld, tasks: Sequence[ScheduledTask], *, overwrite: bool
+) -> Iterator[RunDir]:
+    """The run directory, which is ours from here on. With `overwrite` the run in it is put back if
+    this one doesn't come to its beginning; ranks that disagree don't even move it."""
+    require_agreement(world, job, {f"{TASKS_KEY}: {each.name}": each.content for each in tasks})
+    files = RunDir(Path(job.save.directory).expanduser(), writes=world.is_main)
+    with overwriting(files, wanted=overwrite and world.is_main):
+        if world.is_main:
+            files.claim()
+        yield files
+
+
+def fit(
+    run: Run, data: Loader, progress: Progress, steps: int, profiler: StepProfiler | None = None
+) -> Progress:
     """The training loop. It never asks which strategy it is running.
 
     An engine may return from a step that a GPU has yet to compute. What came out of it is read at a
@@ -127,6 +182,8 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
     the step before, so that the GPU has one to compute meanwhile.
     """
     job, world, first = run.job, run.world, progress.step + 1
+    if run.ends_early(progress):  # a run that goes on, with no more patience than before
+        return progress
     meter = Meter(steps - progress.step, world.device)
     world.heartbeat.begin(first)
     batches = data.steps(progress.step, steps, run.engine.stage)
@@ -134,13 +191,15 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
         for step, microbatches in enumerate(batches, first):
             with explain_oom(world, f"at step {step}", microbatches, job.train):
                 # Forward, backward, clip, update, schedule.
-                pending.add(run.engine.step(microbatches))
+                pending.add(run.engine.step(microbatches), microbatches)
             world.heartbeat.enter("collective")
             stop = (
                 world.stop_request() if step < steps else StopRequest.NONE
             )  # the last one ends anyway
             last = step == steps or stop is not StopRequest.NONE
-            evaluating = due(step, int(job.evaluate.every)) and not last
+            # The end is evaluated by `finish`, unless something is decided by it.
+            evaluating = run.evaluates(step) and not last
+            evaluating |= step == steps and bool(run.watched)
             saving = due(step, job.save.every) or last
             # These need what came out of this very step.
             whole = evaluating or saving or step == first or job.save.trace
@@ -153,12 +212,17 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
             with meter.paused():  # both follow a look: nothing is computed meanwhile
                 # Before the checkpoint: a run that goes on after it must not lack these lines.
                 if evaluating:
-                    run.evaluate(progress)
-                if saving:
+                    progress = pending.progress = run.judge(progress, whole=last)
+                if saving or progress.best_step == step or run.ends_early(progress):
+                    world.heartbeat.enter("save")
                     run.save(progress)
-            if progress.stopped:
+                if profiler is not None:
+                    profiler.after_step()
+            if progress.stopped or run.ends_early(progress):
                 break
             world.heartbeat.begin(step + 1)
+    if profiler is not None:
+        profiler.stop()
     world.heartbeat.enter("save")
     run.saved()
     return progress
@@ -167,6 +231,13 @@ def fit(run: Run, data: Loader, progress: Progress, steps: int) -> Progress:
 def count_steps(job: Job, data: Loader) -> int:
     """How many steps the run has, which only the data can tell where the job counts epochs."""
     return job.train.steps or data.total_steps(job.train.epochs or 1.0)
+
+
+def _shown_forecast(predicted: RunForecast | None, world: World) -> StepForecastLine | None:
+    """What the live view shows beside what it measures. Of a processor too little is known."""
+    if predicted is None or world.device == "cpu":
+        return None
+    return StepForecastLine(predicted.summary.tokens_per_second, predicted.allocated_gib)
 
 
 def how_loaded(job: Job) -> str:
@@ -180,17 +251,13 @@ def how_loaded(job: Job) -> str:
     return ", then ".join(words)
 
 
-def due(step: int, every: int) -> bool:
-    """True in every `every`-th step; never where `every` is 0."""
-    return every > 0 and step % every == 0
-
-
 @dataclass(frozen=True)
 class Inputs:
     """What a run reads: everything that can be wrong before the first process is started."""
 
     model: ModelFiles
     data: PreparedData
+    tasks: tuple[ScheduledTask, ...] = ()
 
 
 def open_inputs(job: Job, *, quiet: bool) -> Inputs:
@@ -207,10 +274,18 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     check_fits_data(model, job.data.sequence_length, target)
     check_weights(model, job.adapter)
     require_cuttable(job, model.config)
+    tasks = open_tasks(job, model)
     data = prepare(
-        job.data, model.tokenizer, model.stop_ids, cache=cache_dir(), quiet=quiet, kind=model.kind
+        job.data,
+        model.tokenizer,
+        model.stop_ids,
+        cache=cache_dir(),
+        quiet=quiet,
+        kind=model.kind,
+        own_tokens=job.model.add_tokens,
     )
-    return Inputs(model, data)
+    require_watchable(job, [each.name for each in data.eval], tasks)
+    return Inputs(model, data, tasks)
 
 
 def require_cuttable(job: Job, config: Any) -> None:

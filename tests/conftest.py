@@ -3,12 +3,16 @@ when they are asked for; one that starts a process is marked `process`."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from shardtune.core.machine import Machine
 from shardtune.core.matmul_speed import FAST_PRECISIONS
@@ -23,11 +27,23 @@ platform.platform()  # starts `uname` the first time, and never again
 processes.watch()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis tries fewer examples where `make test-all` is to come; a busy machine is no
+    failure."""
+    quick = "not long" in config.option.markexpr
+    settings.register_profile("shardtune", deadline=None, max_examples=25 if quick else 100)
+    settings.load_profile("shardtune")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seen: dict[Callable[..., Any], bool] = {}
     for item in items:
         if isinstance(item, pytest.Function) and processes.reaches_a_start(item, seen):
             item.add_marker(pytest.mark.process)
+    for cases in _sampled(items).values():
+        every = cases[0].get_closest_marker("sampled").args[0]
+        for item in (item for number, item in enumerate(cases) if number % every):
+            item.add_marker(pytest.mark.long)
     chosen = [item for item in items if item.get_closest_marker("build")]
     if not chosen:
         return
@@ -38,6 +54,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=missing))
         else:
             item.add_marker(pytest.mark.timeout(1800))
+
+
+def _sampled(items: list[pytest.Item]) -> dict[str, list[Any]]:
+    """The cases of each test of which `make test` takes one in so many."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            found[item.nodeid.partition("[")[0]].append(item)
+    return found
 
 
 def pytest_runtest_logstart() -> None:
@@ -55,6 +80,35 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     fault = processes.fault(item.nodeid)
     if fault and "not process" in item.config.option.markexpr:  # `make quick`
         pytest.fail(fault, pytrace=False)
+
+
+class Logged(logging.Handler):
+    """Log records that a test looks at. pytest's own plugin visits thousands of loggers, three
+    times a test, and is left out (`-p no:logging`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(record.getMessage() for record in self.records)
+
+
+@pytest.fixture
+def logged() -> Iterator[Logged]:
+    """What is logged from now on, by loggers that don't hand it on, too."""
+    known = list(logging.root.manager.loggerDict.values())
+    alone = [each for each in known if isinstance(each, logging.Logger) and not each.propagate]
+    handler = Logged()
+    for logger in (logging.root, *alone):
+        logger.addHandler(handler)
+    yield handler
+    for logger in (logging.root, *alone):
+        logger.removeHandler(handler)
 
 
 @pytest.fixture
@@ -81,3 +135,10 @@ def rows_of_lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     for module in (stacked_linear, swiglu_lora, rope) if request.param else ():
         monkeypatch.setattr(module, "empty_aligned", padded)
     return bool(request.param)
+
+
+def pytest_collection_finish() -> None:
+    """What the imports left behind is no garbage: a collector that looks through it each time
+    takes a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()

@@ -38,6 +38,12 @@ def make_job(**sections: dict[str, Any]) -> Job:
     return Job.model_validate_json(json.dumps({"model": {"name": "tiny"}, "data": data} | sections))
 
 
+ENVIRONMENT = """\
+{"shardtune": "0.1.0", "python": "3.11", "platform": "Linux", "run": "0123456789abcdef", "data": {}}
+"""
+"""By which, beside its job, a run of an earlier version is known."""
+
+
 def make_environment(run: str = "a" * 16) -> RunEnvironment:
     """What a run directory is told about where its run was made."""
     return RunEnvironment(

@@ -6,6 +6,7 @@ has none but the one that forked it, and would wait for the others for ever.
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from importlib.util import find_spec
@@ -30,3 +31,7 @@ with warnings.catch_warnings():
     for package in ("deepspeed", "bitsandbytes"):
         if find_spec(package):
             __import__(package)
+
+# A rank's collector has no need to look through all of that, nor to write into shared pages.
+gc.collect()
+gc.freeze()

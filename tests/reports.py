@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtune.core.metrics import EvaluationMetrics, StepMetrics
+from shardtune.core.metrics import EvaluationMetrics, StepMetrics, TaskMetrics
 from shardtune.core.run_report import RunReport
 
 
@@ -56,3 +56,8 @@ def step_line(step: int, **changes: Any) -> StepMetrics:
 def evaluation_line(step: int, name: str, loss: float) -> EvaluationMetrics:
     figures = {"loss": loss, "perplexity": 2.0, "accuracy": 0.5, "labels": 7}
     return EvaluationMetrics(kind="evaluation", step=step, set=name, **figures)
+
+
+def task_line(step: int, name: str, score: float) -> TaskMetrics:
+    figures = {"score": score, "low": score - 0.1, "high": score + 0.1, "rows": 9, "seconds": 1.0}
+    return TaskMetrics(kind="task", step=step, task=name, metric="accuracy", **figures)

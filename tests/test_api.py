@@ -41,7 +41,7 @@ def test_the_names_are_listed() -> None:
         pytest.param(
             "from shardtune.train import due; from shardtune import train", marks=pytest.mark.long
         ),
-        "from shardtune import train; import shardtune.train",
+        pytest.param("from shardtune import train; import shardtune.train", marks=pytest.mark.long),
         pytest.param(
             "import shardtune; shardtune.train; from shardtune.train import due",
             marks=pytest.mark.long,

@@ -6,28 +6,39 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = {"yaml": "pyyaml", "flash_attn": "flash-attn-4"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "mlflow": "mlflow-skinny",
+    "flash_attn": "flash-attn-4",
+    "rouge_score": "rouge-score",
+    "lm_eval": "lm-eval",
+    "llama_cpp": "llama-cpp-python",
+}
 """Where a distribution is called otherwise than what is imported of it."""
 WITH_OTHERS = {"triton": "torch", "fsspec": "datasets", "tokenizers": "transformers"} | {
     "pydantic_core": "pydantic"
 }
 """What comes with another one, which pins its version."""
+WHERE_LOADED = {"IPython"}
+"""Imported only where a notebook has done so already."""
 EXTRAS = ("dev", "docs", "bench")
 """Not of the package itself."""
 
 
-def imported() -> set[str]:
+@cache
+def imported() -> frozenset[str]:
     """Top-level modules of others, wherever in a file they are imported."""
-    names = {
+    names = frozenset(
         name.partition(".")[0]
         for file in (ROOT / "shardtune").rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         for name in _names(node)
-    }
-    return names - sys.stdlib_module_names - {"shardtune"}
+    )
+    return names - sys.stdlib_module_names - {"shardtune"} - WHERE_LOADED
 
 
 def _names(node: ast.AST) -> Iterator[str]:

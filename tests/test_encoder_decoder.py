@@ -71,7 +71,7 @@ def forecast(job: Job) -> RunForecast:
     return RunForecast.of(found)
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.long), "lora"])
 def test_from_job_to_result(folder: Path, adapter: str) -> None:
     job = job_in(folder, adapter, {"type": "ddp"})
     report = train(job, predicted=forecast(job))
@@ -115,6 +115,7 @@ def assert_card_of_both_halves(result: Path) -> None:
     assert "CausalLM" not in card
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_as_if_it_had_not(folder: Path) -> None:
     job = job_in(folder, "lora", {"type": "ddp"})
     train(job)

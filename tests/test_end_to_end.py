@@ -56,7 +56,8 @@ save: {directory: whole, every: 10}
 pytestmark = pytest.mark.slow
 SHORT = 6  # steps of the runs that are compared with the beginning of the whole one
 MEASURED = {
-    "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation"
+    "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation",
+    "parts",
 }  # fmt: skip
 PROMPT = "Say the number 7."
 KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH")  # of our environment
@@ -104,6 +105,9 @@ class Place:
 
     def steps(self, directory: str) -> list[dict[str, Any]]:
         return [line for line in self.metrics(directory) if line["kind"] == "step"]
+
+    def page(self, directory: str) -> str:
+        return (self.path / directory / "report.html").read_text(encoding="utf-8")
 
     def report(self, directory: str) -> dict[str, Any]:
         return json.loads((self.path / directory / "report.json").read_text(encoding="utf-8"))
@@ -201,7 +205,7 @@ def test_the_run_directory_is_complete(place: Place, whole: Done) -> None:
     found = {path.name for path in (place.path / "whole").iterdir()}
     assert found == {
         "answers.json", "checkpoints", "environment.json", "forecast.json", "job.yaml", "logs",
-        "metrics.jsonl", "report.json", "result",
+        "data.json", "metrics.jsonl", "report.html", "report.json", "result", "run.json",
     }  # fmt: skip
     kept = sorted(path.name for path in (place.path / "whole" / "checkpoints").iterdir())
     assert kept == ["step-000030", "step-000040"]
@@ -254,10 +258,10 @@ def test_a_log_has_plain_lines(whole: Done) -> None:
     for text in (whole.out, whole.error):
         assert not [c for c in text if not c.isprintable() and c != "\n"]
     lines = whole.out.splitlines()
-    steps = [
-        line for line in lines if re.match(r"step \d+/40  loss \d\.\d{4}  lr 1\.00e-02 ", line)
-    ]
-    assert len(steps) == 40
+    steps = [re.match(r"step (\d+)/40  loss \d\.\d{4}  lr 1\.00e-02 ", line) for line in lines]
+    shown = [int(match[1]) for match in steps if match]
+    assert (shown[0], shown[-1]) == (1, 40)  # one every few seconds between them
+    assert shown == sorted(set(shown))
     assert len([line for line in lines if re.match(r"after step \d+  held: loss ", line)]) == 5
     assert any(line.startswith("run") and "done: 40 steps" in line for line in lines)
 
@@ -377,11 +381,13 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(place: Place, who
     assert not stopped["finished"]
     assert 4 <= at < 40
     assert (place.path / "parts" / "checkpoints" / f"step-{at:06d}").is_dir()
+    assert 'class="state stopped"' in place.page("parts")
 
     done = place.train("save.directory=parts", "--resume")
     assert done.code == 0, done
     assert f"resuming after step {at}" in done.out
     assert place.report("parts")["finished"]
+    assert 'class="state done"' in place.page("parts")
     # Bit for bit, evaluations included: but for the one at the stop, which the whole run had not.
     found = [
         line for line in place.metrics("parts") if line["kind"] == "step" or line["step"] != at
@@ -419,6 +425,7 @@ def test_twice_stops_at_once(place: Place, whole: Done) -> None:
     assert "Traceback" not in error
     assert "stopped early" not in out
     assert place.steps("killed") == []
+    assert 'class="state stopped"' in place.page("killed")
 
 
 # The result --------------------------------------------------------------------------------------

@@ -20,17 +20,21 @@ from safetensors.torch import load_file
 from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.extension import continued
 from shardtune.checkpoint.manifest import read_manifest
-from shardtune.checkpoint.run_dir import RunDir
+from shardtune.checkpoint.run_dir import RunDir, with_control_tokens
 from shardtune.checkpoint.run_guards import require_same_job
 from shardtune.config.auto import ResolvedJob
 from shardtune.config.job import Job
+from shardtune.config.job_file import load_job
 from shardtune.core.engine import Engine
 from shardtune.core.machine import Machine
 from shardtune.core.progress import Progress
 from shardtune.core.run_report import RunReport
 from shardtune.core.step import LateResult, MicroBatch, StepResult
 from shardtune.data.dataset import PreparedData
+from shardtune.data.formats import make_format
 from shardtune.data.loader import Loader
+from shardtune.data.prepared_cache import fingerprint
+from shardtune.data.sources import open_source
 from shardtune.engine.fake import FakeEngine
 from shardtune.errors import OutOfMemory, RunError
 from shardtune.launch.process_group import JoinedWorld
@@ -40,10 +44,11 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.plan.this_machine import forecast_here
 from shardtune.report.live import RunView
-from shardtune.train import due, fit, train
+from shardtune.train import fit, train
 from shardtune.training.evaluation import Evaluator
 from shardtune.training.health import MOST_SKIPPED_IN_A_ROW
 from shardtune.training.run import Run
+from shardtune.training.scheduled_tasks import due
 from tests.reports import make_report
 from tests.synthetic import make_job, numbered, prepared
 
@@ -86,7 +91,13 @@ def make_run(folder: Path, engine: Engine, **sections: dict[str, Any]) -> tuple[
     )
     view = RunView(STEPS, console=Console(file=io.StringIO()))
     files, world = RunDir(folder), JoinedWorld()
-    saver = AsyncSaver(files.checkpoints, world, keep=job.save.keep, background=job.save.background)
+    saver = AsyncSaver(
+        files.checkpoints,
+        world,
+        keep=job.save.keep,
+        background=job.save.background,
+        committed=files.mark_saved,
+    )
     return Run(
         job,
         world,
@@ -297,6 +308,13 @@ def test_train_in_this_process(tmp_path: Path, held_out: bool) -> None:
     assert [pair.error for pair in (held.params, held.grads, held.optim)] == [0, 0, 0]
     assert list(report.evaluation) == (["e"] if held_out else [])
     assert len(report.samples) == (2 if held_out else 0)
+    if not held_out:  # a result that was lost is written again, from the last checkpoint
+        weights = (tmp_path / "run" / "result" / "adapter_model.safetensors").read_bytes()
+        shutil.rmtree(tmp_path / "run" / "result")
+        again = train(job, resume=True)
+        assert again is not None
+        assert again.finished
+        assert (tmp_path / "run/result/adapter_model.safetensors").read_bytes() == weights
     if held_out:
         assert report.samples[0].prompt == "Say 50."
         assert report.samples[0].reference == "It is 50."
@@ -305,6 +323,7 @@ def test_train_in_this_process(tmp_path: Path, held_out: bool) -> None:
         assert (after.loss or 0.0) < (before.loss or 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_cache")
 def test_8_bit_frozen_weights_from_the_start_to_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -407,6 +426,7 @@ def test_a_schedule_can_begin_anew(tmp_path: Path, capsys: pytest.CaptureFixture
         train(extendable(tmp_path, "run", steps=1, schedule="linear"), resume=True)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_cache")
 def test_epochs_that_are_added_are_whole(tmp_path: Path) -> None:
     """The short step at the first end doesn't cost rows of the next epoch."""
@@ -426,12 +446,96 @@ def test_epochs_that_are_added_are_whole(tmp_path: Path) -> None:
     assert found.train.earlier_ends == (1.0,)
 
 
+@pytest.mark.parametrize("gone", ["folder", "content"])
+def test_a_run_whose_checkpoints_are_out_of_sight_does_not_start_over(
+    tmp_path: Path, gone: str
+) -> None:
+    run, data = make_run(tmp_path / "run", FakeEngine())
+    fit(run, data, run.begin(), STEPS)
+    folder = run.files.checkpoints
+    folder.rename(tmp_path / "unmounted")
+    if gone == "content":
+        folder.mkdir()
+    before = run.files.run_id()
+    with pytest.raises(RunError, match="but checkpoints/ is empty or not there") as told:
+        run.resume()
+    assert "--overwrite" not in str(told.value)
+    (tmp_path / "unmounted" / "step-000006").rename(tmp_path / "step-000006")
+    if gone == "content":
+        folder.rmdir()
+    (tmp_path / "unmounted").rename(folder)
+    (tmp_path / "step-000006").rename(folder / "step-000006")
+    assert run.files.run_id() == before
+    assert run.resume().step == STEPS
+
+
+def test_a_run_that_never_saved_starts_from_its_first_step(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path / "run", FakeEngine())
+    other, others_data = make_run(tmp_path / "other", FakeEngine())
+    fit(other, others_data, other.begin(), STEPS)
+    run.begin()
+    shutil.copytree(other.files.checkpoints, run.files.checkpoints)
+    assert run.resume().step == 0
+    fit(run, data, run.resume(), STEPS)
+    assert checkpoints(tmp_path / "run") == ["step-000006", "step-000006.of-another-run"]
+
+
 def test_a_run_is_not_resumed_on_other_rows(tmp_path: Path) -> None:
     run, data = make_run(tmp_path, FakeEngine())
     fit(run, data, run.begin(), STEPS)
     other = replace(run, data={"train/d": "another digest"})
     with pytest.raises(RunError, match="train/d: the rows are others"):
         other.resume()
+
+
+def as_before_control_tokens(run: RunDir) -> None:
+    """The run directory as the version before `data.control_tokens` wrote it: no marker, no such
+    key, and the key of its cache for a digest."""
+    document = run.job.read_text(encoding="utf-8")
+    assert "\n  control_tokens: token\n" in document
+    run.job.write_text(document.replace("\n  control_tokens: token\n", "\n"), encoding="utf-8")
+    job = load_job(run.job).job
+    (source,) = job.data.train
+    tokenizer = ModelFiles(job.model).tokenizer
+    facts = [
+        4,
+        open_source(source).digest,
+        make_format(source, tokenizer).settings,
+        source.overflow,
+        job.data.sequence_length,
+        fingerprint(tokenizer),
+    ]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    environment = run.path / "environment.json"
+    noted = json.loads(environment.read_text(encoding="utf-8"))
+    environment.write_text(json.dumps(noted | {"data": {"train/d": digest}}), encoding="utf-8")
+    (run.path / "run.json").unlink()
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    job = extendable(tmp_path, "run", steps=2)
+    run = RunDir(tmp_path / "run")
+    train_here(with_control_tokens(job))
+    as_before_control_tokens(run)
+    for steps in (3, 4):  # it stays one when it is extended
+        longer = continued(ResolvedJob(extendable(tmp_path, "run", steps=steps), {}), run)
+        assert longer.reasons["data", "control_tokens"].startswith("as the run was begun")
+        require_same_job(run, longer.job)
+        train(longer.job, resume=True)
+        assert [line["step"] for line in metrics(run.path, "step")] == list(range(1, steps + 1))
+    begun = run.read_job()
+    assert begun is not None
+    assert begun.data.control_tokens == "token"
+
+
+def test_digests_of_other_versions_are_known(tmp_path: Path) -> None:
+    run, data = make_run(tmp_path, FakeEngine())
+    fit(run, data, run.begin(), STEPS)
+    (trained,) = DATA.train
+    now = replace(trained, digest="of now", other_digests=("digest",))
+    sets = replace(DATA, train=(now,), eval=())
+    assert replace(run, data=sets.digests(), sets=sets).resume().step == STEPS
 
 
 def test_a_run_that_learns_nothing_does_not_end_well(tmp_path: Path) -> None:
@@ -449,7 +553,9 @@ def test_a_run_that_learns_nothing_does_not_end_well(tmp_path: Path) -> None:
 
 # Looks ------------------------------------------------------------------------------------------
 
-MEASURED = {"seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation"}
+MEASURED = {
+    "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation", "parts"
+}  # fmt: skip
 
 
 class Late(FakeEngine):

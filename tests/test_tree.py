@@ -23,6 +23,8 @@ SHARED_NAMES = {"strategy.py", "engine.py"}
 """One of each in every strategy's folder; files with dunder names may repeat as well."""
 NO_STRATEGIES = {"auto", "layers", "pipeline", "tensor"}
 """Folders whose names are words of the mesh, of schedules or of any section, too."""
+NAMING = frozenset({"id", "attr", "arg", "name"})
+"""Fields of syntax nodes that hold an identifier."""
 TYPE_VARIABLES = {"TypeVar", "TypeVarTuple", "ParamSpec"}
 
 
@@ -85,6 +87,7 @@ def strategies_named(root: Path) -> list[str]:
     words = "|".join([*sorted(folders - NO_STRATEGIES), r"zero[0-3]"])
     spoken = re.compile(rf"(?<![\w/])({words})(?![\w:.])", re.IGNORECASE)
     part = re.compile(rf"(^|_)({words})(_|$)", re.IGNORECASE)
+    names_one = cache(lambda name: part.search(name) is not None)
     found = []
     files = _files(root)
     for module, (path, tree) in files.items():
@@ -97,7 +100,7 @@ def strategies_named(root: Path) -> list[str]:
             ):
                 found.append(f"{shown}:{line}: imports {target}; ask its capabilities")
         for name, line in _identifiers(tree):
-            if part.search(name):
+            if names_one(name):
                 found.append(f"{shown}:{line}: {name} names a strategy; ask its capabilities")
         for text, line in _strings(tree):
             if match := spoken.search(text):
@@ -296,6 +299,11 @@ def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@cache
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def _imports(
     tree: ast.Module, module: str, path: Path, root: Path, known: set[str]
 ) -> Iterator[tuple[str, int]]:
@@ -305,7 +313,7 @@ def _imports(
     package always has it loaded.
     """
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in _executed(tree):
+    for node in _executed(tree.body):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -322,32 +330,39 @@ def _imports(
 
 def _identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Names, attributes, arguments and definitions. What is imported is another check's."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom, ast.alias)):
             continue
-        for key in ("id", "attr", "arg", "name"):
-            name = getattr(node, key, None)
+        for key in NAMING.intersection(node._fields):
+            name = getattr(node, key)
             if isinstance(name, str):
                 yield name, getattr(node, "lineno", 0)
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Strings that are no docstrings, of a module, a function or a field."""
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    alone = {id(node.value) for node in _nodes(tree) if isinstance(node, ast.Expr)}
+    for node in _nodes(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
             yield node.value, node.lineno
 
 
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that stand under `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            for other in child.orelse:
-                yield from _executed(other)
+def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements but those that stand under `if TYPE_CHECKING`."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING"):
+            yield from _executed(statement.orelse)
         else:
-            yield from _executed(child)
+            for block in _blocks(statement):
+                yield from _executed(block)
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The statements inside a statement, by block."""
+    blocks = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
+    inner = [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]
+    return [*blocks, *(each.body for each in inner)]
 
 
 def _circles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
@@ -411,9 +426,7 @@ def _definitions(body: list[ast.stmt]) -> dict[str, int]:
         elif type(node).__name__ == "TypeAlias":  # `type X = ...`, from Python 3.12
             names = _assigned([node.name])  # type: ignore[attr-defined]
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            blocks = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
-            blocks += [handler.body for handler in getattr(node, "handlers", [])]
-            names = _definitions([inner for block in blocks for inner in block])
+            names = _definitions([inner for block in _blocks(node) for inner in block])
         for name, line in names.items():
             if name[0].isupper():
                 found.setdefault(name, line)

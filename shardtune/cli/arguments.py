@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -26,6 +27,37 @@ def add_command(
     )
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def text(word: str) -> str:
+    """A word of the command line that is text: what isn't UTF-8 arrives as half surrogates."""
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is not UTF-8 text") from None
+    return word
+
+
+def count(word: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        found = int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word[:60]!r} is no whole number") from None
+    if not 1 <= found <= 10**9:
+        raise argparse.ArgumentTypeError(f"is {word[:60]}; it must be from 1 to 1,000,000,000")
+    return found
+
+
+def temperature(word: str) -> float:
+    """A number from 0 on."""
+    try:
+        found = float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word[:60]!r} is no number") from None
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"is {word[:60]}; it must be a number from 0 on")
+    return found
 
 
 def add_job(command: argparse.ArgumentParser, *, optional: bool = False) -> None:

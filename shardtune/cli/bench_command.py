@@ -13,7 +13,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "bench",
         bench,
-        "measure this machine for `plan` and `estimate`, in about a minute",
+        "measure this machine for `plan` and `estimate`, in a minute",
         """\
   shardtune bench
   shardtune bench --out node.yaml

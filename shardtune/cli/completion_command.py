@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "completion",
         lambda arguments: _print(arguments, commands),
-        "print a script that completes commands, options and keys in a shell",
+        "print a shell's completion of commands, options and keys",
         """\
   shardtune completion bash   in ~/.bashrc: source <(shardtune completion bash)
   shardtune completion zsh    in ~/.zshrc, after compinit: the same with zsh

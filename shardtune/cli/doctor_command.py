@@ -49,7 +49,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "doctor",
         doctor,
-        "look at this machine, or at several nodes together, before a run",
+        "look at this machine, or at several nodes, before a run",
         """\
   shardtune doctor
   shardtune doctor recipes/quickstart.yaml --json

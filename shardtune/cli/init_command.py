@@ -14,7 +14,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "init",
         init,
-        "write a commented job for a model and a data set, after a look at both",
+        "write a commented job for a model and a data set",
         """\
   shardtune init smollm2-135m-instruct data/code.jsonl
   shardtune init ./my-model talks.parquet --out talks.yaml""",

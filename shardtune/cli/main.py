@@ -7,6 +7,7 @@ so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import threading
@@ -17,29 +18,43 @@ from typing import Any, NoReturn
 from shardtune import __version__
 from shardtune.cli import (
     bench_command,
+    chat_command,
     completion_command,
+    dashboard_command,
     data_command,
+    diagnose_command,
     doctor_command,
+    evaluate_command,
+    export_command,
     init_command,
     models_command,
     plan_command,
+    push_command,
+    report_command,
     result_command,
     schema_command,
+    serve_command,
     show_command,
     slurm_command,
+    track_command,
     train_command,
     verify_command,
 )
 from shardtune.compat.quiet import quiet_imports
 from shardtune.errors import Problem, ShardtuneError, did_you_mean
 from shardtune.launch import INTERRUPTED, LAUNCHER_PID
+from shardtune.launch.output_stream import drain_output, open_missing_streams
 
 COMMANDS = (
-    init_command, train_command, doctor_command, slurm_command, plan_command, bench_command,
-    data_command, show_command, schema_command, result_command, verify_command, models_command,
-    completion_command,
+    init_command, train_command, diagnose_command, doctor_command, slurm_command, plan_command,
+    bench_command, data_command, show_command, schema_command, report_command, dashboard_command,
+    result_command, evaluate_command, chat_command, serve_command, export_command, push_command,
+    track_command, verify_command, models_command, completion_command,
 )  # fmt: skip
 """In the order in which `--help` lists them."""
+
+PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
+"""A path that a person gave can't be used: no fault of the program, wherever it is found."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     quiet_imports()
     try:
-        return int(arguments.run(arguments))
+        _require_docstrings()
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()  # here, where it is known what to do if it can't be written
+        return code
     except ShardtuneError as error:
         for problem in error.problems:
             print(f"error: {_printable(str(problem))}", file=sys.stderr)
@@ -61,13 +79,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone (`| head`)
-        sys.stderr.close()
+        _discard_output()
         return 0
+    except OSError as error:
+        if error.filename is not None and error.errno in PATH_ERRORS:
+            fix = "correct the path, or what lies there"
+            told = Problem(str(error.filename), str(error.strerror), fix)
+            print(f"error: {_printable(str(told))}", file=sys.stderr)
+            return ShardtuneError.exit_code
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _discard_output()
+        print(f"error: {Problem('standard output', str(error.strerror))}", file=sys.stderr)
+        return 1
+
+
+def _require_docstrings() -> None:
+    """transformers and peft put their own docstrings together, and fail far from the cause where
+    Python has thrown them away."""
+    if sys.flags.optimize > 1:
+        fact = "python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers needs"
+        raise ShardtuneError(Problem("python", fact, "leave it out; -O does no harm"))
 
 
 def program() -> NoReturn:
     """`main`, and out."""
+    open_missing_streams()
     leave(main())
+
+
+def _discard_output() -> None:
+    """Python would complain once more of what it couldn't write, when it ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(code: int) -> NoReturn:
@@ -77,6 +121,7 @@ def leave(code: int) -> NoReturn:
     sent a signal for both, so these leave at once: `main` has closed what was to be closed. So does
     one with a thread that may still wait for a node that is gone: it would abort the interpreter.
     """
+    drain_output()
     waiting = any(thread.daemon for thread in threading.enumerate())
     if code > 128 or waiting or LAUNCHER_PID in os.environ:
         for stream in (sys.stdout, sys.stderr):
@@ -94,13 +139,20 @@ def _printable(text: str) -> str:
     )
 
 
+class _CommandList(argparse.RawDescriptionHelpFormatter):
+    """Each command on one line: argparse forgets the indent of the longest names, and breaks."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = 14
+
+
 class _Parser(argparse.ArgumentParser):
     """Argparse, with errors in our form, and without guessing at shortened options."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
-        )
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
 
     @property
     def options(self) -> list[str]:
@@ -129,13 +181,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="shardtune",
+        formatter_class=_CommandList,
         description="Fine-tunes large language models on one GPU or a thousand.",
         epilog="""\
 a first run, on any machine with the repository at hand:
   shardtune data recipes/quickstart.yaml       see what the model will see
   shardtune train recipes/quickstart.yaml      train it on 2 processes
   shardtune generate runs/quickstart --prompt "Reverse a string in Python."
-
 `shardtune COMMAND --help` shows a command's options and an example.""",
     )
     parser.add_argument("--version", action="version", version=f"shardtune {__version__}")

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
     from shardtune.core.yaml_document import KeyPath
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.forecast import Forecast
-    from shardtune.plan.forecast_summary import (
-        CandidateSummary,
-        DryRunSummary,
-        EstimateResult,
-        PlanResult,
-    )
-    from shardtune.plan.search import Candidate, Ranking
+    from shardtune.plan.forecast_summary import DryRunSummary, EstimateResult
 
 
 def add_parser(commands: Commands) -> None:
@@ -50,7 +44,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "estimate",
         estimate,
-        "say whether a job fits on a cluster, how fast it is, and what it sends",
+        "say whether a job fits on a cluster, and how fast it is",
         """\
   shardtune estimate recipes/quickstart.yaml --cluster 1xRTX4090
   shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json
@@ -68,7 +62,8 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
         "--cluster",
         required=True,
         metavar="SPEC",
-        help="[NODESx]GPUSxTYPE[:pcie|:nvlink][@Gbps], as 2x8xA100-80GB@400Gbps, or a profile",
+        help="[NODESx]GPUSxTYPE[:pcie|:nvlink][:display|:NGiB][@Gbps], as 2x8xA100-80GB@400Gbps, "
+        "or a profile",
     )
     command.add_argument("--price", type=float, metavar="P", help="price of a GPU for an hour")
     add_json(command)
@@ -173,7 +168,10 @@ def plan(arguments: argparse.Namespace) -> int:
             check(as_asked, _place(loaded))
         fix = offer(as_asked, shape, cluster)
     if arguments.json:
-        print(_summary(ranking, fix, chosen_precision(resolved)).to_json(indent=2, ascii_only=True))
+        from shardtune.plan.ranking_summary import summarise
+
+        result = summarise(ranking, fix, chosen_precision(resolved))
+        print(result.to_json(indent=2, ascii_only=True))
     else:
         from rich.console import Console
 
@@ -191,50 +189,14 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _write(target: Path, found: Forecast) -> None:
-    """The job as a file: there `launch.processes` counts those of one node."""
-    from shardtune.config.job import LocalLaunch
-    from shardtune.core.yaml_document import dump_document
     from shardtune.errors import JobError, Problem
+    from shardtune.plan.ranking_summary import job_text
 
-    job = found.job
-    if isinstance(job.launch, LocalLaunch):
-        launch = job.launch.with_processes(found.cluster.gpus_per_node)
-        job = job.model_copy(update={"launch": launch})
     try:
-        target.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        target.write_text(job_text(found), encoding="utf-8")
     except OSError as error:
         fact = f"{target} can't be written: {error.strerror}"
         raise JobError(Problem("--write", fact, "name a file in a folder that is there")) from None
-
-
-def _summary(ranking: Ranking, fix: str, chosen: tuple[str, ...]) -> PlanResult:
-    from shardtune.plan.forecast_summary import BestCandidate, PlanResult
-
-    best = ranking.best
-    named = None
-    if best is not None and best.found is not None:
-        found = replace(best.found, reasons=(*chosen, *best.found.reasons))
-        named = BestCandidate(name=best.name, **dict(found.summary()))
-    candidates = tuple(_candidate(each) for each in ranking.candidates)
-    return PlanResult(best=named, fix=fix or None, candidates=candidates)
-
-
-def _candidate(each: Candidate) -> CandidateSummary:
-    from shardtune.core.units import GIB
-    from shardtune.plan.forecast_summary import CandidateSummary
-
-    found = each.found
-    return CandidateSummary(
-        name=each.name,
-        fits=each.fits,
-        why=each.why,
-        step_seconds=found.speed.step.total if found else None,
-        gpu_gib=found.memory.required / GIB if found else None,
-        cost=found.cost if found else None,
-        micro_batch=found.work.micro_batch if found else None,
-        gradient_checkpointing=found.work.checkpointing if found else None,
-        keep_layers=found.work.kept_layers if found else None,
-    )
 
 
 def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluster]:

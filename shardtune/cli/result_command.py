@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardtune.cli.arguments import Commands, add_command, add_run_directory
+from shardtune.cli.arguments import (
+    Commands,
+    add_command,
+    add_run_directory,
+    count,
+    temperature,
+    text,
+)
 from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:
@@ -29,12 +36,16 @@ def add_parser(commands: Commands) -> None:
   shardtune generate runs/quickstart --prompt "Once" --raw --temperature 0.8""",
     )
     add_run_directory(command)
-    command.add_argument("--prompt", required=True, help="what to ask")
+    command.add_argument("--prompt", type=text, required=True, help="what to ask")
     command.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)"
+        "--max-new-tokens", type=count, default=256, metavar="N", help="longest answer (256)"
     )
     command.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest (0)"
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest (0)",
     )
     command.add_argument(
         "--raw", action="store_true", help="continue the text as it is, without a chat template"
@@ -85,7 +96,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     """One answer of the trained model."""
     import torch
 
-    from shardtune.data.formats import plain_prompt
+    from shardtune.data.formats import learnt_plain, plain_prompt
     from shardtune.kernels.measure_matmul import widen_slow_products
     from shardtune.models.generate import generate_answers, prompt_ids
     from shardtune.models.load_result import load_result, load_result_tokenizer
@@ -100,7 +111,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     tokenizer = load_result_tokenizer(str(run.result), job.model)
     if files.kind == "encoder_decoder":
         prompt, raw = ("" if raw else _prefix(job)) + prompt, True
-    if not raw and _plain(job, tokenizer):
+    if not raw and learnt_plain(job.data, tokenizer):
         prompt, raw = plain_prompt(prompt), True
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
     return generate_answers(
@@ -145,13 +156,13 @@ def merge(directory: Path, target: Path, *, dtype: Precision | None = None) -> M
         tokenizer,
         target,
         written,
-        _prompts(run),
+        comparison_prompts(run),
         base=(base.path, public_name(job.model.name)),
         card=card.read_text(encoding="utf-8") if card.is_file() else None,
     )
 
 
-def _prompts(run: RunDir) -> list[str]:
+def comparison_prompts(run: RunDir) -> list[str]:
     """What the run itself was asked and said, and a text for runs that were asked nothing."""
     report = run.read_report()
     samples = report.samples if report is not None else ()
@@ -164,19 +175,11 @@ def _prefix(job: Job) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _plain(job: Job, tokenizer: Any) -> bool:
-    """Whether the run learnt its instructions under plain headings."""
-    sources = [source for source in job.data.train if source.format == "instruction"]
-    return any(
-        source.template == "plain" or (source.template == "auto" and not tokenizer.chat_template)
-        for source in sources
-    )
-
-
 def open_result(directory: Path) -> tuple[RunDir, Job]:
-    """The run and its job; RunError if it has no result."""
+    """The run and its job; RunError if it has no result, or one of which a byte has changed."""
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.checkpoint.run_guards import require_run
+    from shardtune.checkpoint.verify import require_sound_result
     from shardtune.config.job_file import load_job
 
     run = RunDir(directory)
@@ -185,4 +188,5 @@ def open_result(directory: Path) -> tuple[RunDir, Job]:
         fact = "the run has no result: it ended before it was saved"
         fix = f"go on with it: shardtune train {run.job} --resume"
         raise RunError(Problem(str(directory), fact, fix))
+    require_sound_result(run)
     return run, load_job(run.job).job

@@ -13,17 +13,19 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune import __version__
-from shardtune.cli.arguments import Commands, add_command, add_job, add_nodes
+from shardtune.cli.arguments import Commands, add_command, add_job, add_nodes, count
+from shardtune.cli.fault_page import leaving_page
 from shardtune.core.world import World, outside_nodes, outside_ranks
 from shardtune.errors import JobError, Problem, ShardtuneError
-from shardtune.launch import LAUNCHER_PID
+from shardtune.launch import LAUNCHER_PID, SECRET
+from shardtune.launch.output_stream import guard_output
 from shardtune.launch.slurm_env import slurm_step
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from shardtune.core.yaml_document import KeyPath
     from shardtune.launch.node import Node
     from shardtune.launch.peers import Launchers
+    from shardtune.launch.process_group import StopSignals
     from shardtune.launch.restart_policy import RestartPolicy
     from shardtune.models.model_files import ModelFiles
     from shardtune.plan.forecast import Forecast
@@ -72,6 +75,19 @@ def add_parser(commands: Commands) -> None:
     )
     command.add_argument(
         "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"
+    )
+    command.add_argument(
+        "--profile",
+        type=count,
+        metavar="N",
+        help="profile N steps after warm-up on each rank, for `shardtune diagnose`",
+    )
+    shown = command.add_mutually_exclusive_group()
+    shown.add_argument("--quiet", action="store_true", help="print warnings and errors only")
+    shown.add_argument(
+        "--json",
+        action="store_true",
+        help="print each line of metrics.jsonl as it is written, then the report, for programs",
     )
 
 
@@ -122,14 +138,34 @@ def resolve_here(
 
 def start(arguments: argparse.Namespace) -> int:
     """The command `train`."""
+    guard_output()
+    _require_resume(arguments)
+    node = this_node(arguments)
+    if arguments.json and os.environ.get("RANK", "0") == "0" and LAUNCHER_PID not in os.environ:
+        return _start_with_json(arguments, node)
+    if outside_ranks() is not None:
+        return _as_rank(arguments)
+    return _start_ranks(arguments, node)
+
+
+def _start_with_json(arguments: argparse.Namespace, node: Node | None) -> int:
+    """Metrics on standard output, everything else on standard error."""
+    from shardtune.cli.json_progress import printing_json
+    from shardtune.config.job_file import load_job
+
+    directory = load_job(arguments.job, arguments.overrides).job.save.directory
+    with printing_json(Path(directory).expanduser()):
+        arguments.quiet = True
+        return _as_rank(arguments) if outside_ranks() is not None else _start_ranks(arguments, node)
+
+
+def _start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
+    """Starts the ranks of this machine."""
     from shardtune.config.job import RayLaunch
     from shardtune.config.job_file import load_job
 
-    _require_resume(arguments)
-    node = this_node(arguments)
-    if outside_ranks() is not None:
-        return _as_rank(arguments)
     loaded = load_job(arguments.job, arguments.overrides)
+    _mend(Path(loaded.job.save.directory).expanduser())
     if isinstance(loaded.job.launch, RayLaunch):
         return _start_on_ray(arguments, loaded, loaded.job.launch, node)
     nodes, first = node.count if node else 1, node is None or node.number == 0
@@ -144,31 +180,37 @@ def start(arguments: argparse.Namespace) -> int:
     run = _run_directory(arguments, loaded, job, first=first)
     predicted = _predicted(arguments, job, nodes)
 
+    from shardtune.checkpoint.overwrite import overwriting
     from shardtune.core.machine import Machine
     from shardtune.core.yaml_document import dump_document
     from shardtune.launch.supervisor import run_local
     from shardtune.plan.run_forecast import RunForecast
     from shardtune.plan.this_machine import forecast_here
     from shardtune.report.summary import print_summary
+    from shardtune.training.tracking import tracking
 
     with (
         _launchers(node, job) as launchers,
         _locked(run, first),
         tempfile.TemporaryDirectory() as temp,
+        ExitStack() as until_the_end,
     ):
         with _telling(launchers):
             reasons = {**loaded.understood, **resolved.reasons}
             chosen = replace(resolved, reasons=reasons)
-            inputs = _open(chosen, predicted if first else None, quiet=not first)
+            said = first and not arguments.quiet
+            inputs = _open(chosen, predicted if said else None, quiet=not said)
             if first:
-                run.prepare(overwrite=arguments.overwrite)
+                wanted = bool(arguments.overwrite)
+                until_the_end.enter_context(overwriting(run, wanted=wanted, say=_say))
+                run.prepare()
                 run.write_forecast(RunForecast.of(predicted) if predicted is not None else None)
             _agree_on(launchers, job, inputs, run)
         # The ranks get the job as it was resolved and checked here: a file that is edited
         # meanwhile, or that lies in the directory that was just cleared, must not matter.
         checked = Path(temp) / arguments.job.name
         checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
-        command = ["-m", "shardtune", "train", str(checked)]
+        command = ["-m", "shardtune", "train", str(checked), *["--quiet"] * arguments.quiet]
 
         def again(halvings: int) -> list[str]:
             if halvings and first:  # another micro-batch takes another amount of memory
@@ -177,18 +219,29 @@ def start(arguments: argparse.Namespace) -> int:
             change = [f"train.micro_batch={_smaller(job, halvings).train.micro_batch}"]
             return [*command, "--resume", *(change if halvings else [])]
 
-        code = run_local(
-            [*command, *(["--resume"] * arguments.resume)],
-            processes=int(job.launch.processes) // nodes,
-            threads=int(job.launch.threads),
-            logs=run.logs,
-            policy=_policy(loaded.job, job, predicted, resume=arguments.resume),
-            again=again,
-            launchers=launchers,
-        )
-    if first and (report := run.read_report()) is not None:
+        code = 0
+        with (
+            leaving_page(run, wanted=first, stopped=lambda: code > 0),
+            tracking(job, run, wanted=first, say=_say) as trackers,
+        ):
+            code = run_local(
+                [*command, *(["--resume"] * arguments.resume), *_profiling(arguments)],
+                processes=int(job.launch.processes) // nodes,
+                threads=int(job.launch.threads),
+                logs=run.logs,
+                policy=_policy(loaded.job, job, predicted, resume=arguments.resume),
+                again=again,
+                launchers=launchers,
+            )
+            trackers.hurried = code > 128  # whoever sent the signal wants the machine
+    if said and (report := run.read_report()) is not None:
         print_summary(report)
     return code
+
+
+def _profiling(arguments: argparse.Namespace) -> list[str]:
+    """For the first attempt: another one is resumed after a fault, and has been profiled."""
+    return ["--profile", str(arguments.profile)] if arguments.profile else []
 
 
 def _start_on_ray(
@@ -198,6 +251,9 @@ def _start_on_ray(
     if find_spec("ray") is None:
         place = loaded.place(("launch", "type"))
         raise JobError(Problem(place, "ray is not installed", "pip install 'shardtune[ray]'"))
+    if arguments.profile:
+        fact = "ranks that Ray starts take no profile"
+        raise JobError(Problem("--profile", fact, "set launch.type: local"))
     if node is not None:
         fact = "a job with `launch: {type: ray}` runs on the nodes that Ray has"
         raise JobError(Problem("--nodes", fact, "leave it out, or set launch.type: local"))
@@ -284,25 +340,45 @@ def _run_directory(
 ) -> RunDir:
     """The run's directory, if it may be written to. Only the first node asks: another one may come
     back to a run that goes on. Whether it may go on is told by the resolved `job`."""
+    from shardtune.checkpoint import run_guards as guards
     from shardtune.checkpoint.run_dir import RunDir
-    from shardtune.checkpoint.run_guards import (
-        require_folder,
-        require_resumable,
-        require_run,
-        require_unoccupied,
-    )
 
-    run = RunDir(Path(loaded.job.save.directory).expanduser())
+    run, place = RunDir(Path(loaded.job.save.directory).expanduser()), ("save", "directory")
     if not first:
         return run
-    require_folder(run, loaded.place(("save", "directory")))
+    guards.require_folder(run, loaded.place(place))
+    guards.require_plain(run, loaded.place(place))
     if arguments.resume:
-        require_run(run)
+        guards.require_run(run)
         if job is not None:
-            require_resumable(run, job)
-    elif not arguments.overwrite:
-        require_unoccupied(run, loaded.place(("save", "directory")))
+            guards.require_resumable(run, job)
+        guards.require_run_id(run)
+        if os.environ.get("RANK", "0") == "0":
+            for note in guards.notes_on(run):
+                _say(f"note: {note}")
+        return run
+    guards.require_safe_place(run, loaded.job, loaded.place(place))
+    if arguments.overwrite:
+        guards.require_overwritable(run, loaded.place(place))
+    else:
+        guards.require_unoccupied(run, loaded.place(place))
     return run
+
+
+def _mend(directory: Path) -> None:
+    """Ends an overwrite that was cut short, before anybody looks at the directory."""
+    from shardtune.checkpoint.overwrite import is_unsettled, settle
+    from shardtune.checkpoint.run_dir import RunDir
+
+    run = RunDir(directory)
+    if is_unsettled(run):
+        with run.locked():
+            if settle(run):
+                _say(f"{directory}: an overwrite was cut short; the run that was there is back")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _require_resume(arguments: argparse.Namespace) -> None:
@@ -337,6 +413,8 @@ def _as_rank(arguments: argparse.Namespace) -> int:
             job, clears = loaded.job, False
             predicted = RunDir(Path(job.save.directory).expanduser()).read_forecast()
         else:
+            if os.environ["RANK"] == "0":
+                _mend(Path(loaded.job.save.directory).expanduser())
             job = resolve_here(
                 loaded,
                 runs_here=True,
@@ -347,11 +425,22 @@ def _as_rank(arguments: argparse.Namespace) -> int:
             predicted = _predicted_by_rank_0(arguments, job)
             clears = arguments.overwrite  # only after all ranks have joined
 
+        from shardtune.launch.process_group import StopSignals
         from shardtune.train import train
 
-        with _alone(job):
-            train(job, resume=arguments.resume, overwrite=clears, predicted=predicted)
-    return 0
+        stop_signals = StopSignals()
+        with _alone(job), _leaving_page(job, stop_signals):
+            train(
+                job,
+                resume=arguments.resume,
+                overwrite=clears,
+                predicted=predicted,
+                stop_signals=stop_signals,
+                quiet=arguments.quiet or arguments.json,
+                tracks=LAUNCHER_PID not in os.environ,
+                profile_steps=arguments.profile or 0,
+            )
+    return stop_signals.exit_code
 
 
 def _predicted_by_rank_0(arguments: argparse.Namespace, job: Job) -> RunForecast | None:
@@ -371,6 +460,15 @@ def _alone(job: Job) -> AbstractContextManager[None]:
     if LAUNCHER_PID in os.environ or os.environ["RANK"] != "0":
         return nullcontext()
     return RunDir(Path(job.save.directory).expanduser()).locked()
+
+
+def _leaving_page(job: Job, stop_signals: StopSignals) -> AbstractContextManager[None]:
+    """A run without our launcher leaves its page itself, when it fails or is preempted."""
+    from shardtune.checkpoint.run_dir import RunDir
+
+    run = RunDir(Path(job.save.directory).expanduser())
+    wanted = LAUNCHER_PID not in os.environ and os.environ["RANK"] == "0"
+    return leaving_page(run, wanted=wanted, stopped=lambda: stop_signals.exit_code > 0)
 
 
 # Several nodes -----------------------------------------------------------------------------------
@@ -417,12 +515,10 @@ def _launchers(node: Node | None, job: Job) -> Iterator[Launchers | None]:
     from shardtune.launch.multi_node import MultiNode
 
     assert isinstance(job.launch, LocalLaunch)
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+    if node.number == 0 and SECRET not in os.environ:
+        _say(f"note: {SECRET} is not set: who reaches {node.head}:{node.port} can join this run")
     processes = int(job.launch.processes) // node.count
-    yield MultiNode(node, processes, wait=job.launch.rejoin, say=say)
+    yield MultiNode(node, processes, wait=job.launch.rejoin, say=_say)
 
 
 @contextmanager

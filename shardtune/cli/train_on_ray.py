@@ -6,19 +6,22 @@ import argparse
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardtune.checkpoint.extension import continued
+from shardtune.checkpoint.overwrite import overwriting
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import require_resumable
+from shardtune.cli.fault_page import leaving_page
 from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, RayLaunch
 from shardtune.config.rules import check
 from shardtune.core.machine import Machine
 from shardtune.core.matmul_speed import MatmulSpeed, gpu_matmul_speed
 from shardtune.core.world import outside_nodes
-from shardtune.errors import JobError, LaunchError, Problem
+from shardtune.errors import JobError, LaunchRefused, Problem
 from shardtune.launch.error_file import reporting_errors
 from shardtune.launch.ray import RayResources, RayTask, ray_cluster, run_ray
 from shardtune.launch.restart_policy import RestartPolicy
@@ -38,7 +41,7 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
     """Trains on Ray's workers, and prints the summary."""
     launch = loaded.job.launch
     assert isinstance(launch, RayLaunch)
-    with ray_cluster(launch) as workers, run.locked():
+    with ray_cluster(launch) as workers, run.locked(), ExitStack() as until_the_end:
         begun = run.read_job() if arguments.resume else None
         resolved = _resolved(loaded, workers, begun, here=launch.address is None)
         if arguments.resume:
@@ -50,20 +53,22 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
             sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
             reasons = {**loaded.understood, **resolved.reasons}
             print_opening(job, reasons, sources, notes=resolved.notes)
-        run.prepare(overwrite=arguments.overwrite)
+        until_the_end.enter_context(overwriting(run, wanted=bool(arguments.overwrite)))
+        run.prepare()
         task = RayTask(job.model_dump_json(), arguments.resume, str(Path.cwd()))
         reduce = job.train.on_oom == "reduce_micro_batch"
         halvings = int(job.train.micro_batch).bit_length() - 1 if reduce else 0
-        run_ray(
-            on_worker,
-            task,
-            launch,
-            workers,
-            logs=run.logs.absolute(),
-            policy=RestartPolicy(restarts=launch.max_failures, halvings=halvings),
-            step=lambda: _last_step(run),
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-        )
+        with leaving_page(run):
+            run_ray(
+                on_worker,
+                task,
+                launch,
+                workers,
+                logs=run.logs.absolute(),
+                policy=RestartPolicy(restarts=launch.max_failures, halvings=halvings),
+                step=lambda: _last_step(run),
+                say=lambda text: print(text, file=sys.stderr, flush=True),
+            )
     if launch.storage is not None:
         _copy(run.path, launch.storage)
     if (report := run.read_report()) is not None:
@@ -121,7 +126,7 @@ def on_worker(task: RayTask) -> None:
     with reporting_errors():
         found = forecast_here(job, Machine.here(), outside_nodes()) if first else None
         predicted = RunForecast.of(found) if found is not None else None
-        train(job, resume=task.resume, predicted=predicted)
+        train(job, resume=task.resume, predicted=predicted, tracks=True)
 
 
 def _last_step(run: RunDir) -> int:
@@ -134,13 +139,26 @@ def _last_step(run: RunDir) -> int:
 
 
 def _copy(folder: Path, target: str) -> None:
-    """The run directory, wherever fsspec can write."""
-    import fsspec
-
+    """Copies the run directory to wherever fsspec can write."""
     try:
-        system, path = fsspec.core.url_to_fs(target)
+        system, path = _file_system(target)
         system.put(f"{folder}/", f"{path}/", recursive=True)
     except (OSError, ImportError, ValueError) as error:
         fact = f"{folder} could not be copied to {target}: {error}"
         fix = "the run itself is complete; copy it by hand, or fix launch.storage"
-        raise LaunchError(Problem("launch.storage", fact, fix)) from error
+        raise LaunchRefused(Problem("launch.storage", fact, fix)) from error
+
+
+def _file_system(target: str) -> tuple[Any, str]:
+    """The file system that a path names, and the path in it. S3 is read and written by pyarrow,
+    which is there anyway; other kinds need what fsspec asks for."""
+    if target.startswith("s3://"):
+        from fsspec.implementations.arrow import ArrowFSWrapper
+        from pyarrow import fs
+
+        system, path = fs.FileSystem.from_uri(target)
+        return ArrowFSWrapper(system), path
+    import fsspec
+
+    found: tuple[Any, str] = fsspec.core.url_to_fs(target)
+    return found

@@ -13,8 +13,8 @@ def add_parser(commands: Commands) -> None:
         commands,
         "verify",
         verify,
-        "check every byte of a run's checkpoints and result",
-        "  shardtune verify runs/quickstart",
+        "check every byte of a run's files, or of an export",
+        "  shardtune verify runs/quickstart\n  shardtune verify out/gguf",
     )
     add_run_directory(command)
     add_json(command)

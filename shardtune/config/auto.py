@@ -8,7 +8,7 @@ strategy, the micro-batch on GPUs, what is recomputed) stays `auto` until a plan
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,18 @@ from pydantic import ValidationError
 
 from shardtune.config.job import Job, RayLaunch, TrainSection
 from shardtune.config.model_config import config_of, kind_if_known
+from shardtune.config.trackers import tracker_of
 from shardtune.core.machine import Machine
 from shardtune.core.model.family_support import support_of
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.setup import Precision
-from shardtune.core.strategy import JobFacts, ResolvedStrategy
+from shardtune.core.strategy import JobFacts, ResolvedStrategy, ToldValue
 from shardtune.core.yaml_document import KeyPath, dotted
 from shardtune.errors import JobError, ModelError, Problem
 
 MICRO_BATCH: KeyPath = ("train", "micro_batch")
 PRECISION: KeyPath = ("train", "precision")
+_TRACK: KeyPath = ("track",)
 MICRO_BATCH_TOKENS = 4096  # of a CPU, and where no forecast can be made
 MICRO_BATCHES_A_STAGE = 4  # a rank then waits for at most a fifth of its time
 
@@ -235,6 +237,10 @@ def _precision(
 def _resolve_evaluation(draft: _Draft) -> None:
     if draft.job.evaluate.every == "auto":
         draft.put(("evaluate", "every"), draft.job.save.every, "as often as save.every")
+    for index, entry in enumerate(draft.job.evaluate.tasks):
+        if entry.every == "auto":
+            path = ("evaluate", "tasks", index, "every")
+            draft.put(path, draft.job.evaluate.every, "as often as evaluate.every")
 
 
 def _resolve_names(draft: _Draft) -> None:
@@ -299,15 +305,36 @@ def _one_row(job: Job) -> bool:
 
 
 def _take_told(draft: _Draft) -> None:
-    """What a strategy's own file says of the section `train`, where the job itself is silent."""
-    train = draft.job.train
-    told = {
-        path: each
-        for path, each in draft.job.strategy.told(draft.ranks).items()
-        if not _says(train, str(path[1]))
-    }
-    if not told:
+    """What a strategy's own file says of the job, where that itself is silent."""
+    told = dict(draft.job.strategy.told(draft.ranks))
+    if (trackers := told.pop(_TRACK, None)) is not None:
+        _take_trackers(draft, trackers)
+    told = {path: each for path, each in told.items() if not _says(draft.job.train, str(path[1]))}
+    if told:
+        _take_train(draft, told)
+
+
+def _take_trackers(draft: _Draft, told: ToldValue) -> None:
+    if "track" in draft.job.model_fields_set:
+        draft.notes += (f"{told.place}: its trackers are left out: the job has `track` itself",)
         return
+    assert isinstance(told.value, list)
+    try:
+        trackers = tuple(map(tracker_of, told.value))
+    except ValidationError as error:
+        fix = "change it there, or set `track`"
+        problems = [
+            Problem(told.place, f"{dotted(item['loc'])} of a tracker: {item['msg']}", fix)
+            for item in error.errors(include_url=False)
+        ]
+        raise JobError(problems) from None
+    draft.job = draft.job.model_copy(update={"track": trackers})
+    for index, each in enumerate(trackers):
+        draft.reasons |= {("track", index, key): told.place for key in each.model_fields_set}
+
+
+def _take_train(draft: _Draft, told: Mapping[KeyPath, ToldValue]) -> None:
+    train = draft.job.train
     fields = train.model_dump(mode="json", exclude_unset=True)
     for path, each in told.items():
         *sections, key = path[1:]

@@ -1,5 +1,7 @@
 """Words of other tools, in the place of which a job has others."""
 
+_TRACK = "here it is track: a list of tensorboard, wandb, mlflow, trackio and csv"
+_WANDB = "here it is track: [{type: wandb, "
 OTHERS_KEYS = {
     "r": "here it is adapter.rank",
     "lora_r": "here it is adapter.rank",
@@ -42,7 +44,30 @@ OTHERS_KEYS = {
     "output_dir": "here it is save.directory",
     "save_steps": "here it is save.every",
     "eval_steps": "here it is evaluate.every",
+    "load_best_model_at_end": "here it is save.best: {metric: loss}",
+    "metric_for_best_model": "here it is save.best.metric, and train.early_stop.metric",
+    "greater_is_better": "here it is save.best.goal, min or max; `auto` knows which",
+    "early_stopping_patience": "here it is train.early_stop.patience, counted in evaluations",
+    "early_stopping_threshold": "here it is train.early_stop.min_delta",
+    "early_stopping": "here it is train.early_stop: {metric: loss, patience: 3}",
+    "save_total_limit": "here it is save.keep; the best is kept besides (save.best)",
     "rehearse": "it is called train.preflight now",
+    "report_to": _TRACK,
+    "logger": _TRACK,
+    "use_wandb": "here it is track: [wandb]",
+    "use_tensorboard": "here it is track: [tensorboard]",
+    "use_mlflow": "here it is track: [mlflow]",
+    "logging_dir": "here it is track: [{type: tensorboard, directory: DIR}]",
+    "wandb": f"{_WANDB}project: NAME}}]",
+    "wandb_project": f"{_WANDB}project: NAME}}]",
+    "wandb_entity": f"{_WANDB}entity: NAME}}]",
+    "wandb_name": f"{_WANDB}name: NAME}}]",
+    "wandb_run_name": f"{_WANDB}name: NAME}}]",
+    "wandb_mode": f"{_WANDB}mode: offline}}]",
+    "wandb_run_id": "not needed with track: [wandb]; a resumed run goes on in its own run of W&B",
+    "run_name": f"{_TRACK}, each with a name: {{type: wandb, name: NAME}}",
+    "mlflow_tracking_uri": "here it is track: [{type: mlflow, tracking_uri: URI}]",
+    "mlflow_experiment_name": "here it is track: [{type: mlflow, experiment: NAME}]",
 }
 """What keys are called in the configurations that people bring, and where it is here."""
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from shardtune.config.trackers import TrackerList
 from shardtune.core.job_section import Section
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
@@ -31,8 +32,11 @@ from shardtune.parallel import DEFAULT, Strategy, spelt_out
 
 Auto = Literal["auto"]
 Kernels = Literal["eager", "compiled"]
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+LARGEST_COUNT = 10**12
+"""Of whatever is counted: more steps or tokens than any run has, and far from where 64 bits end."""
+
+Positive = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+NotNegative = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 NotNegativeNumber = Annotated[float, Field(ge=0)]
 
 
@@ -224,9 +228,9 @@ class DataSection(Section):
     eval: tuple[Source, ...] | EvalShare = ()
     """Held-out data sets, or `{share: 0.02}` of the training sets; each is reported by its own
     name."""
-    sequence_length: Annotated[int, Field(ge=8)] = 1024
+    sequence_length: Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = 1024
     """The longest row, in tokens; the longest source of a model with an encoder."""
-    target_length: Auto | Annotated[int, Field(ge=8)] = "auto"
+    target_length: Auto | Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = "auto"
     """The longest target of a model with an encoder (T5, BART), in tokens; `auto` is as many as
     `sequence_length`. A decoder alone has source and target in one row."""
     packing: Auto | bool = "auto"
@@ -240,6 +244,11 @@ class DataSection(Section):
     result, and the token that ends its answers is a stop token."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What to do when rows can't be read: list them all and stop, or list them and go on."""
+    control_tokens: Literal["refuse", "text", "token"] = "refuse"
+    """What to do with a row whose own text holds a control token of the tokenizer (`<|im_end|>`,
+    `</s>`): refuse it as a bad row, read it as ordinary text, or as that token. What the chat
+    template writes, the job's `add_tokens` and an end-of-text token at the end of a text are not
+    meant."""
     workers: Auto | Positive = "auto"
     """Processes that tokenise."""
 
@@ -311,6 +320,30 @@ Optimizer = Annotated[
 ]
 
 
+class WatchedMetric(Section):
+    """A metric that the run measures on its way."""
+
+    metric: Annotated[str, Field(min_length=1)] = "loss"
+    """`loss`, `perplexity` or `accuracy` of all held-out sets together, `SET.loss` of one of them,
+    or the name of a task (`evaluate.tasks`)."""
+    goal: Auto | Literal["min", "max"] = "auto"
+    """Whether less or more of it is better. `auto`: less loss and perplexity, more of anything
+    else."""
+
+
+class EarlyStop(WatchedMetric):
+    """Ends a run that gets no better."""
+
+    patience: Positive = 3
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """A change counts as an improvement if it is larger."""
+
+
+class BestCheckpoint(WatchedMetric):
+    """Writes the result from the best step."""
+
+
 class TrainSection(Section):
     """How to train."""
 
@@ -318,13 +351,13 @@ class TrainSection(Section):
     """Optimizer steps. Give this or `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the data. Give this or `steps`; with neither, one."""
-    global_batch: Positive = 16
+    global_batch: Annotated[int, Field(ge=1, le=10**7)] = 16
     """Rows in one optimizer step over all ranks (packed rows where `packing` is on)."""
     micro_batch: Auto | Positive = "auto"
     """Rows in one forward pass on one rank. It changes memory and speed, never the result (but for
     the random numbers of dropout, where there is any). `auto`: on GPUs the fewest that are about as
     fast as any that fit, by the forecast; elsewhere up to 4,096 tokens."""
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    learning_rate: Annotated[float, Field(gt=0, le=1e4)] = 2e-4
     """The highest rate of the schedule."""
     schedule: ScheduleKind = "cosine"
     """How the rate falls after the warmup. `one_cycle` rises and falls as torch's OneCycleLR, by
@@ -384,6 +417,8 @@ class TrainSection(Section):
     """Decides order, initial adapters and dropout."""
     optimizer: Optimizer = AdamW()
     """The update rule."""
+    early_stop: EarlyStop | None = None
+    """Early stopping: ends the run when a metric gets no better. Null runs all steps."""
     on_nan: Literal["skip", "stop"] = "skip"
     """What to do when a gradient is not finite: leave the update out on every rank, or stop. The
     rank and the samples are named either way."""
@@ -410,11 +445,46 @@ class TrainSection(Section):
         return self.gradient_checkpointing
 
 
+class TaskEntry(Section):
+    """A benchmark that is run while training, as `shardtune evaluate` runs it afterwards."""
+
+    task: Annotated[str, Field(min_length=1)]
+    """What `shardtune evaluate --task` takes: `METRIC=FILE.jsonl`, a task file (`tasks.yaml`), or a
+    recipe, as `gsm8k=FILE`."""
+    every: Auto | NotNegative = "auto"
+    """Steps between two runs of it; 0 runs it only before and after. `auto` follows
+    `evaluate.every`."""
+    limit: Positive | None = None
+    """Ask only the first rows. Null asks all of them."""
+    shots: NotNegative | None = None
+    """Examples before each question. Null: as the task says."""
+    max_new_tokens: Positive | None = None
+    """Longest answer. Null: as the task says."""
+
+
+def _entries(value: object) -> object:
+    """A task may be written as its name alone."""
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple({"task": each} if isinstance(each, str) else each for each in value)
+
+
 class EvaluateSection(Section):
     """When the held-out sets are looked at, and how."""
 
     every: Auto | NotNegative = "auto"
     """Steps between evaluations; 0 looks only before and after. `auto` follows `save.every`."""
+    tasks: Annotated[
+        tuple[TaskEntry, ...],
+        BeforeValidator(_entries, json_schema_input_type=list[str | TaskEntry]),
+    ] = ()
+    """Benchmarks of which the score is measured before, while and after training; an entry may be
+    the task's name alone. Their questions are answered greedily, in batches, shared among the
+    ranks."""
+    batch_size: Positive = 16
+    """Questions of a task that a rank answers at once."""
+    allow_code: bool = False
+    """Run code that the model writes, for tasks whose metric is `code`, in a sandbox."""
     samples: NotNegative = 3
     """Held-out prompts whose answers are shown before and after the run."""
     max_new_tokens: Positive = 96
@@ -516,6 +586,9 @@ class SaveSection(Section):
     """Steps between checkpoints; 0 writes one at the end only."""
     keep: Positive = 2
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
+    best: BestCheckpoint | None = None
+    """Keep the checkpoint of the step with the best value of a metric besides those of `keep`, and
+    write the result from it. Null writes the result from the last step."""
     background: bool = True
     """Copy the state to CPU memory and write the copy while training goes on. Each rank needs
     memory for its share of a checkpoint, from the first step on if `every` says so; false needs
@@ -544,6 +617,9 @@ class Job(Section):
     backend: Backend | None = None
     """Ludwig's name for `launch` and `strategy`; give one or the other."""
     save: SaveSection = SaveSection()
+    track: TrackerList = ()
+    """Trackers that show the run's figures, each fed by a process of its own: none can slow, stop
+    or change a run."""
 
     @property
     def trains(self) -> str:

@@ -200,6 +200,8 @@ def _wanted(item: Any) -> str:
         return f"more than {context['gt']}"
     if kind == "greater_than_equal":
         return f"at least {context['ge']}"
+    if kind == "less_than_equal":
+        return f"at most {context['le']:,}"
     if kind == "less_than":
         return f"less than {context['lt']}"
     if kind == "too_short":

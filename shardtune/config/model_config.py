@@ -12,8 +12,11 @@ from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME, find_model, is_known
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.model.tiny_config import TINY_CONFIG
+from shardtune.core.regular_file import read_regular
 from shardtune.errors import ModelError, Problem
 
+LARGEST_CONFIG = 64 << 20
+"""Bytes of a config.json; none is near it."""
 SHAPED_LIKE = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M"}
 """Names of our own, and the published model of the same shape."""
 
@@ -47,8 +50,8 @@ def config_of(section: ModelSection) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_regular(file, LARGEST_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
         fix = "give a folder that holds a model's config.json"
         raise ModelError(Problem(MODEL_NAME, f"{file} can't be read: {error}", fix)) from None
     if not isinstance(config, dict):

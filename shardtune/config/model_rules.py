@@ -33,6 +33,13 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         lambda job: strategies_for(lambda each: BOTH in each.capabilities.models),
     ),
     Rule(
+        "tasks-are-for-decoders",
+        ("evaluate", "tasks"),
+        lambda job: bool(job.evaluate.tasks),
+        lambda job: _as_written("asking tasks in batches"),
+        "leave evaluate.tasks out; evaluate.samples shows answers",
+    ),
+    Rule(
         "both-halves-of-one-pair",
         ("data", "packing"),
         lambda job: job.data.packing is True,

@@ -405,6 +405,14 @@ RULES: tuple[Rule, ...] = (
         "writes no checkpoints that a run could go on from",
         "set save.every: 0, which writes the result alone",
     ),
+    _allows(
+        "strategy-resumes-from-the-best",
+        ("save", "best"),
+        lambda job: job.save.best is not None,
+        lambda can: can.resumes,
+        "writes no checkpoints that a result could be written from",
+        "leave save.best out, which writes the result from the last step",
+    ),
     Rule(
         "checkpoint-interval",
         ("save", "every"),
@@ -426,8 +434,20 @@ def check(job: Job, place: Callable[[KeyPath], str], machine: Machine | None = N
     problems += [
         Problem(place(tuple(each.place.split("."))), each.fact, each.fix) for each in found
     ]
+    problems += _secrets_in_trackers(job, place)
     if problems:
         raise JobError(problems)
+
+
+def _secrets_in_trackers(job: Job, place: Callable[[KeyPath], str]) -> list[Problem]:
+    """The job is written to the run directory, and shown: a secret in it is, too."""
+    fact = "has a password or a token in it, which would be written to the run directory"
+    fix = "leave it out; set it in the environment, as docs/track.md says"
+    return [
+        Problem(place(("track", index, key)), fact, fix)
+        for index, each in enumerate(job.track)
+        for key in each.fields_with_secrets()
+    ]
 
 
 def _lacking(job: Job, machine: Machine) -> list[Problem]:
@@ -437,6 +457,7 @@ def _lacking(job: Job, machine: Machine) -> list[Problem]:
         *(("strategy.type", need) for need in _can(job).needs),
         *([("train.optimizer.bits", quant)] if _bits(job) == 8 else []),
         *([("model.quantization", quant)] if _packed(job) else []),
+        *((f"track.{each.type}", need) for each in job.track for need in each.needs),
     ]
     problems = [
         Problem(place, f"{need.package} is not installed", need.command)

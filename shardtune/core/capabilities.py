@@ -89,6 +89,8 @@ class Capabilities:
     """Whether layers may be compiled and fused: `train.kernels`."""
     fused_loss: bool = False
     """Whether output head and loss may be computed together: `train.loss`."""
+    captures_alone: bool = False
+    """Whether the short steps of a single rank become CUDA graphs."""
     split_weights: bool = False
     """Whether one rank that trains all weights in bf16 holds them as halves of fp32 numbers, and
     may keep the lower halves and the moments in host memory that the GPU addresses."""

@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shardtune.core.phase_clock import PhaseClock
+
 Phase = Literal[
     "start", "data", "forward", "backward", "collective", "update", "evaluate", "save", "finish",
-    "compile",
+    "compile", "log",
 ]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
-IN_A_STEP = frozenset({"data", "forward", "backward", "collective", "update"})
+IN_A_STEP = frozenset({"data", "forward", "backward", "collective", "update", "log"})
 
 # beats, those within the step, step, phase, rows and width of the micro-batch; when the phase
 # began, seconds of data and of forward passes so far
@@ -66,6 +68,8 @@ class Heartbeat:
         self._data = self._forward = 0.0
         self._compiling = 0
         self._interrupted: Phase = "start"
+        self.clock: PhaseClock | None = None
+        """Told how long each phase took."""
 
     def begin(self, step: int) -> None:
         """A step is next, and its data first."""
@@ -100,6 +104,8 @@ class Heartbeat:
             self._forward += now - self._since
         elif self._phase == "data":
             self._data += now - self._since
+        if self.clock is not None:
+            self.clock.add(self._phase, now - self._since)
         self._phase, self._since = phase, now
         self._beats += 1
         _SLOT.pack_into(

@@ -1,4 +1,5 @@
-"""The lines of `metrics.jsonl`: one per step and per evaluation, and one for what is amiss."""
+"""The lines of `metrics.jsonl`: one per step, per evaluation and per task, and one for what is
+amiss."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from shardtune.core.record import Record
+from shardtune.core.run_report import TaskFigures
 from shardtune.core.step import Reading, StepResult
+from shardtune.core.step_parts import StepParts
 
 
 class StepMetrics(Record):
@@ -39,12 +42,21 @@ class StepMetrics(Record):
     epoch: float
     samples_sha256: str
     """A digest of the ids of the documents in it."""
+    parts: StepParts | None = None
+    """Where the time of the last steps went, by rank; left out of most lines: one a second at most
+    has it."""
 
     @staticmethod
     def of(
-        step: int, result: StepResult, reading: Reading, *, epoch: float, samples_sha256: str
+        step: int,
+        result: StepResult,
+        reading: Reading,
+        *,
+        epoch: float,
+        samples_sha256: str,
+        parts: StepParts | None = None,
     ) -> StepMetrics:
-        return StepMetrics(
+        found = StepMetrics(
             kind="step",
             step=step,
             loss=result.loss,
@@ -62,6 +74,7 @@ class StepMetrics(Record):
             epoch=epoch,
             samples_sha256=samples_sha256,
         )
+        return found if parts is None else found.model_copy(update={"parts": parts})
 
 
 class EvaluationMetrics(Record):
@@ -75,6 +88,15 @@ class EvaluationMetrics(Record):
     perplexity: float | None
     accuracy: float | None
     labels: int
+
+
+class TaskMetrics(TaskFigures):
+    """One task (`evaluate.tasks`) after so many steps."""
+
+    kind: Literal["task"]
+    step: int
+    """0 is the model as it was."""
+    task: str
 
 
 class LossSpike(Record):
@@ -101,6 +123,31 @@ class NonfiniteGradient(Record):
     """The names of weights that are no longer numbers, by rank."""
 
 
+WarningKind: TypeAlias = Literal[
+    "overfitting",
+    "divergence",
+    "learning_rate_too_high",
+    "learning_rate_too_low",
+    "dead_adapter",
+    "set_gets_worse",
+]
+
+
+class CurveWarning(Record):
+    """What the curves say is wrong with a run. Each is said once, and stops nothing."""
+
+    kind: Literal["warning"]
+    step: int
+    about: WarningKind
+    fact: str
+    """With the numbers, and what to try."""
+    set: str | None = None
+    """The held-out set that tells."""
+    since: int | None = None
+    """The step from which on it is so."""
+
+
 MetricsLine: TypeAlias = Annotated[
-    StepMetrics | EvaluationMetrics | LossSpike | NonfiniteGradient, Field(discriminator="kind")
+    StepMetrics | EvaluationMetrics | TaskMetrics | LossSpike | NonfiniteGradient | CurveWarning,
+    Field(discriminator="kind"),
 ]

@@ -6,7 +6,7 @@ import socket
 import struct
 import sys
 
-from shardtune.errors import LaunchError, Problem
+from shardtune.errors import LaunchRefused, Problem
 
 LOOPBACK = "127.0.0.1"
 _ALL_INTERFACES = 0x8912  # SIOCGIFCONF
@@ -19,7 +19,7 @@ def address_of(host: str, place: str = "--head") -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         fact = f"{host!r} has no address here: {error}"
-        raise LaunchError(Problem(place, fact, "name a host that every node can reach")) from None
+        raise LaunchRefused(Problem(place, fact, "name a host that every node can reach")) from None
 
 
 def own_address(towards: str) -> str:
@@ -30,7 +30,7 @@ def own_address(towards: str) -> str:
         except OSError as error:
             fact = f"there is no way to {towards}: {error.strerror}"
             fix = "fix the network of this node, or name another head"
-            raise LaunchError(Problem("--head", fact, fix)) from None
+            raise LaunchRefused(Problem("--head", fact, fix)) from None
         return str(probe.getsockname()[0])
 
 
@@ -67,6 +67,13 @@ def socket_environment(interface: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
+def free_port(address: str = LOOPBACK) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
 def listen(address: str, port: int, place: str = "--head") -> socket.socket:
     """A socket bound to one address of this machine; port 0 lets the kernel choose."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -77,5 +84,5 @@ def listen(address: str, port: int, place: str = "--head") -> socket.socket:
         listener.close()
         fact = f"{address}:{port} can't be listened on: {error.strerror}"
         fix = "name an address of node 0 and a free port of it"
-        raise LaunchError(Problem(place, fact, fix)) from None
+        raise LaunchRefused(Problem(place, fact, fix)) from None
     return listener

@@ -28,6 +28,14 @@ class Progress:
     skipped: int = 0
     """Steps whose gradient wasn't finite."""
     skipped_in_a_row: int = 0
+    judged_step: int = 0
+    """The last step whose evaluation early stopping and the best checkpoint have seen."""
+    best_value: float | None = None
+    best_step: int | None = None
+    """The best value of `save.best`, and the step that had it."""
+    early_stop_value: float | None = None
+    early_stop_waited: int = 0
+    """The best value of `train.early_stop`, and the evaluations since then."""
     stopped: bool = False
     """Ended before its last step, because a person or the cluster asked for it."""
     preempted: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from shardtune.core.record import Record
 
 if TYPE_CHECKING:
@@ -28,6 +30,32 @@ class BeforeAfter(Record):
     before: EvalFigures | None
     """Null for a resumed run whose metrics are lost."""
     after: EvalFigures
+
+
+class TaskFigures(Record):
+    """The score of one task: the mean over its rows, and how far luck may have moved it."""
+
+    metric: str
+    score: float
+    """From 0 to 1."""
+    low: float
+    """Where the 95 % confidence interval begins."""
+    high: float
+    """Where it ends."""
+    rows: int
+    """Questions that were asked."""
+    seconds: float
+    """What asking them took."""
+
+
+class TaskReport(Record):
+    """One task of `evaluate.tasks`, before training and after it."""
+
+    before: TaskFigures | None
+    """Null for a resumed run whose metrics are lost, or that was begun without the task."""
+    after: TaskFigures
+    seconds: float
+    """What the task took in the whole run."""
 
 
 class SampleAnswers(Record):
@@ -88,6 +116,8 @@ class ResultReport(Record):
     """The adapter's type, or `full fine-tune`."""
     largest_difference: float | None
     """Between the logits before saving and after reading back."""
+    step: int | None = None
+    """The step whose weights it has; left out where it is the last."""
 
 
 class Compared(Record):
@@ -121,6 +151,24 @@ class ForecastCheck(Record):
     tokens_per_second: Compared | None
 
 
+class BestReport(Record):
+    """The best step by the metric of `save.best`."""
+
+    metric: str
+    value: float
+    step: int
+
+
+class EarlyStopReport(Record):
+    """Why a run ended before its last step."""
+
+    metric: str
+    value: float | None
+    """The best one; null where none was finite."""
+    waited: int
+    """Evaluations since then."""
+
+
 class RunReport(Record):
     """A run that came to its end."""
 
@@ -135,3 +183,9 @@ class RunReport(Record):
     result: ResultReport
     forecast: ForecastCheck | None
     """Null for a model or a device that the planner doesn't know."""
+    best: BestReport | None = None
+    """Null without `save.best`."""
+    early_stop: EarlyStopReport | None = None
+    """Null for a run that wasn't stopped by `train.early_stop`."""
+    tasks: dict[str, TaskReport] = Field(default_factory=dict)
+    """By the name of the task."""

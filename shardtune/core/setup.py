@@ -15,6 +15,9 @@ Quantization = Literal["none", "nf4", "int8", "fp8"]
 Bits = Literal[32, 8]
 SCALE_BLOCK = 256
 """Numbers of an 8-bit moment that share a scale."""
+CAPTURED_TOKENS = 8192
+"""Tokens of a micro-batch up to which its passes become a CUDA graph. With more of them a GPU is
+busy for longer than the host takes to launch its kernels, so nothing is gained."""
 Loss = Literal["plain", "fused"]
 Recompute = Literal["none", "mlp", "most", "full"]
 """What a layer computes twice: small operations only, also the wide products of its MLP, all but

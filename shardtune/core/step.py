@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from shardtune.core.run_report import EvalFigures
+from shardtune.core.step_parts import DeviceParts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +66,8 @@ class StepResult:
     since_last: float | None = field(default=None, compare=False, repr=False)
     """Seconds between the end of the step before and the end of this one, by a GPU's clock; None
     for an engine's first step, and on a processor."""
+    on_device: DeviceParts | None = field(default=None, compare=False, repr=False)
+    """Where a GPU's time went, by its own clock; None on a processor."""
     losses: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """This rank's micro-batches, each with its loss as it was summed: one that is no number tells
     which of them is to blame."""

@@ -58,6 +58,16 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class OverlapSetting:
+    """A setting that decides how communication hides behind computing, as a run has it."""
+
+    key: str
+    """Within the section `strategy`."""
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True)
 class JobFacts:
     """What a job says elsewhere of values that a strategy's own file may repeat."""
 
@@ -131,6 +141,10 @@ class StrategyBase(Section, ABC):
         """Whether every rank has all weights."""
         return not any("params" in rule.divides for rule in self.layout().rules)
 
+    def overlap_settings(self) -> tuple[OverlapSetting, ...]:
+        """What to turn where communication isn't hidden; a diagnosis shows it."""
+        return ()
+
     def written(self) -> str:
         """As a person would write it behind `strategy:`."""
         return _flow({"type": self.type, **self.model_dump(exclude_defaults=True)})
@@ -156,8 +170,8 @@ class StrategyBase(Section, ABC):
         return ResolvedStrategy(self)
 
     def told(self, ranks: int) -> Mapping[KeyPath, ToldValue]:
-        """What its own file says of the section `train`, by key: it holds where the job says
-        nothing."""
+        """What its own file says of the section `train`, by key, and of `track`: it holds where the
+        job says nothing."""
         return {}
 
     def micro_batch(self, global_batch: int, ranks: int) -> tuple[int, str] | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from shardtune.core.regular_file import open_regular
 from shardtune.errors import JobError, Problem, did_you_mean
 
 MAX_YAML_BYTES = 1 << 18
@@ -49,7 +50,7 @@ def dotted(path: KeyPath) -> str:
 def read_document(path: Path) -> YamlDocument:
     """Reads a YAML file; raises JobError with the line for anything that isn't plain data."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(MAX_YAML_BYTES + 1)  # never more: it may be anything
     except FileNotFoundError:
         raise JobError(_missing(path)) from None
@@ -227,11 +228,15 @@ class _Reader:
         self._refuse_tag(node, path)
         try:
             # JSON, which is YAML, writes a character beyond U+FFFF as two escaped halves.
-            return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
+            text = str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
             fact = "half a surrogate pair, which no text can hold"
             self._problem(node.start_mark.line + 1, path, fact, "write the character itself")
             return ""
+        if "\0" in text:
+            fact = "a NUL character, which no path or name can hold"
+            self._problem(node.start_mark.line + 1, path, fact, "leave it out")
+        return text
 
     def _refuse_tag(self, node: yaml.Node, path: KeyPath) -> None:
         if node.tag is not None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import BeforeValidator, Field
 
+from shardtune.core.plugins import find_plugins
 from shardtune.core.strategy import StrategyBase
-from shardtune.errors import JobError, Problem
 from shardtune.parallel.auto.strategy import OrShort, spelt_out
 from shardtune.parallel.ddp.strategy import DDP
 
@@ -38,38 +37,7 @@ def _own() -> Iterator[type[StrategyBase]]:
             )
 
 
-def _loaded(entry: EntryPoint) -> type[StrategyBase]:
-    """The strategy of another package, or JobError with its name."""
-    package = entry.dist.name if entry.dist is not None else entry.value
-    fix = f"update {package}, or uninstall it"
-    try:
-        kind = entry.load()
-    except Exception as error:
-        fact = f"{entry.value} can't be imported: {type(error).__name__}: {error}"
-        raise JobError(Problem(f"{GROUP} of {package}", fact, fix)) from error
-    if not isinstance(kind, type) or not issubclass(kind, StrategyBase) or not type_of(kind):
-        fact = f"{entry.value} is no subclass of StrategyBase with a `type` of its own"
-        raise JobError(Problem(f"{GROUP} of {package}", fact, fix))
-    return kind
-
-
-def type_of(kind: type[StrategyBase]) -> str:
-    """The word that a job writes for it."""
-    return str(kind.model_fields["type"].get_default() or "")
-
-
-def _found() -> dict[str, type[StrategyBase]]:
-    found = {type_of(kind): kind for kind in _own()}
-    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
-        kind = _loaded(entry)
-        if type_of(kind) in found:
-            fact = f"{entry.value} calls itself {type_of(kind)!r}, as another strategy does"
-            raise JobError(Problem(GROUP, fact, "uninstall one of the two packages"))
-        found[type_of(kind)] = kind
-    return found
-
-
-STRATEGIES = _found()
+STRATEGIES = find_plugins(GROUP, StrategyBase, _own(), "strategy")  # type: ignore[type-abstract]
 """Every strategy that a job can name, by its `type`."""
 DEFAULT: StrategyBase = DDP()
 """Of a job that names none."""
@@ -110,5 +78,4 @@ __all__ = [
     "packages_needed",
     "spelt_out",
     "strategies_that",
-    "type_of",
 ]

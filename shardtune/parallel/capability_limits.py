@@ -18,6 +18,7 @@ WHOLE_COPIES = Capabilities(
     activation_offload=True,
     compiled_layers=True,
     fused_loss=True,
+    captures_alone=True,
     split_weights=True,
     micro_batch_by_memory=True,
 )
@@ -35,6 +36,7 @@ def divided(found: Capabilities, name: str) -> Capabilities:
         found,
         quantizations=found.quantizations.without({"fp8": Refusal(fp8)}),
         activation_offload=Refusal(waiting),
+        captures_alone=False,
         split_weights=False,
     )
 

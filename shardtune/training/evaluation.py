@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardtune.config.job import EvaluateSection
+from shardtune.core.run_report import TaskFigures
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.models.generate import (
     Prompt,
@@ -41,6 +42,15 @@ class HeldOut(Protocol):
 
     @property
     def paired(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found at one step; empty where nothing was due."""
+
+    sets: Sequence[EvalResult] = ()
+    tasks: Mapping[str, TaskFigures] = field(default_factory=dict)
+    """By name."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Health:
             )
         )
         if broken:
-            raise _broken_weights(progress.step, broken)
+            raise _broken_weights(progress.step, broken, self.run.job.train.learning_rate)
         if self.run.job.train.on_nan == "stop":
             raise RunError(Problem(f"step {progress.step}", fact, "inspect these samples"))
         if progress.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
@@ -122,8 +122,12 @@ def _cheapest_change(train: TrainSection) -> str:
     return "divide more over the ranks (strategy), or shorten data.sequence_length"
 
 
-def _broken_weights(step: int, broken: dict[int, list[str]]) -> BrokenWeights:
-    fix = "go on from an earlier checkpoint (--resume); if it comes back, the machine may be faulty"
+def _broken_weights(step: int, broken: dict[int, list[str]], rate: float) -> BrokenWeights:
+    """They were numbers when the model was loaded, which was looked at."""
+    fix = (
+        f"lower train.learning_rate ({rate:g}) if that is more than others use; else go on from an "
+    )
+    fix += "earlier checkpoint (--resume), and if it comes back, the machine may be faulty"
     facts = {
         rank: f"at step {step} {len(names)} weights are not finite, {names[0]} among them"
         for rank, names in broken.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
@@ -10,22 +11,25 @@ from shardtune.core.yaml_document import dotted
 from shardtune.errors import Problem, RunError
 from shardtune.launch.process_group import JoinedWorld
 
+_SAME_JOB = "give it in the job, or start all ranks from one file on equal machines"
+_SAME_FILE = "give every machine the same file"
 
-def require_agreement(world: JoinedWorld, job: Job) -> None:
-    """Refuses ranks with different jobs. Our launcher gives all of them the same; those that
-    torchrun or Slurm starts read it, and replace each `auto`, on their own machines."""
+
+def require_agreement(world: JoinedWorld, job: Job, read: Mapping[str, str]) -> None:
+    """Refuses ranks with different jobs, or that have `read` different files for it. Our launcher
+    gives all of them the same job; those that torchrun or Slurm starts read it, and replace each
+    `auto`, on their own machines."""
     if world.size == 1:
         return
-    facts = leaves(job.model_dump(mode="json", exclude={"launch"}))
-    said = [
-        json.loads(text) for text in world.all_gather(json.dumps({dotted(k): v for k, v in facts}))
-    ]
+    job_values = leaves(job.model_dump(mode="json", exclude={"launch"}))
+    facts = {dotted(key): value for key, value in job_values} | dict(read)
+    said = [json.loads(text) for text in world.all_gather(json.dumps(facts))]
     first = said[0]
     problems = [
         Problem(
             key,
             f"is {first.get(key)!r} on rank 0, and {other.get(key)!r} on rank {rank}",
-            "give it in the job, or start all ranks from one file on equal machines",
+            _SAME_FILE if key in read else _SAME_JOB,
         )
         for rank, other in enumerate(said)
         for key in sorted(first.keys() | other.keys())

@@ -14,36 +14,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.checkpoint.async_saver import AsyncSaver, CheckpointIdentity
-from shardtune.checkpoint.commit_by_rename import quarantine, remove_partial
+from shardtune.checkpoint.commit_by_rename import checkpoint_name, quarantine, remove_partial
 from shardtune.checkpoint.digest import digest_rng_state, digest_tensors, trace_line
 from shardtune.checkpoint.disk_space import estimate_disk, require_disk_space
 from shardtune.checkpoint.export import check_result, probe_logits, save_result
-from shardtune.checkpoint.extension import is_extended, length
-from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint
+from shardtune.checkpoint.extension import has_more_patience, is_extended, length
+from shardtune.checkpoint.latest import LatestCheckpoint, latest_checkpoint, read_together
 from shardtune.checkpoint.model_card import BaseFacts, CardFacts, DataFacts, render_card
+from shardtune.checkpoint.overwrite import set_aside_unless_ours, settle, size_aside
 from shardtune.checkpoint.reader import Reader
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.checkpoint.run_guards import require_run_id, require_same_data
+from shardtune.checkpoint.run_guards import require_in_sight, require_run_id, require_same_data
 from shardtune.config.job import AdamW, Job, NoAdapter
+from shardtune.core.curve_warnings import CurveWatch
 from shardtune.core.engine import Engine
 from shardtune.core.metrics import (
+    CurveWarning,
     EvaluationMetrics,
     LossSpike,
+    MetricsLine,
     NonfiniteGradient,
     StepMetrics,
+    TaskMetrics,
 )
 from shardtune.core.progress import Progress
+from shardtune.core.run_history import follow
 from shardtune.core.run_report import (
     BeforeAfter,
+    BestReport,
+    EarlyStopReport,
     ForecastCheck,
     ResultReport,
     RunReport,
     SampleAnswers,
+    TaskFigures,
+    TaskReport,
     TrainingReport,
 )
 from shardtune.core.step import EvalResult, MicroBatch, Reading, StepResult
+from shardtune.core.step_parts import StepParts
 from shardtune.core.units import GIB
 from shardtune.data.dataset import PreparedData
+from shardtune.data.loader import Loader
+from shardtune.data.summarise import summarise
 from shardtune.errors import Problem, RunError
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.models.catalogue import BUILT_IN, public_name
@@ -53,10 +66,15 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.gptq import E4M3
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
+from shardtune.report.run_page import PAGE_FILE, try_write_run_page
+from shardtune.training.dead_adapters import dead_adapter_warning, dead_adapters
 from shardtune.training.environment import describe_environment
-from shardtune.training.evaluation import Evaluator
+from shardtune.training.evaluation import Evaluation, Evaluator
 from shardtune.training.meter import peak_memory
+from shardtune.training.respondent_model import ModelRespondent
+from shardtune.training.scheduled_tasks import ScheduledTask, due, measure_task
 from shardtune.training.time_left import TimeLeft
+from shardtune.training.watched_metric import Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,26 +99,35 @@ class Run:
     clock: TimeLeft = field(default_factory=TimeLeft)
     sets: PreparedData | None = None
     """The data sets, for the model card."""
+    tasks: Sequence[ScheduledTask] = ()
+    respondent: ModelRespondent | None = None
+    """Who answers their questions."""
+    watch: CurveWatch = field(default_factory=CurveWatch)
+    measured: dict[int, Evaluation] = field(default_factory=dict)
+    """What was found last, by its step."""
 
     def begin(self) -> Progress:
         """Writes down what is about to run, and evaluates the model as it is."""
         self._require_disk_space()
-        environment = describe_environment(self.world, secrets.token_hex(8), self.data)
-        self.files.begin(self.job, environment)
-        self.evaluate(Progress())
+        run = self.files.run_id() or secrets.token_hex(8)
+        self.files.begin(self.job, describe_environment(self.world, run, self.data))
+        if self.world.is_main:
+            settle(self.files)  # a run that this one overwrites
+        self.evaluate(Progress(), whole=True)
         answers = self._answers()
         if self.world.is_main:
             self.files.write_answers(answers)
         return Progress()
 
     def resume(self) -> Progress:
-        """Goes on after the newest good checkpoint; from the start if there is none yet."""
+        """Goes on after the newest good checkpoint; from the start if there never was one."""
         found = self._latest()
-        if found is None or found.checkpoint is None:
+        if found.checkpoint is None:
             self.view.say("no checkpoint yet: starting from the first step")
             return self.begin()
         self._require_disk_space()
-        require_same_data(self.files, self.data)
+        others = self.sets.other_digests() if self.sets is not None else None
+        require_same_data(self.files, self.data, others)
         path, manifest = found.checkpoint
         if manifest.step > self.view.steps:
             fact = f"has done {manifest.step} steps already; this job has {self.view.steps}"
@@ -111,15 +138,37 @@ class Run:
         shards, _ = self.engine.shards()
         state.refuse_other_weights({p.key: p for p in shards if p.key.startswith("weight.")})
         self.engine.load_state(state, manifest.numbers)
+        self.files.mark_saved()
         self.files.forget_after(manifest.step)
+        if self.world.is_main:  # who says what the curves show
+            self._recall()
         by = f"written by {manifest.strategy} on {manifest.ranks} ranks"
         self.view.say(f"resuming after step {manifest.step}, from {path} ({by})")
+        if manifest.step == self.view.steps:
+            self.view.say("all steps are done: writing the result from this checkpoint")
+        elif self.ends_early(manifest.progress):
+            self.view.say("the run was stopped early: writing its result")
         begun = self.files.read_job()
         self.world.barrier()  # all have read it before it is written
         if begun is not None and is_extended(begun, self.job):
             self.view.say(self._new_length(begun))
+        if begun is not None and (
+            is_extended(begun, self.job) or has_more_patience(begun, self.job)
+        ):
             self.files.extend(begun, self.job)
-        return manifest.progress
+        progress = manifest.progress
+        if self.watched and self.evaluates(progress.step) and progress.judged_step < progress.step:
+            # It was preempted before this evaluation, which decides as it would have then.
+            progress = self.judge(progress)
+        return progress
+
+    def _recall(self) -> None:
+        """Shows the run's past to the watch: what was said before isn't said again."""
+        found = follow(self.files.path)
+        while found.lines:
+            for line in found.lines:
+                self.watch.see(line)
+            found = follow(self.files.path, found.position)
 
     def _new_length(self, begun: Job) -> str:
         """How long the run is now, and what that means for the rate."""
@@ -129,19 +178,21 @@ class Run:
             rate = f"the schedule ({train.schedule}) begins anew after step {train.schedule_start}"
         return f"the run was begun with {length(begun.train)} and has {steps} steps now; {rate}"
 
-    def _latest(self) -> LatestCheckpoint | None:
-        """What to go on from. Damaged checkpoints are named, and put where none is looked for."""
+    def _latest(self) -> LatestCheckpoint:
+        """What to go on from. Damaged checkpoints are named, and put where none is looked for;
+        those of other runs are named and left alone."""
         folder = self.files.checkpoints
         if self.world.is_main:
             remove_partial(folder)
         self.world.barrier()
-        if not self.world.any(folder.is_dir() and any(folder.iterdir())):
-            return None
         found = latest_checkpoint(folder, require_run_id(self.files), self.world)
+        for path, why in found.others:
+            self.view.warn(f"{path}: {why}; left alone")
+        if found.checkpoint is None:
+            require_in_sight(self.files)
         for path, why in found.damaged:
-            if self.world.is_main:
-                quarantine(path)
-            self.view.say(f"{path} is damaged: {why}; set aside as {path.name}.damaged", "yellow")
+            aside = quarantine(path).name if self.world.is_main else path.name
+            self.view.warn(f"{path} is damaged: {why}; set aside as {aside}")
         self.world.barrier()
         return found
 
@@ -152,14 +203,15 @@ class Run:
         trained = sum(map(int, self.world.all_gather(str(mine))))
         rule, save = self.job.train.optimizer, self.job.save
         whole = isinstance(self.job.adapter, NoAdapter)
+        saves = save.every or save.best is not None
         need = estimate_disk(
             trained,
             2 if isinstance(rule, AdamW) else int(rule.momentum > 0),
-            keep=save.keep,
-            saves=-(-self.view.steps // save.every) if save.every else 1,
+            keep=save.keep + (save.best is not None),
+            saves=-(-self.view.steps // (1 if save.best else save.every)) if saves else 1,
             result=trained * (self.model.dtype.itemsize if whole else 4),
         )
-        require_disk_space(self.files.path, need)
+        require_disk_space(self.files.path, need, size_aside(self.files))
 
     def log(
         self,
@@ -169,6 +221,7 @@ class Run:
         *,
         epoch: float,
         samples: Sequence[str],
+        parts: StepParts | None = None,
     ) -> None:
         """Shows the step and adds it to the metrics, with a digest of the samples it saw."""
         left = self.clock.after(progress.step, reading.seconds_left)
@@ -176,16 +229,22 @@ class Run:
         self.view.step(progress.step, result, reading)
         digest = hashlib.sha256("\n".join(samples).encode()).hexdigest()
         step = progress.step
-        self.files.jsonl.log(
-            StepMetrics.of(step, result, reading, epoch=epoch, samples_sha256=digest)
+        self._keep(
+            StepMetrics.of(step, result, reading, epoch=epoch, samples_sha256=digest, parts=parts)
         )
         if self.job.save.trace:
             self._trace(step, result, digest)
 
-    def note(self, note: LossSpike | NonfiniteGradient) -> None:
+    def note(self, note: LossSpike | NonfiniteGradient | CurveWarning) -> None:
         """Something that a person should know about a step, on the screen and in the metrics."""
-        self.view.say(f"step {note.step}: {note.fact}", "yellow")
-        self.files.jsonl.log(note)
+        self.view.warn(f"step {note.step}: {note.fact}")
+        self._keep(note)
+
+    def _keep(self, line: MetricsLine) -> None:
+        """Adds a line to the metrics. What the curves say is wrong with it is said, once."""
+        self.files.jsonl.log(line)
+        for warning in self.watch.see(line) if self.world.is_main else ():
+            self.note(warning)
 
     def _trace(self, step: int, result: StepResult, samples: str) -> None:
         """The step to the bit, on all ranks together."""
@@ -197,24 +256,80 @@ class Run:
             line = trace_line(step, result, samples=samples, random=random, state=state)
             self.files.jsonl.log_trace(line)
 
-    def evaluate(self, progress: Progress) -> list[EvalResult]:
-        """Loss, perplexity and accuracy of each held-out set, now."""
-        with self.clock.timed("evaluate"):
-            results = self._losses()
-        self.view.evaluation(progress.step, results)
+    @property
+    def watched(self) -> Watch:
+        """What decides on the end of the run, and on the step that its result is written from."""
+        return Watch.of(self.job)
+
+    def judge(self, progress: Progress, *, whole: bool = False) -> Progress:
+        """Evaluates, and remembers what is watched of it."""
+        found = self.evaluate(progress, whole=whole)
+        if not self.watched:
+            return progress
+        judged, stop = self.watched.judge(progress, found), self.job.train.early_stop
+        if stop is not None and self.ends_early(judged):
+            best = "it was never finite"
+            if judged.early_stop_value is not None:
+                best = f"the best is {judged.early_stop_value:.6g}"
+            fact = f"{stop.metric} has not improved in {judged.early_stop_waited} evaluations"
+            self.view.say(f"stopping early after step {progress.step}: {fact}; {best}")
+        if judged.best_step == progress.step and self.job.save.best is not None:
+            best = f"the best {self.job.save.best.metric} so far: {judged.best_value:.6g}"
+            self.view.say(f"after step {progress.step}  {best}", "cyan")
+        return judged
+
+    def ends_early(self, progress: Progress) -> bool:
+        """Whether a metric has not improved for too long, and steps are left."""
+        return progress.step < self.view.steps and self.watched.out_of_patience(progress)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether anything is evaluated after this step."""
+        intervals = [int(self.job.evaluate.every), *(each.every for each in self.tasks)]
+        return any(due(step, every) for every in intervals)
+
+    def evaluate(
+        self, progress: Progress, *, whole: bool = False, logged: bool = True
+    ) -> Evaluation:
+        """What is due of it now, or the `whole`: loss, perplexity and accuracy of each held-out
+        set, and the score of each task. What was found at this step isn't computed again."""
+        step = progress.step
+        known = self.measured.get(step, Evaluation())
+        sets, tasks = known.sets, dict(known.tasks)
+        if not sets and (whole or due(step, int(self.job.evaluate.every))):
+            sets = self._losses(step, logged)
+        for each in self.tasks:
+            if each.name not in tasks and (whole or each.due(step)):
+                tasks[each.name] = self._score(each, step, logged)
+        self.measured.clear()
+        self.measured[step] = found = Evaluation(sets, tasks)
+        return found
+
+    def _losses(self, step: int, logged: bool) -> list[EvalResult]:
+        with (
+            self.clock.timed("evaluate"),
+            self.view.phase("evaluating", self.clock.run) as progress,
+        ):
+            results = self.evaluator.losses(progress)
+        self.view.evaluation(step, results)
         for result in results:
-            line = EvaluationMetrics(
-                kind="evaluation",
-                step=progress.step,
-                set=result.name,
-                **dict(result.summary()),
-            )
-            self.files.jsonl.log(line)
+            figures = dict(result.summary())
+            if logged:
+                line = EvaluationMetrics(kind="evaluation", step=step, set=result.name, **figures)
+                self._keep(line)
         return results
 
-    def _losses(self) -> list[EvalResult]:
-        with self.view.phase("evaluating", self.clock.run) as progress:
-            return self.evaluator.losses(progress)
+    def _score(self, scheduled: ScheduledTask, step: int, logged: bool) -> TaskFigures:
+        assert self.respondent is not None
+        name = scheduled.name
+        with (
+            self.clock.timed(f"task {name}"),
+            self.view.phase(f"asking {name}", self.clock.run) as progress,
+        ):
+            found = measure_task(scheduled, self.respondent, self.world, progress)
+        self.view.task(step, name, found)
+        if logged:
+            self._keep(TaskMetrics(kind="task", step=step, task=name, **dict(found)))
+        return found
 
     def _answers(self) -> list[str]:
         """Of the model as it is now to a few held-out prompts."""
@@ -227,7 +342,7 @@ class Run:
     def prepare_saving(self) -> None:
         """Gets memory for the first checkpoint while training goes on, if one comes before the end.
         Call it after a step, when there is all that it will have."""
-        if self.job.save.every and self.job.save.background:
+        if (self.job.save.every or self.job.save.best) and self.job.save.background:
             self.saver.prepare(self.engine.shards()[0])
 
     def save(self, progress: Progress) -> None:
@@ -261,12 +376,14 @@ class Run:
         except RunError as error:
             if self.job.save.on_failure == "stop":
                 raise
-            self.view.say(f"{error}\n    training goes on; the next is tried when due", "red")
+            self.view.warn(f"{error}\n    training goes on; the next is tried when due", "red")
 
     def finish(self, progress: Progress, probe: MicroBatch) -> RunReport | None:
         """Evaluates, saves, reads back and compares; only then is a run done. Rank 0 has the
         report."""
-        results = self.evaluate(progress)
+        weights = self._restore_best(progress)
+        step = weights.step
+        found = self.evaluate(weights, whole=True, logged=step == progress.step)
         peak = self.world.max(peak_memory(self.world.device)) / GIB
         # What needs every rank comes first: a model that is spread answers only together.
         answers = self._answers()
@@ -277,8 +394,10 @@ class Run:
             self.view.say("saving the result, and reading it back")
             with self.view.phase("saving the result, and reading it back", self.clock.run):
                 training = TrainingReport.of(progress, peak)
-                evaluation = self._before_and_after(results)
-                card = render_card(self._card_facts(training, evaluation))
+                evaluation = self._before_and_after(found.sets)
+                facts = self._card_facts(training, evaluation)
+                best = None if step == progress.step else step
+                card = render_card(replace(facts, best_step=best))
                 difference = self._save_result(trained, logits, probe, card)
             report = RunReport(
                 finished=not progress.stopped,
@@ -291,12 +410,67 @@ class Run:
                     path=str(self.files.result),
                     kind=self.job.trains,
                     largest_difference=difference,
+                    **({"step": step} if step != progress.step else {}),
                 ),
                 forecast=self._beside_forecast(progress, peak),
+                tasks=self._tasks(found.tasks),
+                best=self._best(progress),
+                early_stop=self._early_stop(progress),
             )
+            if dead := dead_adapters(trained, weights.step - weights.skipped):
+                warning = dead_adapter_warning(weights.step, dead)
+                if self.watch.is_news(warning):
+                    self.note(warning)
             self.files.write_report(report)
+            self._write_page()
         self.world.barrier()
         return report
+
+    def describe_data(self, loader: Loader) -> None:
+        """Keeps what the run trains on, for its page. A resumed run has that already."""
+        files, length = self.files, self.job.data.sequence_length
+        there = (files.path / "data.json").exists()
+        if self.sets is None or there or not (files.writes and files.owns("data.json")):
+            return
+        try:
+            files.write_data(summarise(self.sets, loader, self.evaluator.tokenizer, length))
+        except Exception as error:  # noqa: BLE001 - a page is no reason to lose a run
+            self.view.warn(f"data.json was not written: {type(error).__name__}: {error}")
+
+    def _write_page(self) -> None:
+        if self.files.owns(PAGE_FILE):
+            try_write_run_page(self.files.path, self.view.warn)
+
+    def _restore_best(self, progress: Progress) -> Progress:
+        """Puts the weights of the best step back into the engine; returns how far the run was when
+        it had the weights that it has now. A checkpoint that is lost costs the result no more than
+        being the best."""
+        step = progress.best_step
+        if self.job.save.best is None or step is None or step == progress.step:
+            return progress
+        path = self.files.checkpoints / checkpoint_name(step)
+        found = read_together(path, require_run_id(self.files), self.world)
+        if isinstance(found, str):
+            last = f"the result is written from step {progress.step}"
+            self.view.say(f"{path}, the best, can't be used: {found}; {last}", "red")
+            return progress
+        self.engine.load_state(Reader(path, found), found.numbers)
+        best = f"{self.job.save.best.metric} {progress.best_value:.6g}"
+        self.view.say(f"writing the result from step {step}, the best ({best})")
+        return found.progress
+
+    def _best(self, progress: Progress) -> BestReport | None:
+        best, value, step = self.job.save.best, progress.best_value, progress.best_step
+        if best is None or value is None or step is None:
+            return None
+        return BestReport(metric=best.metric, value=value, step=step)
+
+    def _early_stop(self, progress: Progress) -> EarlyStopReport | None:
+        stop = self.job.train.early_stop
+        if stop is None or not self.ends_early(progress):
+            return None
+        waited = progress.early_stop_waited
+        return EarlyStopReport(metric=stop.metric, value=progress.early_stop_value, waited=waited)
 
     def _beside_forecast(self, progress: Progress, peak_gib: float) -> ForecastCheck | None:
         """Predicted beside measured; of a processor we can measure only what the engine holds."""
@@ -309,11 +483,19 @@ class Run:
             tokens_per_second=progress.tokens_per_second if on_gpu else None,
         )
 
-    def _before_and_after(self, results: list[EvalResult]) -> dict[str, BeforeAfter]:
+    def _before_and_after(self, results: Sequence[EvalResult]) -> dict[str, BeforeAfter]:
         before = self.files.jsonl.evaluations(step=0)
         return {
             result.name: BeforeAfter(before=before.get(result.name), after=result.summary())
             for result in results
+        }
+
+    def _tasks(self, after: Mapping[str, TaskFigures]) -> dict[str, TaskReport]:
+        logs = self.files.jsonl
+        before = logs.tasks(step=0)
+        return {
+            name: TaskReport(before=before.get(name), after=found, seconds=logs.task_seconds(name))
+            for name, found in after.items()
         }
 
     def _samples(self, after: Sequence[str]) -> tuple[SampleAnswers, ...]:
@@ -362,6 +544,8 @@ class Run:
         self, trained: Mapping[str, Tensor], logits: Tensor, probe: MicroBatch, card: str
     ) -> float:
         job, target, evaluator = self.job, self.files.result, self.evaluator
+        if (aside := set_aside_unless_ours(target)) is not None:
+            self.view.say(f"{target} holds what no run of ours wrote: set aside as {aside.name}")
         written = save_result(
             self.engine.module(),
             trained,

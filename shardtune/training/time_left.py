@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
-
-TimedPhase = Literal["load", "evaluate", "answer"]
 
 
 @dataclass
 class TimeLeft:
-    """Seconds of a run's other phases: loading the model, evaluating, answering prompts."""
+    """Seconds of a run's other phases: loading the model, evaluating, answering prompts, tasks."""
 
     steps: int = 0
     every: int = 0
     """Steps between evaluations; 0 looks only before and after."""
-    took: dict[TimedPhase, float] = field(default_factory=dict)
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    """The same of each task."""
+    took: dict[str, float] = field(default_factory=dict)
+    """By phase."""
     run: float | None = None
     """Until the end of the run; None before the first step."""
 
     @contextmanager
-    def timed(self, phase: TimedPhase) -> Iterator[None]:
-        """Remembers how long the block takes."""
+    def timed(self, phase: str) -> Iterator[None]:
+        """Remembers how long the block takes: `load`, `evaluate`, `answer` or the name of a task
+        behind `task `."""
         begun = time.perf_counter()
         yield
         self.took[phase] = spent = time.perf_counter() - begun
@@ -34,10 +35,17 @@ class TimeLeft:
     def after(self, step: int, training: float) -> float:
         """Of the run, after this step: `training` for its other steps, and for what comes between
         and behind them. Reading the result back is loading the model once more."""
-        evaluations = 1
-        if self.every:  # of this step, too: it is evaluated after it is shown
-            evaluations += max(0, (self.steps - 1) // self.every - (step - 1) // self.every)
-        beside = evaluations * self.took.get("evaluate", 0.0)
+        beside = self._times(step, self.every) * self.took.get("evaluate", 0.0)
         beside += self.took.get("answer", 0.0) + self.took.get("load", 0.0)
+        beside += sum(
+            self._times(step, every) * self.took.get(f"task {name}", 0.0)
+            for name, every in self.tasks.items()
+        )
         self.run = training + beside
         return self.run
+
+    def _times(self, step: int, every: int) -> int:
+        """How often something is still due after this step, and once at the end. What is due in
+        this step counts: it comes after the step is shown."""
+        between = max(0, (self.steps - 1) // every - (step - 1) // every) if every else 0
+        return between + 1

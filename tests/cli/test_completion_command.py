@@ -29,7 +29,7 @@ def offered(script: str, *words: str) -> set[str]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     found = script("bash", capsys)
-    assert offered(found, "shardtune", "tr") == {"train"}
+    assert offered(found, "shardtune", "tr") == {"train", "track"}
     assert {"merge", "models"} <= offered(found, "shardtune", "m")
     assert offered(found, "shardtune", "train", "--resu") == {"--resume"}
     assert offered(found, "shardtune", "merge", "r", "--d") == {"--dtype"}

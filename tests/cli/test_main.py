@@ -6,10 +6,10 @@ import json
 import os
 import pkgutil
 import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -30,8 +30,9 @@ from tests.jobs import make_job, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["init", "plan", "estimate", "bench", "train", "data", "show", "schema", "generate",
-            "merge", "models", "models list", "models pull", "verify", "slurm", "doctor",
-            "completion"]  # fmt: skip
+            "merge", "evaluate", "export", "push", "serve", "chat", "models", "track",
+            "models list", "models pull", "report", "dashboard", "verify",
+            "slurm", "diagnose", "doctor", "completion"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
 ON_RAY = "shardtune.cli.train_on_ray"  # imported by a job that asks for Ray
 
@@ -92,11 +93,13 @@ def test_help_shows_examples_that_work(command: str, capsys: pytest.CaptureFixtu
 
 def test_help_answers_at_once() -> None:
     def seconds() -> float:
-        begun = time.perf_counter()
+        """Of the processor: a busy machine is no failure."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "shardtune", "--help"], check=True, capture_output=True
         )
-        return time.perf_counter() - begun
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(3)) < 0.5
 
@@ -383,3 +386,40 @@ def test_bare_shardtune_says_what_there_is(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "commands:" in out
     assert "shardtune train recipes/quickstart.yaml" in out
+
+
+# Odd words ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--prompt", "\udcff"], "--prompt: is not UTF-8 text"),
+        (["--prompt", "x", "--max-new-tokens", "-5"], "is -5; it must be from 1 to 1,000,000,000"),
+        (["--prompt", "x", "--max-new-tokens", "9" * 5000], "is no whole number"),
+        (["--prompt", "x", "--temperature", "nan"], "is nan; it must be a number from 0 on"),
+    ],
+)
+def test_odd_arguments_of_generate_are_a_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert ended("generate", "runs/none", *words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_path_that_no_system_takes_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", str(tmp_path / ("x" * 300))]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.startswith("error: ")
+
+
+def test_without_docstrings_the_reason_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "shardtune", "schema"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "python -OO (PYTHONOPTIMIZE=2) removes docstrings" in done.stderr

@@ -135,6 +135,7 @@ def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFix
     assert "did you mean" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_estimate_replays_a_step_without_memory(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_job_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == printed("job", capsys)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("command", ["plan", "estimate"])
 @pytest.mark.parametrize("cluster", ["1xRTX4090", "2x2xA40"])

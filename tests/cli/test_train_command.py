@@ -18,7 +18,7 @@ from shardtune.core.yaml_document import dump_document
 from shardtune.errors import JobError, RunError
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.this_machine import forecast_here
-from tests.jobs import write_job
+from tests.jobs import ENVIRONMENT, write_job
 from tests.plan.test_this_machine import write_config
 from tests.reports import step_line
 
@@ -58,6 +58,7 @@ def begin(resolved: ResolvedJob, rows: int) -> None:
     run = RunDir(Path(resolved.job.save.directory))
     run.path.mkdir()
     run.job.write_text(dump_document(document), encoding="utf-8")
+    (run.path / "environment.json").write_text(ENVIRONMENT, encoding="utf-8")
 
 
 def test_a_run_goes_on_with_the_rows_that_it_was_begun_with(job: Path) -> None:
@@ -112,8 +113,12 @@ def extend(job: Path, *overrides: str, anew: bool = False) -> Job:
 
 
 def reach(resolved: Job, step: int) -> None:
-    """Leaves a checkpoint after so many steps."""
-    (RunDir(Path(resolved.save.directory)).checkpoints / f"step-{step:06}").mkdir(parents=True)
+    """Leaves a checkpoint after so many steps, and a later one of another run."""
+    run = RunDir(Path(resolved.save.directory))
+    for number, whose in ((step, run.run_id()), (step + 100, "another")):
+        folder = run.checkpoints / f"step-{number:06}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(f'{{"run":"{whose}"}}', encoding="utf-8")
 
 
 def test_a_schedule_that_began_anew_goes_on_after_an_interruption(job: Path) -> None:

@@ -26,6 +26,7 @@ from shardtune.compat.torch_compiler import (
     report_compiling,
 )
 from shardtune.core.heartbeat import Heartbeats, open_heartbeat
+from tests.conftest import Logged
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +107,9 @@ def test_a_layer_may_be_compiled_often() -> None:
         assert dynamo.recompile_limit == 100
 
 
-def test_one_warning_of_torch_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_of_torch_is_not_shown(logged: Logged) -> None:
     hide_checkpoint_warning()
     log = logging.getLogger("torch._higher_order_ops.wrap")
     log.warning("a context_fn is passed to torch.utils.checkpoint")
     log.warning("another one")
-    assert [record.getMessage() for record in caplog.records] == ["another one"]
+    assert [record.getMessage() for record in logged.records] == ["another one"]

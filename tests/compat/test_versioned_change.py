@@ -16,6 +16,7 @@ from torch.nn import functional
 from shardtune.compat import c_allocator, deepspeed_process, quiet, versioned_change
 from shardtune.compat.transformers_rope import APPLY_ROPE, skip_if_rotated
 from shardtune.compat.versioned_change import TargetChanged, require_version
+from tests.conftest import Logged
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_what_is_installed_is_among_the_versions(library: str) -> None:
 
 
 def test_another_version_is_left_alone_and_one_line_says_what_is_lost(
-    caplog: pytest.LogCaptureFixture,
+    logged: Logged,
 ) -> None:
     made = []
 
@@ -53,21 +54,19 @@ def test_another_version_is_left_alone_and_one_line_says_what_is_lost(
     assert quicken() is None
     assert quicken() is None
     assert not made
-    (record,) = caplog.records  # once
+    (record,) = logged.records  # once
     assert record.getMessage().startswith("quicken: torch ")
     assert record.getMessage().endswith(" is not one of 1.0 to 1.1; it is slower")
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError, TargetChanged])
-def test_a_target_that_is_another_one_stops_nothing(
-    error: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_target_that_is_another_one_stops_nothing(error: type[Exception], logged: Logged) -> None:
     @versioned_change.change("torch", since="2.0", before="9", lost="it is slower")
     def quicken() -> bool:
         raise error("no such thing")
 
     assert quicken() is None
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [each.getMessage() for each in logged.records] == [
         "quicken: no such thing; it is slower"
     ]
 
@@ -78,7 +77,7 @@ def test_a_package_that_is_missing_is_a_target_that_changed() -> None:
 
 
 def test_rope_of_another_signature_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     code: Any = types.ModuleType("family")
 
@@ -88,11 +87,11 @@ def test_rope_of_another_signature_is_left_alone(
     monkeypatch.setitem(sys.modules, "family", code)
     assert not skip_if_rotated("family")
     assert getattr(code, APPLY_ROPE) is own
-    assert "queries and keys are rotated by transformers" in caplog.text
+    assert "queries and keys are rotated by transformers" in logged.text
 
 
 def test_deepspeed_compiles_no_all_reduce_that_training_has_no_use_for(
-    caplog: pytest.LogCaptureFixture,
+    logged: Logged,
 ) -> None:
     pytest.importorskip("deepspeed")
     ops = types.SimpleNamespace(__compatible_ops__={"deepspeed_shm_comm": True})
@@ -100,7 +99,7 @@ def test_deepspeed_compiles_no_all_reduce_that_training_has_no_use_for(
     assert ops.__compatible_ops__ == {"deepspeed_shm_comm": False}
     other = types.SimpleNamespace(ops=types.SimpleNamespace(__compatible_ops__={}))
     deepspeed_process.leave_out_shm_op(other)
-    assert "half a minute of compiling" in caplog.text
+    assert "half a minute of compiling" in logged.text
 
 
 def test_deepspeed_is_told_its_device_before_it_is_imported(
@@ -120,16 +119,16 @@ def test_linear_is_put_back() -> None:
 
 
 def test_without_glibc_memory_stays_and_a_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     with c_allocator.freed_memory_goes_back():
         c_allocator.give_back_memory()
-    assert not caplog.records  # glibc's way
+    assert not logged.records  # glibc's way
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     with c_allocator.freed_memory_goes_back():
         c_allocator.give_back_memory()
-    assert len(caplog.records) == 2
-    assert "memory between tensors stays with the process" in caplog.text
+    assert len(logged.records) == 2
+    assert "memory between tensors stays with the process" in logged.text
 
 
 def test_others_are_quiet() -> None:

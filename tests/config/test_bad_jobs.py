@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from shardtune.cli.main import main
-from tests.jobs import LINE, job_text
+from tests.jobs import ENVIRONMENT, LINE, job_text
 
 ROOT = Path(__file__).resolve().parents[2]
 CANARY = "touch canary"
@@ -200,7 +200,22 @@ JOBS = {
     ),
     "directory with a run in it": Bad(
         at("save", ".directory"), "runs/bad holds a run already", "--overwrite",
-        files={"runs/bad/job.yaml": "model: {name: tiny}\n"},
+        files={
+            "runs/bad/job.yaml": "model: {name: tiny}\n", "runs/bad/environment.json": ENVIRONMENT
+        },
+    ),
+    "directory with somebody's files in it": Bad(
+        at("save", ".directory"), "runs/bad holds job.yaml, thesis.txt, which no run of ours wrote",
+        "a folder that is empty or doesn't exist yet",
+        files={"runs/bad/job.yaml": "model: {name: tiny}\n", "runs/bad/thesis.txt": "x"},
+    ),
+    "directory of the data": Bad(
+        at("save", ".directory"), ". is the folder of the data (good.jsonl)",
+        "a folder of its own", job_text(save="{directory: .}"),
+    ),
+    "root of a repository": Bad(
+        at("save", ".directory"), "runs/bad is the root of a repository", "a folder of its own",
+        files={"runs/bad/.git": "gitdir: elsewhere"},
     ),
     "directory that is a file": Bad(
         at("save", ".directory"), "runs/bad is a file", "name a folder",
@@ -470,7 +485,8 @@ INPUTS = {
     ),
     "bad data for a run to replace": Bad(
         "a.jsonl", "is empty", "name a file with data", data("a.jsonl", "completion"),
-        {"a.jsonl": "", "runs/bad/job.yaml": "old", "runs/bad/metrics.jsonl": "{}\n"},
+        {"a.jsonl": "", "runs/bad/job.yaml": "old", "runs/bad/metrics.jsonl": "{}\n",
+         "runs/bad/environment.json": ENVIRONMENT},
         arguments=("--overwrite",),
     ),
 }  # fmt: skip

@@ -141,6 +141,7 @@ def test_the_schema_is_a_json_schema() -> None:
             assert schema.get(choice, ["at least one"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sections", "good"),
     [

@@ -67,7 +67,7 @@ def test_a_type_that_goes_without_saying(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", OTHERS_KEYS)
 def test_words_of_other_tools_lead_to_keys_that_are_there(word: str) -> None:
-    named = set(re.findall(r"\b[a-z]+\.[a-z_]+", OTHERS_KEYS[word]))
+    named = set(re.findall(r"\b[a-z]+\.[a-z_]+|\btrack(?=:)", OTHERS_KEYS[word]))
     assert named
     assert named <= {dotted(key) for key in all_keys()}
 
@@ -390,3 +390,19 @@ def test_the_tests_own_job_is_good(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(job_text(), encoding="utf-8")
     assert load_job(path).job.model.name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [
+        ("train.steps", "9" * 900, "1,000,000,000,000"),
+        ("data.sequence_length", "9" * 900, "1,000,000,000,000"),
+        ("train.global_batch", "1000000000", "10,000,000"),
+        ("train.learning_rate", "1e308", "10,000"),
+    ],
+)
+def test_numbers_beyond_all_use_are_refused(
+    tmp_path: Path, key: str, value: str, most: str
+) -> None:
+    with pytest.raises(JobError, match=f"{key}: is .*; it must be at most {most}"):
+        load_job(write_job(tmp_path), [f"{key}={value}"])

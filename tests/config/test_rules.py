@@ -419,6 +419,15 @@ GENERIC: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "{type: deepspeed} or {type: fsdp}",
         ),
     ),
+    "strategy-resumes-from-the-best": (
+        {"save": {"best": {"metric": "loss"}}},
+        Problem(
+            "save.best",
+            "strategy poor writes no checkpoints that a result could be written from",
+            "leave save.best out, which writes the result from the last step, or use strategy: "
+            "{type: ddp}, {type: deepspeed} or {type: fsdp}",
+        ),
+    ),
 }
 
 

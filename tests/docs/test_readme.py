@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -41,6 +42,7 @@ def test_the_commands_work_one_after_the_other(
     for name in ("recipes", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("/set max_tokens 4\nHello\n"))  # to `chat`
     few = ["model.name=tiny", "train.steps=4", "train.warmup_steps=1", "save.every=2"]
     few += ["evaluate.max_new_tokens=8", "evaluate.every=2"]
     assert main(["train", "recipes/quickstart.yaml", *few]) == 0  # what `make demo` runs

@@ -23,10 +23,11 @@ from tests.exam import page, peer
 from tests.exam.artefacts import huge_rows, odd_names, pickles, two_jobs
 from tests.exam.case import Findings, Verdict
 from tests.exam.harness import Lab
+from tests.exam.ownership import users_files
 from tests.exam.proofs import Proofs, run_tests
 from tests.exam.table import ROWS, Check, Row, count
 
-ASIDE: tuple[Check, ...] = (huge_rows, pickles, two_jobs, odd_names)
+ASIDE: tuple[Check, ...] = (huge_rows, pickles, two_jobs, odd_names, users_files)
 """Runs of one process each, which nobody times: two at once on two cores, the tests and the peer
 among them."""
 

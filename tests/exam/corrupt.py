@@ -30,7 +30,7 @@ def refused(runs: Path, trial: int) -> bool:
     other = draw.choice([runs / "ours" / "step-000003", runs / "theirs" / "step-000005"])
     draw.choice(CORRUPTIONS)(draw, folder / "step-000005", other)
     found = latest_checkpoint(folder, "run", JoinedWorld())
-    named = [path.name for path, why in found.damaged if why]
+    named = [path.name for path, why in found.passed_over if why]
     if named != ["step-000005"] or found.checkpoint is None:
         return False
     return digest_tensors(Reader(*found.checkpoint)) == digest_tensors(state(4))

@@ -183,6 +183,8 @@ def _spoil_weight(fault: Fault) -> None:
 ACTIONS: dict[str, Callable[[Fault], None]] = {
     "kill": _signal_self(signal.SIGKILL),
     "stop": _signal_self(signal.SIGSTOP),
+    "terminate rank": _signal_self(signal.SIGTERM),
+    "interrupt rank": _signal_self(signal.SIGINT),
     "terminate": _signal_launcher(signal.SIGTERM),
     "interrupt": _signal_launcher(signal.SIGINT),
     "kill launcher": _signal_launcher(signal.SIGKILL),

@@ -166,6 +166,11 @@ class Lab:
         return self.run("whole")
 
     @cached_property
+    def whole_on_two(self) -> Done:
+        """The same on two ranks, which draw other numbers for dropout."""
+        return self.run("whole-on-two", "launch.processes=2")
+
+    @cached_property
     def kept(self) -> Done:
         """The same again, with a checkpoint of every step."""
         return self.run("kept", "save.keep=24")

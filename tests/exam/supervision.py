@@ -98,7 +98,7 @@ def termination(lab: Lab, found: Findings) -> None:
         slowest = max(slowest, done.ended - (done.plan.struck(index) or 0.0))
     done = lab.run("terminated", *TWO, "--resume", faults=faults)
     found.expect("it ends well", done.code == 0)
-    _exact(lab.run("whole-on-two", *TWO), done, found)
+    _exact(lab.whole_on_two, done, found)
     found.expect(f"gone within {GRACE:g} s", slowest <= GRACE)
     found.show(f"{len(faults)} x SIGTERM, code 143, gone in {slowest:.1f} s at most, 0 steps lost")
 
@@ -124,6 +124,42 @@ def interruption(lab: Lab, found: Findings) -> None:
     seconds = twice.ended - (twice.plan.struck(2) or 0.0)
     found.expect(f"twice: gone within {GONE:g} s", seconds <= GONE)
     found.show(f"twice: gone in {seconds:.1f} s")
+
+
+def signalled_rank(lab: Lab, found: Findings) -> None:
+    """73: SIGTERM, then SIGINT, to one rank and not to the launcher."""
+    faults = [Fault("terminate rank", 1, 5), Fault("interrupt rank", 0, 12)]
+    preempted = lab.run("signalled", *TWO, "launch.restarts=3", faults=faults)
+    found.expect("SIGTERM: code 143", preempted.code == 143)
+    found.expect("with a checkpoint", (preempted.folder / "checkpoints/step-000005").is_dir())
+    found.expect("and no report", not (preempted.folder / "report.json").exists())
+    found.expect("no restart", not preempted.events("restart"))
+    stopped = lab.run("signalled", *TWO, "--resume", faults=faults)
+    found.expect("SIGINT: code 130", stopped.code == 130)
+    found.expect("the summary says so", "stopped early, on request" in stopped.out)
+    done = lab.run("signalled", *TWO, "--resume", faults=faults)
+    found.expect("it ends well", done.code == 0)
+    _exact(lab.whole_on_two, done, found)
+    found.show("codes 143 and 130, then done, to the bit")
+
+
+def reader_gone(lab: Lab, found: Findings) -> None:
+    """71: `| head -13`."""
+    process, _ = lab.start("unheard", *TWO)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    read = [process.stdout.readline() for _ in range(13)]
+    process.stdout.close()
+    said = process.stderr.read()
+    found.expect("13 lines were read", all(read))
+    found.expect("it ends well", process.wait(timeout=600) == 0)
+    found.expect("nothing is complained of", said == "")
+    folder = lab.path / "unheard"
+    trace = (folder / "trace.jsonl").read_text("utf-8")
+    found.expect("the trace is that of a run that is heard", trace == lab.whole_on_two.trace)
+    log = (folder / "logs" / "attempt-0" / "rank-0.log").read_text("utf-8")
+    found.expect("what was printed is in the log", "step 24/24" in log)
+    found.show("24 steps to the bit, code 0")
 
 
 def orphans(lab: Lab, found: Findings) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.exam import artefacts, saves, supervision, values
+from tests.exam import artefacts, ownership, read_files, saves, supervision, values
 from tests.exam.case import Findings, Priority, Verdict
 from tests.exam.harness import Lab
 
@@ -136,6 +136,69 @@ ROWS: tuple[Row, ...] = (
         "launch/test_supervisor.py::test_nothing_listens_beyond_loopback"),
     row(52, "P1", "secrets; offline", supervision.crash_loop,
         "training/test_environment.py::test_secrets_stay_out"),
+    # Whose a run directory is
+    row(53, "P0", "files of a person in the run directory", ownership.users_files,
+        "checkpoint/test_ownership.py::test_a_folder_with_files_of_somebody_is_refused_and_left_as_it_is",
+        "checkpoint/test_ownership.py::test_what_was_being_written_is_swept_away_and_nothing_else",
+        "checkpoint/test_ownership.py::test_dangerous_places_are_refused"),
+    row(54, "P0", "--overwrite: what no run wrote; a new run that does not begin",
+        ownership.users_files,
+        "checkpoint/test_ownership.py::test_a_run_that_holds_something_else_is_not_overwritten",
+        "checkpoint/test_ownership.py::test_an_overwritten_run_is_back_if_the_new_one_does_not_begin",
+        "checkpoint/test_ownership.py::test_an_overwrite_that_is_cut_short_anywhere_is_mended"),
+    row(55, "P0", "checkpoints out of sight at --resume", ownership.lost_and_found,
+        "test_train.py::test_a_run_whose_checkpoints_are_out_of_sight_does_not_start_over",
+        "test_train.py::test_a_run_that_never_saved_starts_from_its_first_step"),
+    row(56, "P0", "checkpoints of another run", ownership.lost_and_found,
+        "checkpoint/test_ownership.py::test_checkpoints_of_another_run_are_neither_counted_nor_rotated_nor_replaced"),
+    row(57, "P0", "torn metrics, torn report", ownership.lost_and_found,
+        "checkpoint/test_run_dir.py::test_a_bad_line_of_the_metrics_is_left_out",
+        "checkpoint/test_run_dir.py::test_a_report_that_cannot_be_read_is_none"),
+    row(58, "P0", "the lost result of a finished run", ownership.lost_and_found,
+        "checkpoint/test_verify.py::test_the_lost_result_of_a_finished_run"),
+    row(59, "P0", "run directories in random states", "exam/test_hostile.py"),
+    row(60, "P1", "run directories of earlier versions",
+        "checkpoint/test_ownership.py::test_a_run_is_known_without_its_marker_or_its_environment"),
+    # What is read
+    row(61, "P0", "weights that the model's files lack", read_files.incomplete_model,
+        "models/test_required_weights.py"),
+    row(62, "P0", "NaN in the model's weights", read_files.incomplete_model,
+        "models/test_required_weights.py::test_a_weight_that_is_no_number_is_named",
+        "models/test_packing_check.py"),
+    row(63, "P0", "a changed result is used", read_files.changed_result,
+        "checkpoint/test_verify.py::test_a_damaged_result_is_not_used"),
+    row(64, "P0", "changed prepared data", read_files.changed_cache,
+        "data/test_prepare.py::test_a_damaged_cache_is_made_anew_with_a_line",
+        "data/test_prepare.py::test_a_document_that_the_disk_has_changed_is_found_when_it_is_read"),
+    row(65, "P0", "a pipe in the place of a shard", read_files.changed_result,
+        "checkpoint/test_verify.py::test_a_pipe_in_the_place_of_a_file_is_named"),
+    row(66, "P1", "pipes, devices, link loops as job, data or model", "core/test_regular_file.py",
+        "data/test_sources.py::test_what_is_neither_a_file_nor_a_folder_is_called_what_it_is",
+        "models/test_catalogue.py::test_a_pipe_among_the_files_of_a_model_is_named"),
+    row(67, "P1", "a template that never ends", "core/test_render_limit.py"),
+    row(68, "P0", "control tokens in a row's text", "data/test_control_tokens.py"),
+    row(69, "P1", "numbers, paths, prompts, configs, tokenizers beyond all use",
+        "config/test_job_file.py::test_numbers_beyond_all_use_are_refused",
+        "cli/test_main.py::test_odd_arguments_of_generate_are_a_sentence",
+        "cli/test_main.py::test_a_path_that_no_system_takes_is_a_sentence",
+        "cli/test_main.py::test_without_docstrings_the_reason_is_named",
+        "models/test_load.py::test_an_odd_config_is_a_sentence",
+        "models/test_load.py::test_a_broken_tokenizer_is_a_sentence"),
+    row(70, "P1", "files of a result for their owner alone",
+        "checkpoint/test_verify.py::test_a_result_can_be_read_by_whom_the_umask_lets"),
+    # Streams, signals, schedulers, strangers
+    row(71, "P0", "the reader of stdout goes away", supervision.reader_gone),
+    row(72, "P0", "stdout and stderr block, are full, are closed",
+        "launch/test_output_stream.py", "launch/test_unread_output.py"),
+    row(73, "P0", "SIGTERM, SIGINT to one rank", supervision.signalled_rank,
+        "launch/test_supervisor.py::test_a_signal_to_one_rank_that_has_not_joined_stops_all"),
+    row(74, "P1", "exit codes as documented", "cli/test_exit_codes.py", supervision.signalled_rank,
+        "launch/test_supervisor.py::test_a_problem_of_a_rank_is_shown_as_a_problem"),
+    row(75, "P0", "Slurm: preempted by a signal, requeued", "launch/test_slurm_real.py"),
+    row(76, "P0", "a stranger at the rendezvous", "launch/test_strangers.py"),
+    row(77, "P1", "Ray: a hung worker",
+        "launch/test_ray.py::test_a_hung_worker_is_named_and_the_run_goes_on"),
+    row(78, "P1", "storage on a file system and on S3", "launch/test_ray_storage.py"),
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def memory(lab: Lab, found: Findings) -> None:
     """36: an allocation fails on one rank."""
     done = lab.run("memory", *TWO, "train.micro_batch=2", faults=[Fault("eat memory", 1, 4)])
     events = done.events("failed")
-    found.expect("code 1", done.code == 1)
+    found.expect("code 2: a person has to act", done.code == 2)
     found.expect("the rank and the step are named", "rank 1: out of memory at step 4" in done.error)
     found.expect("and the batch", "rows of up to" in done.error)
     found.expect("and the cheapest change", "set train.micro_batch: 1" in done.error)

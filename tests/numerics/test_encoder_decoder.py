@@ -12,6 +12,7 @@ import importlib.util
 import shutil
 import tempfile
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from tests.ranks import on_ranks
 STEPS, BATCH, RATE, MAX_NORM = 3, 8, 0.1, 0.5
 LENGTHS = {"sequence_length": 48, "target_length": 32}
 SAME = 1e-5  # relative, fp32
+QUICK = (("t5", "none"), ("bart", "lora"))
 
 Steps = list[list[float]]
 """Loss and gradient norm of each step."""
@@ -141,17 +143,19 @@ def reference_run(family: str, adapter: str) -> Steps:
     return found
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize(
-    "family",
-    ["t5", *(pytest.param(each, marks=pytest.mark.long) for each in ("flan_t5", "mt5")), "bart"],
+    ("family", "adapter"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.long)
+        for each in product(("t5", "flan_t5", "mt5", "bart"), ("none", "lora"))
+    ],
 )
 def test_one_process_trains_as_transformers_does(family: str, adapter: str) -> None:
     found = engine_run(World(0, 1, 0), folder(family), adapter, {"type": "ddp"})
     np.testing.assert_allclose(found, reference_run(family, adapter), rtol=SAME)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("family", [pytest.param("t5", marks=pytest.mark.long), "bart"])
 def test_activation_checkpointing_changes_nothing(family: str) -> None:
     found = engine_run(World(0, 1, 0), folder(family), "none", {"type": "ddp"}, "full")
     np.testing.assert_allclose(found, reference_run(family, "none"), rtol=SAME)

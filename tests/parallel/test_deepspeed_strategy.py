@@ -303,9 +303,7 @@ def test_a_missing_file_is_named() -> None:
 # Files as tutorials print them -------------------------------------------------------------------
 
 LEFT_OUT = {
-    "wandb": {"enabled": True, "project": "mine"},
-    "tensorboard": {"enabled": True, "output_path": "logs"},
-    "csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "mine"},
+    "comet": {"enabled": True, "project": "mine"},
     "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
     "flops_profiler": {"enabled": True, "profile_step": 1},
     "checkpoint": {"tag_validation": "Warn"},

@@ -11,6 +11,7 @@ from torch.utils.file_baton import FileBaton
 
 from shardtune.core.world import World
 from shardtune.parallel.deepspeed.jit_build_locks import clear_dead_builds
+from tests.conftest import Logged
 from tests.ranks import on_ranks
 
 
@@ -35,13 +36,13 @@ def test_the_lock_of_a_dead_compilation_goes(lock: Path) -> None:
 
 
 def test_a_compilation_on_another_machine_has_time_to_show_itself(
-    lock: Path, caplog: pytest.LogCaptureFixture
+    lock: Path, logged: Logged
 ) -> None:
     left_behind(lock, seconds=0)
     began = time.time()
     assert clear_dead_builds(quiet=1.5) == [lock]
     assert time.time() - began >= 1
-    assert "no process here compiles" in caplog.text
+    assert "no process here compiles" in logged.text
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")

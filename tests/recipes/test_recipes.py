@@ -39,6 +39,7 @@ FAMILIES = {"falcon_qlora": "falcon"}
 """Of recipes for models that aren't built as Llama is, which the tiny model is."""
 LONG = {
     *("zeropp_2nodes", "fsdp_hybrid", "fsdp_tensor", "fsdp_pipeline", "zero3_long", "zero2"),
+    *("ia3", "tensor_lora"),
     *("zero3_offload_cpu", "zero1", "zero2_qlora"),  # which the conformance table has, too
     *("layers", "pipeline_1f1b", "zero3_full", "fsdp_qlora", "ddp_lora", "gpu_fp8_8b"),
     *("tinyllama_ddp", "codellama_fsdp", "zero3_lora_checkpointing"),

@@ -88,6 +88,7 @@ def test_an_adapter_brings_its_tokens(name: str, capsys: pytest.CaptureFixture[s
     assert main(["generate", "run", "--prompt", "<|q|>7<|a|>", "--raw", "--max-new-tokens=4"]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("here")
 def test_a_whole_model_has_its_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.yaml", "save.directory=run", *FULL]) == 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from shardtune.core.regular_file import read_regular
 from shardtune.errors import JobError, Problem, did_you_mean
+
+LARGEST_TEMPLATE = 1 << 20
+"""Bytes of a template; those of models with tools have some 20,000."""
 
 TEMPLATE_KEY = "data.chat_template"
 """Where a job names one."""
@@ -31,7 +35,7 @@ def read_chat_template(asked: str) -> str:
         return file.read_text(encoding="utf-8")
     path = Path(asked).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, LARGEST_TEMPLATE).decode("utf-8")
     except OSError as error:
         near = did_you_mean(asked, TEMPLATE_TOKENS)
         fact = f"{asked!r} is neither a template's name nor a file: {error.strerror}"

@@ -71,4 +71,6 @@ def native_engine(model: nn.Module, setup: EngineSetup, world: World) -> NativeE
     """The engine for a whole model on each rank, of which there may be only one."""
     if setup.split_fp32:
         return SplitWeightEngine(model, setup, world)
-    return (DDPEngine if world.size > 1 else NativeEngine)(model, setup, world)
+    if world.size > 1:
+        return DDPEngine(model, setup, world)
+    return NativeEngine(model, setup, world, captures=True)

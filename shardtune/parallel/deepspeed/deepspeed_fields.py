@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from shardtune.core.job_section import Section
-from shardtune.core.strategy import StrategyBase
+from shardtune.core.strategy import OverlapSetting, StrategyBase
 
 
 def _whole(value: object) -> object:
@@ -179,3 +179,31 @@ class DeepSpeedFields(StrategyBase):
     """Part of that division to do before."""
     wall_clock_breakdown: bool = False
     """Print the time of forward, backward and update."""
+
+    def overlap_settings(self) -> tuple[OverlapSetting, ...]:
+        """Buckets, overlap, and for stage 3 prefetch and persistence."""
+        zero = self.zero_optimization
+        names = ["overlap_comm", "reduce_bucket_size"]
+        names += ["allgather_bucket_size"] if zero.stage < 3 else _STAGE_3
+        return tuple(
+            OverlapSetting(
+                f"zero_optimization.{name}",
+                "DeepSpeed's default" if (value := getattr(zero, name)) is None else str(value),
+                _OVERLAP[name],
+            )
+            for name in names
+        )
+
+
+_STAGE_3 = [
+    "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+]  # fmt: skip
+_OVERLAP = {
+    "overlap_comm": "true reduces gradients while the backward pass goes on",
+    "reduce_bucket_size": "elements reduced at once: larger means fewer messages, more memory",
+    "allgather_bucket_size": "elements gathered at once after the update",
+    "stage3_prefetch_bucket_size": "elements gathered ahead of use: larger hides more",
+    "stage3_param_persistence_threshold": "smaller weights stay whole and aren't gathered",
+    "stage3_max_live_parameters": "gathered elements held at once: more saves a second gather",
+}

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
+from shardtune.core.regular_file import open_regular
 from shardtune.core.setup import Precision
 from shardtune.core.strategy import JobFacts, ToldValue
 from shardtune.core.yaml_document import KeyPath, dotted, parse_document
@@ -319,7 +320,7 @@ class _Reader(Generic[Chosen]):
 def _parse(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The file's content, and the line of each key."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             text = file.read(LARGEST_FILE).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"

@@ -30,9 +30,10 @@ class LeftOutKey:
 
 _OURS = "shardtune does this itself"
 _IDLE = "no model of transformers uses it"
-_MONITOR = LeftOutKey(
-    "shardtune sends nothing to it; a run's losses, rates and speeds are in its metrics.jsonl"
+_COMET = LeftOutKey(
+    "shardtune sends nothing to it; `track:` takes tensorboard, wandb, mlflow, trackio and csv"
 )
+_FILE_MONITOR = dict.fromkeys(("enabled", "output_path", "job_name"))
 _ACTIVATIONS = LeftOutKey(
     "it acts on models that call DeepSpeed's own checkpointing, which those of transformers don't; "
     "`train.gradient_checkpointing: full` saves activation memory"
@@ -109,11 +110,11 @@ KNOWN: dict[str, Any] = {
     "activation_checkpointing": _CHECKPOINTING_KEYS,
     "zero_optimization": _zero_keys(),
     "aio": _keys(AsyncIO),
+    "tensorboard": _FILE_MONITOR,
+    "csv_monitor": _FILE_MONITOR,
+    "wandb": dict.fromkeys(("enabled", "group", "team", "project")),
     # Known to DeepSpeed, but not to be had through such a file here:
-    "tensorboard": _MONITOR,
-    "wandb": _MONITOR,
-    "csv_monitor": _MONITOR,
-    "comet": _MONITOR,
+    "comet": _COMET,
     "checkpoint": _OWN_FILES,
     "elasticity": f"{_OURS}: a run resumes on any number of ranks",
     "autotuning": f"{_OURS}: `shardtune plan`",
@@ -145,6 +146,9 @@ NOT_FIELDS = {
     "scheduler",
     "activation_checkpointing",
     "data_types",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
     "bf16",
     "bfloat16",
     "train_batch_size",

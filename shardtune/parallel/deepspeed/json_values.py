@@ -1,4 +1,5 @@
-"""What a DeepSpeed file decides of a job that doesn't: precision, batch, optimizer, schedule.
+"""What a DeepSpeed file decides of a job that doesn't: precision, batch, optimizer, schedule,
+trackers.
 
 Tutorials print files with numbers in the place of `"auto"`. Where the job has a value of its own
 the two have to agree, which `json_file.py` checks.
@@ -25,6 +26,13 @@ _PLAIN: dict[KeyPath, str] = {
     ("scheduler", "params", "total_num_steps"): "steps",
 }
 """Numbers that mean the same in the section `train`."""
+_FILES = {"output_path": "directory", "job_name": "name"}
+_MONITORS = {
+    "tensorboard": ("tensorboard", _FILES),
+    "csv_monitor": ("csv", _FILES),
+    "wandb": ("wandb", {"project": "project", "team": "entity", "group": "group"}),
+}
+"""DeepSpeed's monitors: the tracker that each is here, and what its keys are called."""
 _OF_OPTIMIZER = {"adamw": ("betas", "eps", "weight_decay"), "sgd": ("momentum", "weight_decay")}
 
 
@@ -55,7 +63,16 @@ def told_values(
             where = ("optimizer", "params", key)
             if _is_number(said := at(value, where)) or isinstance(said, list):
                 tell(("optimizer", key), said, where)
+    if monitors := [block for block in _MONITORS if at(value, (block, "enabled")) is True]:
+        trackers = [_tracker(block, value[block]) for block in monitors]
+        found["track",] = ToldValue(trackers, f"{name}:{lines[monitors[0],]}")
     return found
+
+
+def _tracker(block: str, given: Mapping[str, object]) -> dict[str, object]:
+    """An item of the job's `track`. DeepSpeed's `""` is its default, as null is ours."""
+    kind, names = _MONITORS[block]
+    return {"type": kind, **{ours: given[key] for key, ours in names.items() if given.get(key)}}
 
 
 def file_precision(value: Mapping[str, Any]) -> tuple[Precision, KeyPath] | None:

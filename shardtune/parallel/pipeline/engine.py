@@ -144,6 +144,8 @@ class PipelineEngine(NativeEngine):
         block = block.to(self.device)
         schedule = self._scheduled(block.shape, microbatches)
         losses: list[Tensor] = []
+        if self._size > 1:
+            self._timer.scheduled()
         tokens = (block.input_ids,) if 0 in self.stages else ()
         schedule.step(
             *tokens,

@@ -218,6 +218,7 @@ def test_linear_modules_are_known_as_such(family: str, config: Config) -> None:
     assert ours == real
 
 
+@pytest.mark.sampled(4)
 @ALL
 def test_lora_trains_as_many_as_peft_does(family: str, config: Config) -> None:
     adapted = insert_adapters(model_of(family, config), LoRA(rank=4))
@@ -234,6 +235,7 @@ def test_dora_trains_as_many_as_peft_does(family: str) -> None:
     assert lora_parameters(shape_of(name, config), 4, dora=True) == expected
 
 
+@pytest.mark.sampled(4)
 @ALL
 def test_ia3_trains_as_many_as_peft_does(family: str, config: Config) -> None:
     shape = shape_of(family, config)
@@ -454,6 +456,7 @@ def test_heads_that_do_not_divide_the_width() -> None:
         shape_of("llama", {**USUAL, "num_attention_heads": 7})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", sorted(SHAPE_READERS))
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)

@@ -1,0 +1,80 @@
+"""`shardtune chat`: a dialogue with the result of a run, or with any model, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from shardtune.cli.arguments import Commands, add_command
+from shardtune.cli.serve_command import add_loading
+from shardtune.errors import ModelError, Problem
+
+if TYPE_CHECKING:
+    from shardtune.serve.served_model import ServedModel
+
+
+def add_parser(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "chat",
+        _chat,
+        "talk to the result of a run, and to the model before it",
+        """\
+  shardtune chat runs/quickstart
+  shardtune chat runs/quickstart --temperature 0 --system "Be brief."
+  shardtune chat smollm2-135m-instruct --load 4bit""",
+    )
+    command.add_argument(
+        "source", metavar="RUN|MODEL", help="directory of a run, a model's folder or hub id"
+    )
+    command.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
+    command.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest (0.7)"
+    )
+    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus (1)")
+    command.add_argument("--top-k", type=int, default=0, metavar="K", help="likeliest few (all)")
+    command.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (512)"
+    )
+    command.add_argument("--seed", type=int, metavar="N", help="draws the same again")
+    add_loading(command)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from shardtune.cli.load_served import ServingMemory, load_before, load_served
+    from shardtune.serve.terminal_chat import ChatSettings, TerminalChat
+
+    settings = ChatSettings(
+        arguments.temperature,
+        arguments.top_p,
+        arguments.top_k,
+        arguments.max_tokens,
+        arguments.seed,
+    )
+    if told := settings.problem():
+        arguments.parser.error(told)
+    memory = ServingMemory(arguments.load, arguments.dtype, max_rows=1)
+    after, *bases = load_served([arguments.source], memory)
+    if after.render is None:
+        fact = "its tokenizer has no chat template, so there is no dialogue with it"
+        fix = "continue a text with: shardtune generate RUN --raw --prompt TEXT"
+        raise ModelError(Problem(arguments.source, fact, fix))
+
+    def before() -> ServedModel:
+        # An adapter's base is loaded with it; where all weights were trained it is another model.
+        return bases[0] if bases else load_before(after, memory)
+
+    with suppress(ImportError):
+        import readline  # noqa: F401  which gives `input` editing and a history
+    trained = after.base != after.source
+    TerminalChat(
+        after, before if trained else None, settings, input, _write, arguments.system
+    ).run()
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,129 @@
+"""`shardtune serve`: runs and models behind OpenAI's HTTP interface, and a page to ask them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardtune.cli.arguments import Commands, add_command
+from shardtune.cli.web_options import access_rules, add_address, require_packages
+
+
+def add_parser(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "serve",
+        _serve,
+        "answer over HTTP as OpenAI's interface does, with a page at /",
+        """\
+  shardtune serve runs/quickstart
+  shardtune serve runs/first runs/second --port 8080
+  SHARDTUNE_API_KEY=... shardtune serve tuned=runs/first --host 0.0.0.0""",
+    )
+    command.add_argument(
+        "sources", nargs="+", metavar="RUN|MODEL",
+        help="directory of a run, a model's folder or hub id; NAME=RUN gives it a name",
+    )  # fmt: skip
+    command.add_argument(
+        "--engine", choices=("auto", "vllm", "transformers"), default="auto",
+        help="our own (auto, transformers), or vLLM's server",
+    )  # fmt: skip
+    add_address(command, 8000)
+    add_loading(command)
+    limits = command.add_argument_group("limits")
+    for name, metavar, default, told in (
+        ("--max-batch", "N", 16, "requests that run at once"),
+        ("--cache-tokens", "N", 65_536, "tokens that the KV cache has room for"),
+        ("--max-tokens", "N", 4096, "longest answer"),
+        ("--queue", "N", 256, "requests that may wait"),
+        ("--timeout", "S", 600, "seconds that a request may take"),
+        ("--drain", "S", 30, "seconds that answers have after Ctrl-C"),
+        ("--start-timeout", "S", 1800, "seconds until vLLM must answer"),
+    ):
+        limits.add_argument(
+            name, type=_positive, default=default, metavar=metavar, help=f"{told} ({default})"
+        )
+    limits.add_argument(
+        "--max-body", type=_positive, default=2048, metavar="KIB", help="largest request (2048)"
+    )
+    command.add_argument(
+        "--votes", type=Path, default=Path("votes.jsonl"), metavar="FILE",
+        help="where the page's votes are written (votes.jsonl)",
+    )  # fmt: skip
+
+
+def add_loading(command: argparse.ArgumentParser) -> None:
+    """How the weights are held."""
+    command.add_argument(
+        "--load", choices=("auto", "4bit", "8bit"), default="auto",
+        help="store the linear layers in so many bits (as trained)",
+    )  # fmt: skip
+    command.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="compute in (as trained, if fast here)"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from shardtune.cli.serve_with_vllm import vllm_words
+
+    require_packages("serve")
+    access = access_rules(arguments.host)
+    if (words := vllm_words(arguments)) is not None:
+        return _serve_by_vllm(words, arguments, access.key)
+    from shardtune.cli.load_served import ServingMemory, load_served
+    from shardtune.serve.http_app import OpenAIServer, ServerLimits
+    from shardtune.web.run_server import run_server
+
+    models = load_served(
+        arguments.sources,
+        ServingMemory(arguments.load, arguments.dtype, arguments.max_batch, arguments.cache_tokens),
+    )
+    limits = ServerLimits(
+        body_bytes=arguments.max_body * 1024,
+        answer_tokens=arguments.max_tokens,
+        waiting=arguments.queue,
+        seconds=arguments.timeout,
+    )
+    server = OpenAIServer(models, limits=limits, access=access, votes=arguments.votes)
+
+    def ready(address: str) -> None:
+        for model in models:
+            print(f"{model.name:20} {model.source}")
+        print(f"page         {address}/\nOpenAI API   {address}/v1\nCtrl-C ends it", flush=True)
+
+    run_server(
+        server.app,
+        arguments.host,
+        arguments.port,
+        drain_seconds=arguments.drain,
+        ready=ready,
+        draining=server.drain,
+    )
+    print("stopped; no answer was cut off" if not server.engine.running else "stopped")
+    return 0
+
+
+def _serve_by_vllm(words: list[str], arguments: argparse.Namespace, key: str | None) -> int:
+    import shlex
+
+    from shardtune.serve.vllm_process import Patience, run_vllm
+
+    print(f"starting {shlex.join(words)}", flush=True)
+    run_vllm(
+        words,
+        arguments.host,
+        arguments.port,
+        environment={"VLLM_API_KEY": key} if key else {},  # not where `ps` shows it
+        patience=Patience(arguments.start_timeout, drain_seconds=arguments.drain),
+        ready=lambda address: print(f"OpenAI API   {address}/v1\nCtrl-C ends it", flush=True),
+        starting=lambda seconds: print(f"vLLM starts, {seconds:.0f} s so far", flush=True),
+    )
+    print("stopped")
+    return 0

@@ -1,0 +1,164 @@
+"""`shardtune export` and `push` of a tuned SmolLM2-135M: each target, read by somebody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf as gguf_package
+import torch
+
+from shardtune.cli.result_command import comparison_prompts, open_result
+from shardtune.errors import RunError
+from shardtune.export.gguf_export import model_metadata
+from shardtune.export.gguf_weights import gguf_tensors
+from shardtune.export.gguf_write import check_gguf
+from shardtune.export.source import ExportSource
+from shardtune.models.generate import prompt_ids
+from tests.exam.after_evaluate import PROMPTS
+from tests.exam.after_lab import AfterCase, AfterLab
+from tests.exam.case import Findings
+
+NEW_TOKENS = 24
+
+
+def _source(lab: AfterLab) -> ExportSource:
+    run, job = open_result(lab.run)
+    return ExportSource(run, job, comparison_prompts(run))
+
+
+def _exported(lab: AfterLab, findings: Findings, to: str) -> Path:
+    """The folder of an export that the command has written and `verify` has read."""
+    target = lab.folder / f"export-{to}"
+    done = lab.shardtune("export", str(lab.run), "--to", to, str(target))
+    if done.returncode:
+        raise RuntimeError(f"the export failed:\n{done.stderr}")
+    findings.expect(
+        "template and stop tokens are those of training",
+        "have the ids and stop tokens of training" in done.stdout,
+    )
+    findings.expect("every byte is sealed", lab.shardtune("verify", str(target)).returncode == 0)
+    return target
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: list[int], stops: frozenset[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    written = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS,
+        do_sample=False, temperature=None, top_p=None, top_k=None, eos_token_id=sorted(stops),
+        pad_token_id=0,
+    )  # fmt: skip
+    return list(written[0, len(prompt) :].tolist())
+
+
+@torch.no_grad()
+def _round_to_q8_0(model: Any) -> None:
+    """Rounds every matrix in place, in Hugging Face's own order: whole rows change places only."""
+    kind = gguf_package.GGMLQuantizationType.Q8_0
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            blocks = gguf_package.quantize(weight.numpy(), kind)
+            weight.copy_(torch.from_numpy(gguf_package.dequantize(blocks, kind)))
+
+
+def hf(lab: AfterLab, findings: Findings) -> None:
+    """A merged folder, loaded by plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    target = _exported(lab, findings, "hf")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    findings.expect("it is one model without an adapter", not hasattr(model, "peft_config"))
+    stops = frozenset(model.generation_config.eos_token_id)
+    findings.expect("it ends answers where the run did", stops == _source(lab).stops)
+    findings.show(f"{sum(each.numel() for each in model.parameters()):,} weights, {model.dtype}")
+
+
+def gguf(lab: AfterLab, findings: Findings) -> None:
+    """Q8_0 through transformers' own GGUF loader, which gets nothing but the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = _exported(lab, findings, "gguf")
+    source, file = _source(lab), "model-Q8_0.gguf"
+    back = AutoModelForCausalLM.from_pretrained(target, gguf_file=file, dtype=torch.float32).eval()
+    reader = AutoTokenizer.from_pretrained(target, gguf_file=file)
+    whole = source.whole_model().model
+    _round_to_q8_0(whole)  # what 8 bits change of an answer is no fault of the file
+    same = 0
+    for text in PROMPTS:
+        prompt = prompt_ids(source.tokenizer, text, chat=True)
+        findings.expect("prompts have the same ids", prompt_ids(reader, text, chat=True) == prompt)
+        same += _greedy(back, prompt, source.stops) == _greedy(whole, prompt, source.stops)
+    findings.expect("answers are the source model's in 8 bits", same == len(PROMPTS))
+    findings.show(f"{same} of {len(PROMPTS)} greedy answers of {NEW_TOKENS} tokens equal")
+
+
+def damage(lab: AfterLab, findings: Findings) -> None:
+    """A flipped byte, and a file without its template."""
+    target = _exported(lab, findings, "gguf")
+    source, path = _source(lab), target / "model-Q8_0.gguf"
+    whole = source.whole_model()
+    weights, metadata = whole.weights(), model_metadata(source, whole, "q8_0")
+    good = path.read_bytes()
+
+    def refused(data: bytes) -> bool:
+        path.write_bytes(data)
+        try:
+            check_gguf(path, metadata, lambda: gguf_tensors(whole.config, weights), "q8_0")
+        except RunError:
+            return True
+        return False
+
+    findings.expect("the file as it was is taken", not refused(good))
+    place = len(good) - 1001
+    findings.expect(
+        "a flipped byte of a weight is refused",
+        refused(good[:place] + bytes([good[place] ^ 0x40]) + good[place + 1 :]),
+    )
+    hidden = good.replace(b"tokenizer.chat_template", b"tokenizer.chat_templatf", 1)
+    findings.expect("a missing template is refused", refused(hidden))
+    findings.expect("`verify` sees it", lab.shardtune("verify", str(target)).returncode == 1)
+    findings.show("both refused")
+
+
+def ollama(lab: AfterLab, findings: Findings) -> None:
+    """A Modelfile whose Go template was compared with the chat template."""
+    target = _exported(lab, findings, "ollama")
+    text = (target / "Modelfile").read_text(encoding="utf-8")
+    findings.expect("it names its model", text.startswith("FROM ./model-Q8_0.gguf\n"))
+    findings.expect("it stops where the run did", 'PARAMETER stop "<|im_end|>"' in text)
+    findings.show("ChatML, with the model's own system prompt")
+
+
+def vllm(lab: AfterLab, findings: Findings) -> None:
+    """The adapter's folder."""
+    from safetensors.torch import load_file
+
+    target = _exported(lab, findings, "vllm")
+    ours = load_file(lab.run / "result" / "adapter_model.safetensors")
+    theirs = load_file(target / "adapter_model.safetensors")
+    same = ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    findings.expect("its weights are the run's", same)
+    findings.show(f"{len(theirs)} tensors")
+
+
+def push(lab: AfterLab, findings: Findings) -> None:
+    """A dry run lists what would be sent; a hub that can't be reached is said so."""
+    listed = lab.shardtune("push", str(lab.run), "me/model", "--dry-run")
+    findings.expect("the card is among the files", "README.md" in listed.stdout)
+    findings.expect("it is private by default", "(private); nothing was sent" in listed.stdout)
+    away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_" + "x" * 34}
+    failed = lab.shardtune("push", str(lab.run), "me/model", environment=away)
+    findings.expect("no hub is an error of exit code 2", failed.returncode == 2)
+    findings.expect("no token is shown", away["HF_TOKEN"] not in failed.stdout + failed.stderr)
+    findings.show(listed.stdout.splitlines()[-1].strip())
+
+
+CASES = (
+    AfterCase("export hf", "a merged folder", hf),
+    AfterCase("export gguf", "20 prompts through transformers' GGUF loader", gguf),
+    AfterCase("export damage", "a flipped byte, a missing template", damage),
+    AfterCase("export ollama", "Modelfile and GGUF", ollama),
+    AfterCase("export vllm", "the adapter in its layout", vllm),
+    AfterCase("push", "dry run, and no hub", push),
+)

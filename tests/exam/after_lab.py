@@ -1,0 +1,56 @@
+"""What the cases of `tests.exam.after` share: one tuned SmolLM2-135M, and our commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tests.exam.case import Findings
+
+ROOT = Path(__file__).parents[2]
+BASE = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class AfterLab:
+    """A folder in which things are tried."""
+
+    folder: Path
+
+    @cached_property
+    def run(self) -> Path:
+        """SmolLM2-135M with LoRA, tuned for three steps: enough to be another model."""
+        target = self.folder / "run"
+        if not (target / "result").is_dir():
+            done = self.shardtune(
+                "train", "recipes/quickstart.yaml", "train.steps=3", "train.global_batch=4",
+                "train.precision=fp32", "data.eval=[]", "evaluate.samples=0", "launch.processes=1",
+                f"save.directory={target}",
+            )  # fmt: skip
+            if done.returncode:
+                raise RuntimeError(f"the run that all cases need failed:\n{done.stderr}")
+        return target
+
+    def shardtune(
+        self, *arguments: str, environment: dict[str, str] | None = None, timeout: float = 1200
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command of ours as a person would, in the repository's root."""
+        return subprocess.run(
+            [sys.executable, "-m", "shardtune", *arguments],
+            cwd=ROOT, env=os.environ | (environment or {}), timeout=timeout,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AfterCase:
+    """One row of the table."""
+
+    name: str
+    title: str
+    check: Callable[[AfterLab, Findings], None]
