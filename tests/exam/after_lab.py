@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tests.exam.case import Findings
+from tests.exam.named_cases import NamedCase
 
 ROOT = Path(__file__).parents[2]
 BASE = "smollm2-135m-instruct"
@@ -47,10 +46,4 @@ class AfterLab:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class AfterCase:
-    """One row of the table."""
-
-    name: str
-    title: str
-    check: Callable[[AfterLab, Findings], None]
+AfterCase = NamedCase[AfterLab]

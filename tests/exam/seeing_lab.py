@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import psutil
 
-from tests.exam.case import Findings
+from tests.exam.named_cases import NamedCase
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -120,10 +120,4 @@ def _note(seen: Seen, said: Any) -> None:
         seen.problems.append(said.text)
 
 
-@dataclass(frozen=True)
-class SeeingCase:
-    """One row of the table."""
-
-    name: str
-    title: str
-    check: Callable[[SeeingLab, Findings], None]
+SeeingCase = NamedCase[SeeingLab]
