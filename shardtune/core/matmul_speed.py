@@ -32,6 +32,8 @@ AS_FAST = 0.9
 """A 16-bit precision counts as fast from this share of fp32's rate on: it halves the memory. CPUs
 with instructions for it are far above, others far below."""
 
+_FORMAT = "2"
+"""Of the kept figures: others are measured anew."""
 _LIMITS = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
 """Environment variables by which torch and oneDNN are kept from instructions that a CPU has."""
 
@@ -44,7 +46,8 @@ class MatmulSpeed:
     why: str
     """Why bf16 is fast or isn't, for a person."""
     tflops: Mapping[Precision, float] = field(default_factory=dict)
-    """10^12 operations a second of one core, where it was measured."""
+    """10^12 operations a second of one core, where it was measured; 0 where the CPU has no
+    instructions for it."""
 
     def best(self, *, gpu: bool) -> tuple[Precision, str]:
         """What to train in, and the reason. On a GPU fp16 is the way out, as it scales the loss; on
@@ -101,6 +104,8 @@ def cpu_matmul_speed(measure: Callable[[], Mapping[Precision, float]]) -> Matmul
 def _judged(tflops: Mapping[Precision, float]) -> MatmulSpeed:
     least = AS_FAST * tflops["fp32"]
     fast: tuple[Precision, ...] = tuple(each for each, rate in tflops.items() if rate >= least)
+    if not tflops["bf16"]:
+        return MatmulSpeed(fast, f"this CPU, {cpu_name()}, has no bf16 instructions", tflops)
     ratio = tflops["bf16"] / tflops["fp32"]
     if "bf16" in fast:
         how = f"are {ratio:.1f} times as fast as" if ratio >= 1.1 else "are as fast as"
@@ -116,14 +121,15 @@ def _read(path: Path) -> dict[Precision, float] | None:
         found: dict[Precision, float] = {each: float(rates[each]) for each in get_args(Precision)}
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if all(math.isfinite(rate) and rate > 0 for rate in found.values()) else None
+    sound = all(math.isfinite(rate) and rate >= 0 for rate in found.values())
+    return found if sound and found["fp32"] > 0 else None
 
 
 def _key() -> str:
     """Of what the figures hold for: the CPU as this system shows it, torch and its libraries."""
     libraries = [f"{name} {_version(name)}" for name in ("torch", "mkl", "numpy")]
     limits = [f"{name}={os.environ.get(name)}" for name in _LIMITS]
-    said = "\n".join([cpu_name(), _cpu()["flags"], *libraries, *limits])
+    said = "\n".join([_FORMAT, cpu_name(), _cpu()["flags"], *libraries, *limits])
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 

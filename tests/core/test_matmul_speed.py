@@ -23,6 +23,7 @@ Rates = Mapping[Precision, float]
 SLOW: Rates = {"fp32": 0.08, "bf16": 0.02, "fp16": 0.006}  # AVX512 without bf16
 FAST: Rates = {"fp32": 0.08, "bf16": 0.8, "fp16": 0.006}  # AMX
 EQUAL: Rates = {"fp32": 0.08, "bf16": 0.078, "fp16": 0.08}
+NONE: Rates = {"fp32": 0.04, "bf16": 0.0, "fp16": 0.0}
 
 
 class Measurement:
@@ -59,8 +60,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"fp32", "bf16", "fp16"},
             "bf16 products are as fast as fp32 ones on this CPU, a CPU",
         ),
+        (NONE, {"fp32"}, "this CPU, a CPU, has no bf16 instructions"),
     ],
-    ids=["slow", "fast", "equal"],
+    ids=["slow", "fast", "equal", "none"],
 )
 def test_rates_are_judged(rates: Rates, fast: set[str], why: str) -> None:
     found = cpu_matmul_speed(Measurement(rates))
@@ -86,7 +88,7 @@ def test_several_that_ask_at_once_measure_once() -> None:
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '{"tflops": {"fp32": 1}}', '{"tflops": 3}',
-             '{"tflops": {"fp32": 1, "bf16": 0, "fp16": 1}}',
+             '{"tflops": {"fp32": 0, "bf16": 1, "fp16": 1}}',
              '{"tflops": {"fp32": 1, "bf16": NaN, "fp16": 1}}'],
 )  # fmt: skip
 def test_a_broken_cache_is_measured_again_and_mended(text: str, own_cache: Path) -> None:
