@@ -7,7 +7,8 @@ A job names its model; only the model's config.json tells its kind. Whoever has 
 from __future__ import annotations
 
 from shardtune.config.job import Job
-from shardtune.config.rules import Rule, strategies_for
+from shardtune.config.rule import Rule
+from shardtune.config.strategy_rules import strategies_for
 from shardtune.core.capabilities import Refusal
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.yaml_document import dotted

@@ -1,0 +1,51 @@
+"""`adapter`: what is trained, all weights or an adapter beside them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardtune.config.sections.field_types import Auto, Positive
+from shardtune.core.job_section import Section
+
+
+class NoAdapter(Section):
+    """Train all weights."""
+
+    type: Literal["none"] = "none"
+
+
+class LoRA(Section):
+    """Train a low-rank correction of each chosen linear layer; the model itself stays as it is."""
+
+    type: Literal["lora"] = "lora"
+    rank: Positive = 16
+    """Columns of the correction. More of them learn more and cost more memory."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Strength: the correction is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that is dropped in training."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers to adapt, or every one but the output head."""
+    variant: Literal["plain", "dora", "rslora", "pissa"] = "plain"
+    """`dora` trains the length of each row apart from its direction; `rslora` multiplies by
+    alpha / sqrt(rank), so that high ranks keep their strength; `pissa` starts from the strongest
+    directions of the weights instead of from nothing."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole beside the adapters, and saved with them, such as
+    `embed_tokens` and `lm_head` after new tokens were added."""
+
+
+class IA3(Section):
+    """Train one factor for each output of the keys and values and each input of the MLP's last
+    layer: a few thousand numbers; the model itself stays as it is."""
+
+    type: Literal["ia3"] = "ia3"
+    targets: Auto | tuple[str, ...] = "auto"
+    """Names of the linear layers to scale; `auto` knows the common families."""
+    feedforward: Auto | tuple[str, ...] = "auto"
+    """Those of the targets whose input is scaled, not their output."""
+
+
+Adapter = Annotated[LoRA | IA3 | NoAdapter, Field(discriminator="type")]
