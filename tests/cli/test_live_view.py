@@ -91,7 +91,7 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
 
 def test_show_of_a_deepspeed_job_in_80_columns(tmp_path: Path) -> None:
     job = job_in(tmp_path, strategy=ZERO3, launch="{processes: 2}")
-    code, text = in_terminal(tmp_path, "show", str(job))
+    code, text = in_terminal(tmp_path, "show", job.name)  # a long path would be folded anywhere
     assert code == 0, text
     lines = drawn(text)
     assert all(len(line) <= WIDTH for line in lines)
