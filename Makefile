@@ -19,7 +19,7 @@ RANKS := -n 2 --dist loadfile
 demo: $(VENV)/demo
 	@echo "== 4 of 5: the model (downloaded and unpacked into ~/.cache/shardtune, or found there)"
 	@$(BIN)/shardtune models pull smollm2-135m-instruct
-	@echo "== 5 of 5: training (2 ranks, 3 minutes on two quiet cores)"
+	@echo "== 5 of 5: training (2 ranks, 2 to 4 minutes on two quiet cores)"
 	@$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
 
 # Style, types, imports, and all tests that start no process.
