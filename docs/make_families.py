@@ -20,7 +20,7 @@ from typing import Any
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core.fused_families import SHARED_INPUT_FAMILIES
 from shardtune.core.model.architectures import SHAPE_READERS
-from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES
+from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES, can_slice
 from shardtune.core.world import World
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
@@ -47,10 +47,10 @@ def row(family: str, folder: Path) -> str:
     trains, attention, packs, quantised = (
         _paired(family) if family in BOTH else _decoder(family, folder)
     )
-    cut = mark(family in SHARDABLE_FAMILIES)
+    sliced, cut = mark(can_slice(family)), mark(family in SHARDABLE_FAMILIES)
     fused, planned = mark(family in SHARED_INPUT_FAMILIES), mark(family in SHAPE_READERS)
     cells = (
-        f"`{family}`", mark(trains), attention, mark(packs), mark(quantised), cut, cut, fused,
+        f"`{family}`", mark(trains), attention, mark(packs), mark(quantised), sliced, cut, fused,
         planned,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"

@@ -34,7 +34,7 @@ from shardtune.parallel import Strategy
 from shardtune.parallel.ddp.strategy import DDP
 from tests.conformance.slices import sliced
 from tests.conformance.stages import place_of
-from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MODELS, SWAP, Row
+from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MIXTURES, MODELS, SWAP, Row
 from tests.jobs import make_job
 from tests.models import encoder_decoder, families
 from tests.numerics.test_encoder_decoder import loader as pair_loader
@@ -197,6 +197,8 @@ def folder(model: str) -> str:
     atexit.register(shutil.rmtree, path)
     if model in MODELS:
         families.write(Path(path), "llama", **MODELS[model])
+    elif model in MIXTURES:
+        families.write(Path(path), model, **MIXTURES[model])
     else:
         encoder_decoder.write(Path(path), model)
     return path

@@ -14,6 +14,8 @@ from shardtune.core.pipeline_schedule import split_layers, stage_costs
 
 FAMILY = SHARDABLE_FAMILIES["llama"]
 FP32 = 4
+ACTIVE = 0.5
+"""The share of its experts that a token meets in `MIXTURES`."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -63,7 +65,11 @@ def place_of(
 
 def _costs(shapes: Shapes) -> list[float]:
     """Of the layers, each the size of its matrices, and of the head behind the last."""
-    matrices = {n: math.prod(s) for n, s in shapes.items() if len(s) == 2 and "lora_" not in n}
+    matrices = {
+        name: math.prod(shape) * (ACTIVE if len(shape) == 3 else 1)
+        for name, shape in shapes.items()
+        if len(shape) > 1 and "lora_" not in name and ".gate." not in name
+    }
     count = 1 + max(_layer(name) or 0 for name in shapes)
     layers = [
         sum(size for name, size in matrices.items() if _layer(name) == n) for n in range(count)

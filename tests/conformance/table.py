@@ -23,7 +23,7 @@ class Row:
     needs: str = ""
     """A Python package that this row can't do without."""
     model: str = "tiny"
-    """`tiny`, one of `MODELS`, or a family of `tests/models/encoder_decoder.py`."""
+    """`tiny`, one of `MODELS`, of `MIXTURES`, or a family of `tests/models/encoder_decoder.py`."""
     build: bool = False
     """Swaps to files, for which DeepSpeed compiles a part of itself; with a larger model, because
     shares below 1 MiB stay in memory."""
@@ -42,6 +42,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Llamas of another shape than `tiny`: `wide` has key-value heads for four ranks and a head of its
 own, `deep` has layers for many stages."""
+MIXTURES: dict[str, dict[str, Any]] = {"qwen3_moe": _COMMON | {"tie_word_embeddings": False}}
+"""Mixtures of experts by their family: four experts, of which a token meets two."""
 
 ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "full": ({"type": "none"}, "none"),
@@ -114,6 +116,10 @@ STAGES: dict[str, tuple[dict[str, Any], int, str]] = {
 BOTH_HALVES = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3", "zero3-offload")
 """Strategies with models that have an encoder and a decoder."""
 
+WITH_EXPERTS = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3")
+STAGED_EXPERTS = ("layers2", "pipeline2-1f1b", "fsdp2-pipeline2")
+"""Strategies with mixtures of experts."""
+
 SWAPPED = _zero(
     3,
     offload_optimizer={**_NVME, "buffer_count": 5},
@@ -147,6 +153,18 @@ ROWS: tuple[Row, ...] = (
         Row(f"{family}-{name}", *STRATEGIES[name][:1], adapter, *STRATEGIES[name][1:], family)
         for family in ("flan_t5", "bart")
         for name in BOTH_HALVES
+        for adapter in ("full", "lora")
+    ),
+    *(
+        Row(f"moe-{name}", *STRATEGIES[name][:1], adapter, *STRATEGIES[name][1:], model=family)
+        for family in MIXTURES
+        for name in WITH_EXPERTS
+        for adapter in ("full", "lora")
+    ),
+    *(
+        Row(f"moe-{name}", *STAGES[name][:1], adapter, STAGES[name][1], model=family)
+        for family in MIXTURES
+        for name in STAGED_EXPERTS
         for adapter in ("full", "lora")
     ),
     *(

@@ -103,15 +103,16 @@ def loader(job: Job, rank: int, ranks: int) -> Loader:
     )  # fmt: skip
 
 
-def run(world: World, job: Job) -> Outcome:
-    """The steps of `job` on this rank."""
+def run(world: World, job: Job, rows: int | None = None) -> Outcome:
+    """The steps of `job` on this rank, of as many as have `rows` of their own (all of them)."""
     try:
         plan = make_plan(job, world.size, STEPS)
         builder = PretrainedModelBuilder(ModelFiles(job.model), job.adapter, job.train)
         with plan.strategy.build(builder, plan.setup, world) as engine:
             if job.data.packs:
                 require_document_isolation(engine.module(), rows=2)
-            batches = loader(job, world.rank, world.size).steps(0, STEPS)
+            ranks = rows or world.size
+            batches = loader(job, world.rank % ranks, ranks).steps(0, STEPS)
             losses = tuple(engine.step(batch).loss for batch in batches)
         return Outcome(losses, job.data.packs)
     except ShardtuneError as error:

@@ -1,7 +1,8 @@
 """How the models of each family are built: what can be cut into stages, and into slices.
 
 One table. Pipelines read where the layers, the embeddings and the head are; tensor parallelism
-reads how each matrix of a layer is sliced. A family that isn't here is refused with its name.
+reads how each matrix of a layer is sliced. A family that isn't here is refused with its name, and
+so are slices of one whose layers nobody has said how to slice (mixtures of experts).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardtune.core.mesh import Mesh
@@ -46,7 +47,7 @@ class Family:
     attention: str
     """The attention inside a layer."""
     mlp: str
-    styles: Mapping[str, ParallelStyle]
+    styles: Mapping[str, ParallelStyle] = field(default_factory=dict)
     """The matrices of a layer that are sharded, by their module's name inside the layer. Whatever
     else a layer has (norms) is kept whole by every rank, which sees a part of the tokens or of the
     heads with it."""
@@ -58,6 +59,11 @@ class Family:
     """Whether the matrices of a layer have their inputs first."""
     counts: tuple[tuple[str, str], ...] = ()
     """Modules inside a layer and an attribute of each that counts outputs; a rank has its share."""
+
+    @property
+    def slices(self) -> bool:
+        """Whether its layers can be sliced; each can be cut into stages."""
+        return bool(self.styles)
 
     def dim_shard(self, name: str, shape: Sequence[int]) -> DimShard | None:
         """How a weight of the whole model is sharded, by its name; None if ranks keep it whole."""
@@ -154,6 +160,8 @@ _NEOX = Family(
         "mlp.dense_4h_to_h": "row",
     },
 )
+_MIXTURE = replace(_LLAMA, styles={})
+"""Experts are divided by expert, not by column."""
 
 SHARDABLE_FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
@@ -162,6 +170,19 @@ SHARDABLE_FAMILIES: Mapping[str, Family] = {
     "qwen3": _LLAMA,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe",
+            "gpt_oss",
+            "mixtral",
+            "olmoe",
+            "qwen2_moe",
+            "qwen3_moe",
+        ),
+        _MIXTURE,
+    ),
 }
 """By transformers' `model_type`."""
 
@@ -181,12 +202,28 @@ def family_named(kind: str) -> Family:
     return SHARDABLE_FAMILIES[kind]
 
 
+def can_slice(kind: str) -> bool:
+    """Whether layers of a family, by transformers' `model_type`, can be sliced."""
+    return kind in SHARDABLE_FAMILIES and SHARDABLE_FAMILIES[kind].slices
+
+
+def _require_slices(kind: str) -> Family:
+    """The family, if its layers can be sliced."""
+    family = family_named(kind)
+    if not family.slices:
+        fact = f"no rule says how the experts of a {kind!r} model are sliced"
+        fix = "divide it otherwise: `shardtune plan` shows how"
+        raise ModelError(Problem("strategy", fact, fix))
+    return family
+
+
 def require_tensor_parallel(config: Any, degree: int) -> Family:
     """Refuses a degree of tensor parallelism that doesn't divide the model.
 
     A vocabulary needn't divide: its runs may differ in length.
     """
-    family, text = family_of(config), config.get_text_config()
+    text = config.get_text_config()
+    family = _require_slices(text.model_type)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     _require_counts(text.num_attention_heads, kv_heads, _inner(text), degree)
     return family
@@ -194,11 +231,7 @@ def require_tensor_parallel(config: Any, degree: int) -> Family:
 
 def degrees_of(shape: ModelShape) -> list[int]:
     """Over how many ranks the layers of a model can be sharded; only 1 if nobody has said how."""
-    common = (
-        math.gcd(shape.heads, shape.kv_heads, shape.ffn)
-        if shape.family in SHARDABLE_FAMILIES
-        else 1
-    )
+    common = math.gcd(shape.heads, shape.kv_heads, shape.ffn) if can_slice(shape.family) else 1
     return [n for n in range(1, common + 1) if common % n == 0]
 
 
@@ -209,6 +242,7 @@ def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | Non
         return
     family_named(shape.family)
     if degree > 1:
+        _require_slices(shape.family)
         _require_counts(shape.heads, shape.kv_heads, shape.ffn, degree)
     if pipelining is not None:
         require_stages(shape.layers, pipelining, stages)
@@ -256,3 +290,11 @@ def _inner(config: Any) -> int:
         if getattr(config, name, None):
             return int(getattr(config, name))
     return 4 * int(config.hidden_size)
+
+
+def active_share(config: Any) -> float:
+    """The share of its experts that a token is sent to; 1 where a model has none."""
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    return text.num_experts_per_tok / count if count else 1.0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.model.parallel_plan import Family, family_of, require_stages
+from shardtune.core.model.parallel_plan import Family, active_share, family_of, require_stages
 from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.pipeline_schedule import Pipelining, split_layers, stage_costs
 from shardtune.core.step import IGNORED
@@ -75,7 +75,9 @@ class Division:
     @classmethod
     def of(cls, anatomy: Anatomy, pipelining: Pipelining, ranks: int) -> Division:
         require_stages(len(anatomy.layers), pipelining, ranks)
-        costs = stage_costs([matrices(layer) for layer in anatomy.layers], matrices(anatomy.head))
+        active = active_share(anatomy.base.config)
+        layers = [matrices(layer, active) for layer in anatomy.layers]
+        costs = stage_costs(layers, matrices(anatomy.head))
         return cls(split_layers(costs, pipelining.stages(ranks)), pipelining.ranks(ranks))
 
     def mine(self, rank: int) -> list[int]:
@@ -93,9 +95,10 @@ class Division:
         return missing
 
 
-def matrices(part: nn.Module) -> int:
-    """The weights of a part's matrices, adapters not counted: multiplications for one token."""
-    found = 0
+def matrices(part: nn.Module, active: float = 1.0) -> float:
+    """The weights of a part's matrices, adapters not counted: multiplications for one token, which
+    meets the share `active` of a layer's experts."""
+    found = 0.0
     for name, module in part.named_modules():
         if "lora_" in name or "modules_to_save" in name:
             continue
@@ -103,6 +106,9 @@ def matrices(part: nn.Module) -> int:
             found += module.in_features * module.out_features
         elif type(module).__name__ == "Conv1D":  # GPT-2's
             found += module.get_parameter("weight").numel()
+        else:  # experts lie together in tensors of three dimensions
+            own = module.parameters(recurse=False)
+            found += active * sum(each.numel() for each in own if each.ndim == 3)
     return found
 
 

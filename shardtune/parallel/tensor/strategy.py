@@ -11,7 +11,7 @@ from pydantic import Field
 from shardtune.core.capabilities import Capabilities
 from shardtune.core.layout import AxisRule, Layout, Move
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES
+from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES, can_slice
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.strategy import Choice, Devices, StrategyBase
@@ -55,8 +55,9 @@ class Tensor(StrategyBase):
 
     @classmethod
     def candidates(cls, shape: ModelShape, devices: Devices) -> Iterator[Choice]:
-        if devices.count > 1 and shape.family not in SHARDABLE_FAMILIES:
-            yield Choice("cut", "tensor or pipeline", cls(degree=2), 30)  # refused, with a reason
+        if devices.count > 1 and not can_slice(shape.family):
+            name = "tensor" if shape.family in SHARDABLE_FAMILIES else "tensor or pipeline"
+            yield Choice("cut", name, cls(degree=2), 30)  # refused, with a reason
         for n in slice_degrees(shape, devices):
             yield Choice("tensor", f"tensor({n})", cls(degree=n), 30)
 
