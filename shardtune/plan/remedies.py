@@ -14,7 +14,7 @@ from shardtune.parallel import STRATEGIES, Strategy
 from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS
 from shardtune.plan.cluster import Cluster, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.forecast import Forecast
-from shardtune.plan.search import Candidate, rank, tried
+from shardtune.plan.search import Candidate, may_fit, rank, tried
 
 OTHER_RESULT = ("adapter", "model", "data", "train.precision")
 """Keys whose values decide what is learnt."""
@@ -220,7 +220,10 @@ def smallest_cluster(job: Job, shape: ModelShape, cluster: Cluster) -> Candidate
     for larger in _larger(cluster):
         rows = max(job.train.global_batch, larger.gpus)
         train = job.train.model_copy(update={"global_batch": rows})
-        best = rank(job.model_copy(update={"train": train}), shape, larger).best
+        asked = job.model_copy(update={"train": train})
+        if not may_fit(asked, shape, larger):
+            continue
+        best = rank(asked, shape, larger).best
         if best is not None:
             return best
     return None

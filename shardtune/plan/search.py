@@ -86,6 +86,20 @@ def rank(
     return Ranking(tuple(replace(each, why=_why(each, best, aim)) for each in found), aim)
 
 
+def may_fit(job: Job, shape: ModelShape, cluster: Cluster) -> bool:
+    """Whether some strategy fits with all that can be recomputed and with the fewest rows at a time
+    or the most, which may spare a sum of gradients. Where none does no ranking has a best, and this
+    is known sooner."""
+    for choice in choices(shape, cluster.devices):
+        sizes = list(powers(_rows(job, choice.strategy, cluster)))
+        for size in {sizes[0], sizes[-1]}:
+            leanest = list(_levels(job, shape, choice.strategy, cluster, size))[-1]
+            found = tried(leanest, shape, cluster)
+            if isinstance(found, Forecast) and found.fits:
+                return True
+    return False
+
+
 def _why(each: Candidate, best: Forecast | None, aim: Aim) -> str:
     if each.found is None:
         return f"can't be had: {each.refused}"
@@ -166,16 +180,27 @@ def tried(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast | str:
 
 
 def _variants(job: Job, shape: ModelShape, strategy: Strategy, cluster: Cluster) -> Iterator[Job]:
+    for size in powers(_rows(job, strategy, cluster)):
+        yield from _levels(job, shape, strategy, cluster, size)
+
+
+def _rows(job: Job, strategy: Strategy, cluster: Cluster) -> int:
+    """Of a step, for one rank."""
+    return -(-job.train.global_batch // strategy.mesh(cluster.gpus).data_ranks)
+
+
+def _levels(
+    job: Job, shape: ModelShape, strategy: Strategy, cluster: Cluster, micro_batch: int
+) -> Iterator[Job]:
+    """The job under a strategy, with every level of recomputation; the leanest last."""
     launch = job.launch.with_processes(cluster.gpus)
-    rows = -(-job.train.global_batch // strategy.mesh(cluster.gpus).data_ranks)
     fast = strategy.capabilities.compiled_layers
     plain = {} if fast else {"kernels": "eager", "loss": "plain"}
-    for micro in powers(rows):
-        train = job.train.model_copy(update={"micro_batch": micro, **plain})
-        each = job.model_copy(update={"strategy": strategy, "train": train, "launch": launch})
-        for level in levels_of(each, shape.kind):
-            if level not in BETWEEN or train.kernels == "compiled":
-                yield at_level(each, level)
+    train = job.train.model_copy(update={"micro_batch": micro_batch, **plain})
+    each = job.model_copy(update={"strategy": strategy, "train": train, "launch": launch})
+    for level in levels_of(each, shape.kind):
+        if level not in BETWEEN or train.kernels == "compiled":
+            yield at_level(each, level)
 
 
 def _order(each: Candidate, aim: Aim) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.random_jobs import Drawn, draw
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
 from shardtune.config.rules import check
@@ -21,7 +22,6 @@ from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.on_cluster import resolve_as_asked
 from shardtune.plan.remedies import OTHER_RESULT
 from shardtune.plan.this_machine import offer
-from tests.plan.random_jobs import Drawn, draw
 
 OFFER = re.compile(
     r"(?:--cluster (?P<cluster>\S+) ?)?(?P<words>[^(]*?)  \((?P<larger>a larger cluster; )?"

@@ -10,6 +10,7 @@ from itertools import islice
 
 import pytest
 
+from benchmarks.random_jobs import draw
 from shardtune.core.units import GIB
 from shardtune.errors import ShardtuneError
 from shardtune.plan.estimate.step_time import estimate_speed
@@ -17,7 +18,6 @@ from shardtune.plan.explain import ALIKE, CLASS_WORDS, Aim
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.on_cluster import resolve_on
 from shardtune.plan.search import Ranking, rank
-from tests.plan.random_jobs import draw
 
 NUMBER = r"(\d[\d,]*(?:\.\d+)?)"
 OVER = re.compile(

@@ -131,19 +131,27 @@ class ModelShape:
 
     def parameters_in(self, part: ModelPart) -> int:
         """All parameters of a part, over all its layers."""
-        return self.count(lambda weight: weight.parameter and weight.part == part)
+        return sum(weight.total for weight in self.in_part(part) if weight.parameter)
 
     def layer_parameters(self, part: ModelPart) -> int:
         """Parameters of one layer of a kind; where layers differ, of the largest."""
-        return sum(w.size for w in self.weights if w.part == part and w.parameter)
+        return sum(weight.size for weight in self.in_part(part) if weight.parameter)
 
     def layers_in(self, part: ModelPart) -> int:
         """How many layers of a kind there are."""
-        return max((w.times for w in self.weights if w.part == part), default=0)
+        return max((weight.times for weight in self.in_part(part)), default=0)
 
     def in_part(self, part: ModelPart) -> tuple[Weight, ...]:
         """The tensors of a part; for layers, those of one layer."""
-        return tuple(weight for weight in self.weights if weight.part == part)
+        return self._parts.get(part, ())
+
+    @cached_property
+    def _parts(self) -> dict[ModelPart, tuple[Weight, ...]]:
+        """The planner asks for parts thousands of times."""
+        found: dict[ModelPart, list[Weight]] = {}
+        for weight in self.weights:
+            found.setdefault(weight.part, []).append(weight)
+        return {part: tuple(weights) for part, weights in found.items()}
 
     def count(self, wanted: Callable[[Weight], bool]) -> int:
         return sum(weight.total for weight in self.weights if wanted(weight))
@@ -159,7 +167,7 @@ class ModelShape:
         """The embedding of the tokens; every family lists it first."""
         return self.in_part("embedding")[0]
 
-    @property
+    @cached_property
     def linears(self) -> tuple[Weight, ...]:
         """The weights of all linear modules."""
         return tuple(weight for weight in self.weights if weight.linear)

@@ -8,7 +8,7 @@ from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.rank_share import WEIGHTS, RankShare, end_parameters, held_share
-from shardtune.plan.estimate.workload import Workload
+from shardtune.plan.estimate.workload import Workload, sent_bytes
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,11 @@ def gathered_bytes(
     ends = end_parameters(shape, cut) * width / cut.tensor
     gathers = [move for rule in layout.rules for move in rule.moves if move.what in WEIGHTS]
     if len(gathers) == 1 and "params" not in _copied(layout):
-        whole = shape.parameters * held_share(shape, cut) * width + unpacked
+        whole = _all_weights(shape, work) * held_share(shape, cut) + unpacked
         return whole, whole
     if work.buckets is not None:
-        live = min(work.buckets.live, shape.parameters / cut.tensor) * width
+        each = width if work.packed_bits is None else 1  # packed weights are elements of a byte
+        live = min(work.buckets.live * each, _all_weights(shape, work) / cut.tensor)
         whole = max(live, layer + ends) + unpacked
         return whole, whole
     several = layer * (2 if work.prefetch else 1) + unpacked
@@ -76,6 +77,13 @@ def gathered_bytes(
     if work.ends_apart and not shape.tied:
         return ends / 2 + layer, several
     return ends + several, ends + several
+
+
+def _all_weights(shape: ModelShape, work: Workload) -> float:
+    """Bytes of all weights as they are gathered: packed ones stay so."""
+    if work.packed_bits is None:
+        return shape.parameters * work.widths.gathered
+    return sent_bytes(shape, work).params
 
 
 def sending_bytes(
