@@ -182,7 +182,8 @@ def fit(
     the step before, so that the GPU has one to compute meanwhile.
     """
     job, world, first = run.job, run.world, progress.step + 1
-    if run.ends_early(progress):  # a run that goes on, with no more patience than before
+    checkpoints, evaluations = run.checkpoints, run.evaluations
+    if evaluations.ends_early(progress):  # it goes on, with no more patience than before
         return progress
     meter = Meter(steps - progress.step, world.device)
     world.heartbeat.begin(first)
@@ -198,8 +199,8 @@ def fit(
             )  # the last one ends anyway
             last = step == steps or stop is not StopRequest.NONE
             # The end is evaluated by `finish`, unless something is decided by it.
-            evaluating = run.evaluates(step) and not last
-            evaluating |= step == steps and bool(run.watched)
+            evaluating = evaluations.due(step) and not last
+            evaluating |= step == steps and bool(evaluations.watched)
             saving = due(step, job.save.every) or last
             # These need what came out of this very step.
             whole = evaluating or saving or step == first or job.save.trace
@@ -207,24 +208,24 @@ def fit(
                 progress = pending.flush(stop, whole=whole)  # waits, logs, checks each step
             world.heartbeat.enter("save")
             if step == first:
-                run.prepare_saving()
-            run.keep_saving()
+                checkpoints.prepare()
+            checkpoints.poll()
             with meter.paused():  # both follow a look: nothing is computed meanwhile
                 # Before the checkpoint: a run that goes on after it must not lack these lines.
                 if evaluating:
-                    progress = pending.progress = run.judge(progress, whole=last)
-                if saving or progress.best_step == step or run.ends_early(progress):
+                    progress = pending.progress = evaluations.judge(progress, whole=last)
+                if saving or progress.best_step == step or evaluations.ends_early(progress):
                     world.heartbeat.enter("save")
-                    run.save(progress)
+                    checkpoints.save(progress)
                 if profiler is not None:
                     profiler.after_step()
-            if progress.stopped or run.ends_early(progress):
+            if progress.stopped or evaluations.ends_early(progress):
                 break
             world.heartbeat.begin(step + 1)
     if profiler is not None:
         profiler.stop()
     world.heartbeat.enter("save")
-    run.saved()
+    checkpoints.wait()
     return progress
 
 

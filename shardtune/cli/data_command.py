@@ -27,7 +27,7 @@ def data(arguments: argparse.Namespace) -> int:
     """Prints each data set as the model gets it."""
     from rich.console import Console
 
-    from shardtune.cli.train_command import read_job
+    from shardtune.cli.resolve_job import read_job
     from shardtune.data.inspect import view
     from shardtune.train import open_inputs
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
+from shardtune.cli.say import say
 from shardtune.core.network import listen, own_address
 from shardtune.errors import LaunchError, Problem, ShardtuneError
 from shardtune.measure.bandwidth import MeasuredLink, receive, send
@@ -65,7 +65,7 @@ def add_parser(commands: Commands) -> None:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """The command. Exit code 1 if something is bad."""
-    from shardtune.cli.train_command import this_node
+    from shardtune.cli.start.nodes import this_node
     from shardtune.report.doctor_table import print_findings
 
     node = this_node(arguments)
@@ -90,7 +90,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace, nodes: int) -> tuple[Job | None, list[Finding]]:
     """The job as it would run, and what is wrong with it."""
-    from shardtune.cli.train_command import resolve_here
+    from shardtune.cli.resolve_job import resolve_here
     from shardtune.config.job_file import load_job
 
     if arguments.job is None:
@@ -110,10 +110,6 @@ def _launchers(node: Node | None) -> Iterator[MultiNode | None]:
     if node is None:
         yield None
         return
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     with closing(MultiNode(node, 1, wait=WAIT, say=say)) as launchers:
         yield launchers
 

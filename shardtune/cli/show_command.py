@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> None:
 
 def show(arguments: argparse.Namespace) -> int:
     """Prints the job."""
-    from shardtune.cli.train_command import read_job
+    from shardtune.cli.resolve_job import read_job
     from shardtune.report.job_table import print_job
 
     loaded, resolved = read_job(arguments)

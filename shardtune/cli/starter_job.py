@@ -169,7 +169,7 @@ def _lengths(data: StarterData, size: RunSize) -> Iterator[str]:
 def _planned(text: str, target: str, shape: ModelShape | None, machine: Machine) -> Iterator[str]:
     """The forecast on this machine and the strategy that it suggests, as comments; as a section,
     where the default doesn't fit and another does."""
-    from shardtune.cli.train_command import resolve_here
+    from shardtune.cli.resolve_job import resolve_here
     from shardtune.config.job import Job
     from shardtune.config.job_file import LoadedJob
     from shardtune.core.units import GIB

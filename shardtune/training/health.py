@@ -48,7 +48,7 @@ class Health:
         elif math.isfinite(result.loss) and (usual := self.spikes.see(result.loss)) is not None:
             times = result.loss / usual
             fact = f"the loss is {result.loss:.4g}, {times:.3g} times the usual {usual:.4g}"
-            self.run.note(
+            self.run.log.note(
                 LossSpike(
                     kind="spike",
                     step=progress.step,
@@ -71,7 +71,7 @@ class Health:
         for rank, ids in blamed.items():
             more = f" and {len(ids) - SAMPLES_SHOWN} more" if len(ids) > SAMPLES_SHOWN else ""
             fact += f"; rank {rank}, samples {', '.join(ids[:SAMPLES_SHOWN])}{more}"
-        self.run.note(
+        self.run.log.note(
             NonfiniteGradient(
                 kind="not_finite", step=progress.step, fact=fact, ranks=blamed, weights=broken
             )

@@ -89,7 +89,7 @@ class PendingSteps:
         samples, epoch = self.data.samples(step), self.data.epoch(step + 1)
         self.progress = self.progress.after(result, reading, stop)
         del self.results[0]
-        self.run.log(self.progress, result, reading, epoch=epoch, samples=samples, parts=parts)
+        self.run.log.step(self.progress, result, reading, epoch=epoch, samples=samples, parts=parts)
         return samples
 
     def _read(self, results: list[StepResult]) -> tuple[list[StepResult], StepParts | None]:

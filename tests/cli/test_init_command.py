@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardtune.cli import main as cli
+from shardtune.cli.resolve_job import resolve_here
 from shardtune.cli.starter_job import starter_job
-from shardtune.cli.train_command import resolve_here
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine

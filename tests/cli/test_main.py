@@ -34,7 +34,7 @@ COMMANDS = ["init", "plan", "estimate", "bench", "train", "data", "show", "schem
             "models list", "models pull", "report", "dashboard", "verify",
             "slurm", "diagnose", "doctor", "completion"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "datasets", "deepspeed"}
-ON_RAY = "shardtune.cli.train_on_ray"  # imported by a job that asks for Ray
+ON_RAY = "shardtune.cli.start.train_on_ray"  # imported by a job that asks for Ray
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from shardtune.checkpoint.overwrite import move_aside
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_marker import write_marker
-from shardtune.cli.fault_page import leaving_page
 from shardtune.cli.main import main
+from shardtune.cli.start.fault_page import leaving_page
 from shardtune.report.run_page import PAGE_FILE
 from tests.jobs import make_environment
 from tests.reports import evaluation_line, make_report, step_line

@@ -8,7 +8,8 @@ import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import require_resumable
-from shardtune.cli.train_command import _policy, resolve_here
+from shardtune.cli.resolve_job import resolve_here
+from shardtune.cli.start.local_ranks import restart_policy
 from shardtune.config.auto import ResolvedJob
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
@@ -48,7 +49,7 @@ def read(job: Path, *overrides: str, resume: bool = False, anew: bool = False) -
 def policy(job: Path, *overrides: str, resume: bool = False) -> RestartPolicy:
     """How a run is started again."""
     asked, chosen = load_job(job, overrides).job, read(job, *overrides, resume=resume).job
-    return _policy(asked, chosen, forecast_here(chosen, GPU), resume=resume)
+    return restart_policy(asked, chosen, forecast_here(chosen, GPU), resume=resume)
 
 
 def begin(resolved: ResolvedJob, rows: int) -> None:

@@ -19,7 +19,7 @@ CREDENTIALS = {
 
 def copy(folder: Path, target: str) -> None:
     pytest.importorskip("ray", reason="ray is not installed (shardtune[ray])")
-    from shardtune.cli.train_on_ray import _copy
+    from shardtune.cli.start.train_on_ray import _copy
 
     _copy(folder, target)
 

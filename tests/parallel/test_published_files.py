@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardtune.cli.train_command import resolve_here
+from shardtune.cli.resolve_job import resolve_here
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
 from shardtune.core.world import World

@@ -57,7 +57,7 @@ def test_logging_and_live_view(tmp_path: Path) -> None:
         account = parts.take([RESULT], LoadingTime(step, step))
         told = parts.put_together([account], 1)
         progress = replace(Progress(), step=step)
-        run.log(progress, RESULT, READING, epoch=0.5, samples=["s:1"] * 8, parts=told)
+        run.log.step(progress, RESULT, READING, epoch=0.5, samples=["s:1"] * 8, parts=told)
         view._panel.step(step, NUMBERS, 100.0)
 
     each = least_seconds(log) + least_seconds(lambda _: console.print(view._panel)) * REDRAWN * STEP

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ from shardtune.checkpoint.extension import continued
 from shardtune.checkpoint.overwrite import overwriting
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import require_resumable
-from shardtune.cli.fault_page import leaving_page
+from shardtune.cli.say import say
+from shardtune.cli.start.fault_page import leaving_page
 from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, RayLaunch
 from shardtune.config.rules import check
@@ -67,7 +67,7 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
                 logs=run.logs.absolute(),
                 policy=RestartPolicy(restarts=launch.max_failures, halvings=halvings),
                 step=lambda: _last_step(run),
-                say=lambda text: print(text, file=sys.stderr, flush=True),
+                say=say,
             )
     if launch.storage is not None:
         _copy(run.path, launch.storage)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from shardtune.cli.say import say
 
 if TYPE_CHECKING:
     from shardtune.checkpoint.run_dir import RunDir
@@ -32,4 +33,4 @@ def _write(run: RunDir, state: RunState) -> None:
     from shardtune.report.run_page import PAGE_FILE, try_write_run_page
 
     if run.owns(PAGE_FILE) and run.read_report() is None:
-        try_write_run_page(run.path, lambda text: print(text, file=sys.stderr), state)
+        try_write_run_page(run.path, say, state)
