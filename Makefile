@@ -12,8 +12,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
 RANKS := -n 2 --dist loadfile
+# Programs that run side by side print one after the other, where make can do that (from 4.0 on).
+IN_TURN := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: demo quick test test-all check exam docs format clean
+.PHONY: demo quick test test-all check lint formatted types imports exam docs format clean
 
 # Each part says what it does; pip and the run say how long they still take.
 demo: $(VENV)/demo
@@ -22,12 +24,13 @@ demo: $(VENV)/demo
 	@echo "== 5 of 5: training (2 ranks, 2 to 4 minutes on two quiet cores)"
 	@$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
 
-# Style, types, imports, and all tests that start no process.
+# Style, types, imports, and all tests that take less than a second and start no process: at most 3
+# minutes on two cores.
 quick: check
-	$(PYTEST) $(TWO) -m "not long and not process"
+	$(PYTEST) $(TWO) -m "not long and not process and not slow"
 
 test: quick
-	$(PYTEST) $(RANKS) -m "process and not long"
+	$(PYTEST) $(RANKS) -m "(process or slow) and not long"
 
 # What `make test` leaves out as well; DeepSpeed's C++ part is compiled first.
 test-all: check
@@ -44,11 +47,21 @@ exam: $(VENV)/dev
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Side by side; all that any of them has to say is said before make fails.
 check: $(VENV)/dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@$(MAKE) --no-print-directory --jobs 4 --keep-going $(IN_TURN) types imports lint formatted
+
+types:
+	$(BIN)/mypy --num-workers 2
+
+imports:
 	$(BIN)/lint-imports
+
+lint:
+	$(BIN)/ruff check .
+
+formatted:
+	$(BIN)/ruff format --check .
 
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .

@@ -261,6 +261,7 @@ def test_a_second_definition_is_named(house: Path, definition: str, name: str, l
     )
 
 
+@pytest.mark.slow
 def test_this_package_fails_when_it_is_broken(tmp_path: Path) -> None:
     """The package itself, broken in a copy: nothing in its size or forms hides a fault."""
     root = tmp_path / "shardtune"

@@ -88,6 +88,7 @@ def test_plain_peft_reads_an_adapter(tmp_path: Path) -> None:
     assert torch.equal(result.logits(found), result.logits(result.model))
 
 
+@pytest.mark.slow
 def test_plain_transformers_reads_a_whole_model(tmp_path: Path) -> None:
     result = saved(tmp_path, NoAdapter())
     model = AutoModelForCausalLM.from_pretrained(result.folder)

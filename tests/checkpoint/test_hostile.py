@@ -97,6 +97,7 @@ def names_in(tree: ast.AST) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_line_of_ours_unpickles_or_calls_a_shell() -> None:
     for path in sorted(Path(shardtune.__file__).parent.rglob("*.py")):
         found = names_in(ast.parse(path.read_text(encoding="utf-8")))

@@ -94,6 +94,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", RUNS)
@@ -282,6 +283,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         merge(tmp_path, tmp_path / "merged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [LoRA(rank=4), NoAdapter()], ids=["lora", "whole"])
 def test_a_result_can_be_asked(tmp_path: Path, adapter: Adapter) -> None:
     run = finished_run(tmp_path / "run", adapter)

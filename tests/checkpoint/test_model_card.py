@@ -62,6 +62,7 @@ def local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_the_card_of_an_adapter_and_of_its_merge(tmp_path: Path, local_model: str) -> None:
     run = run_in(tmp_path, {"type": "lora", "rank": 2}, local_model)
     assert_names_no_place(run / "result", tmp_path)

@@ -121,6 +121,7 @@ def test_a_link_slower_than_expected_and_a_wrong_clock_are_said() -> None:
     assert worse(about_links([MeasuredLink(0, 1, 90.0, 0.1, 0.5)], None, 2, 100.0)) == []
 
 
+@pytest.mark.slow
 def test_a_link_is_measured_in_one_direction() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         far = threading.Thread(target=receive, args=(listener,))

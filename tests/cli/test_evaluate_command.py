@@ -118,6 +118,7 @@ def test_before_and_after_side_by_side(
     assert said[0] == [row.answer for row in expected.rows]
 
 
+@pytest.mark.slow
 def test_a_judge_and_forgetting_from_the_command_line(
     run_folder: Path, tmp_path: Path, endpoint: Endpoint,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

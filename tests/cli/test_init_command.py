@@ -61,6 +61,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # From a model and a file to a run -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_job_trains() -> None:
     job = init("tiny", write_rows("qa.jsonl", *questions(120)))
     assert (job.trains, job.data.sequence_length, job.save.directory) == (
@@ -74,6 +75,7 @@ def test_the_job_trains() -> None:
     assert (Path("runs/qa") / "result").is_dir()
 
 
+@pytest.mark.slow
 def test_a_model_with_an_encoder_trains() -> None:
     encoder_decoder.write(Path("t5"), "flan_t5")
     job = init("./t5", write_rows("qa.jsonl", *questions(12)))

@@ -43,6 +43,7 @@ def said(model: ServedModel, text: str) -> str:
     return str(model.tokenizer.decode(heard.tokens, skip_special_tokens=True)).strip()
 
 
+@pytest.mark.slow
 def test_adapters_share_their_base(tmp_path: Path) -> None:
     finished_run(tmp_path / "one", LoRA(rank=4), TINY)
     finished_run(tmp_path / "two", LoRA(rank=2, targets=("q_proj",)), TINY)

@@ -66,6 +66,7 @@ def test_what_planning_prints(
         adapter_of(command).validate_python(json.loads(text) | {"unknown": 1})
 
 
+@pytest.mark.slow
 def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", str(write_job(tmp_path)), "--cluster", "2xA40", "--dry-run", "--json"]
     assert main(words) == 0

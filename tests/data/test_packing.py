@@ -83,6 +83,7 @@ def test_nothing_packs_to_nothing():
     assert pack_in_order(nothing, 8) == []
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("capacity", [2048, 131072])
 def test_a_million_documents_take_seconds(capacity):

@@ -339,6 +339,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), json_values), st.booleans())
 def test_sound_objects_are_read_as_they_are(value, ascii):
     assert JsonReader().read_object(json.dumps(value, ensure_ascii=ascii)) == value

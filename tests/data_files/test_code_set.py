@@ -123,6 +123,7 @@ def test_a_good_answer_passes(make_code: ModuleType) -> None:
     assert list(make_code.faults("python", GOOD, ["twice(2) == 4"])) == []
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_found(
     make_code: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

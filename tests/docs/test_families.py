@@ -17,6 +17,7 @@ def chosen() -> list[Any]:
     return [pytest.param(name, marks=() if name in FEW else slow) for name in known()]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not")
 @pytest.mark.parametrize("name", chosen())

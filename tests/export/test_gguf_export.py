@@ -160,6 +160,7 @@ def test_bounds_hold_and_are_tight(kind: str) -> None:
     assert (off / np.maximum(bounds, 1e-30)).max() > 0.7
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_written_and_sealed(source: ExportSource, tmp_path: Path) -> None:
     target = tmp_path / "out"
     found = export_gguf(source, target, "q8_0")

@@ -193,6 +193,7 @@ def test_a_watcher_that_slept_itself_forgives(scene: Scene) -> None:
     assert scene.look(3.0) is None
 
 
+@pytest.mark.slow
 def test_no_false_alarm_in_10000_steps(scene: Scene) -> None:
     draw = random.Random(1)
     for step in range(1, 10_001):

@@ -37,6 +37,7 @@ def gradients(model: Any, **more: Any) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRA(rank=4)], ids=["all", "lora"])
 def test_gradients_are_the_same_to_the_bit(tmp_path: Path, adapter: Adapter) -> None:
     write(tmp_path, "llama", intermediate_size=96)  # wide enough for `mlp` to drop it

@@ -53,6 +53,7 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [list(tokenizer(text)["input_ids"]) for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 def test_a_batch_of_different_lengths_is_answered_as_each_alone(

@@ -91,6 +91,7 @@ def plain(folder: Path) -> Any:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", rows())
 def test_one_process(family: str, adapter: str, folder: Path, plain: Any) -> None:

@@ -575,6 +575,7 @@ def test_the_forecast_counts_what_rounding_takes(
     assert taken[0] + unseen == pytest.approx(told, rel=0.08)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore")

@@ -174,6 +174,7 @@ def test_a_temperature_draws(model: Any) -> None:
     assert len({draw(seed) for seed in range(4)}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch tells of what its compiler does itself
 def test_nothing_is_compiled_for_an_answer_or_a_probe(model: Any) -> None:
     """Layers that are compiled for training answer as they are: else it would be 3 graphs for each

@@ -143,6 +143,7 @@ def reference_run(family: str, adapter: str) -> Steps:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "adapter"),
     [
@@ -155,6 +156,7 @@ def test_one_process_trains_as_transformers_does(family: str, adapter: str) -> N
     np.testing.assert_allclose(found, reference_run(family, adapter), rtol=SAME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("t5", marks=pytest.mark.long), "bart"])
 def test_activation_checkpointing_changes_nothing(family: str) -> None:
     found = engine_run(World(0, 1, 0), folder(family), "none", {"type": "ddp"}, "full")

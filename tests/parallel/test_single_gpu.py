@@ -80,6 +80,7 @@ def rounded(engine: NativeEngine) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["fused", pytest.param("plain", marks=pytest.mark.long)])
 @pytest.mark.parametrize("together", [False, True])
 def test_gradients_are_as_near_to_fp32_as_autocasts(together: bool, loss: str) -> None:

@@ -65,6 +65,7 @@ def too_large(seed: int, folder: Path) -> Iterator[Asked]:
             yield asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "fixes"), [(1, 8), pytest.param(2, 80, marks=pytest.mark.long)])
 def test_what_is_offered_fits_when_it_is_pasted(seed: int, fixes: int, tmp_path: Path) -> None:
     pasted = 0

@@ -90,6 +90,7 @@ def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
     assert ranking.best is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.long)])
 def test_every_model_of_the_catalogue_gets_a_useful_answer_on_one_small_card(every: int) -> None:
     cluster = parse_cluster("1xRTX4090")
@@ -113,6 +114,7 @@ def test_a_layer_that_is_too_large_for_a_card_wants_a_larger_one() -> None:
     assert found.found.cluster.gpu.name == "A100-80GB"
 
 
+@pytest.mark.slow
 def test_a_layer_that_can_be_cut_needs_no_larger_card() -> None:
     """A layer of Llama-3.1-405B gathered twice takes 12 GiB, an eighth of it 0.8."""
     name = "llama-3.1-405b"

@@ -55,6 +55,7 @@ def plans(seed: int) -> Iterator[Ranking]:
             yield rank(job, drawn.shape, drawn.cluster, aims[number % 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "plans_of"), [(1, 6), pytest.param(2, 200, marks=pytest.mark.long)]
 )

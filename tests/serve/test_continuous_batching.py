@@ -29,6 +29,7 @@ def llama() -> Any:
     return tiny("llama", vocab_size=211, max_position_embeddings=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -113,6 +114,7 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch(llama: Any) -> None:
     assert [token for token, _ in first.top] == logits.topk(2).indices.tolist()
 
 
+@pytest.mark.slow
 def test_each_request_has_its_adapter() -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -118,6 +118,7 @@ def test_completions_take_texts_and_tokens(here: Running) -> None:
     assert streamed == [choice.text for choice in several]
 
 
+@pytest.mark.slow
 def test_32_at_once_get_what_they_get_alone(here: Running) -> None:
     client = here.client()
     dialogues = [[{"role": "user", "content": "word " * n + str(n)}] for n in range(COUNT)]

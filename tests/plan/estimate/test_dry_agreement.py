@@ -111,6 +111,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)]
 )
