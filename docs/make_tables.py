@@ -127,6 +127,7 @@ ABILITIES: dict[str, Callable[[Capabilities], str]] = {
     "`train.offload_activations`": lambda can: yes(can.activation_offload),
     "`train.kernels: compiled`": lambda can: yes(can.compiled_layers),
     "`train.loss: fused`": lambda can: yes(can.fused_loss),
+    "`train.router_aux_loss_coef`": lambda can: yes(can.router_losses),
     "offloads, by its own fields": lambda can: "; ".join(
         f"{STATE_NAMES[state]}: {listed(homes)}" for state, homes in can.offload.items()
     ),

@@ -14,10 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardtune.config.job import Job, RayLaunch, TrainSection
+from shardtune.config.job import Job, LoRA, RayLaunch, TrainSection
 from shardtune.config.model_config import config_of, kind_if_known
 from shardtune.config.trackers import tracker_of
 from shardtune.core.machine import Machine
+from shardtune.core.model.active_experts import active_experts
 from shardtune.core.model.family_support import support_of
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.setup import Precision
@@ -153,15 +154,15 @@ def _resolve_length(draft: _Draft) -> None:
 
 
 def _resolve_family(draft: _Draft, kind: ModelKind) -> None:
-    """What the model's family can do: its attention, and whether it keeps packed documents
-    apart."""
+    """What the model's family can do: its attention, whether it keeps packed documents apart, and
+    its experts."""
     job = draft.job
-    if job.model.attention != "auto" and job.data.packing != "auto":
-        return
     try:
         config = config_of(job.model)
     except ModelError:  # whoever opens the model says what is wrong with it
         config = {}
+    _resolve_experts(draft, active_experts(config))
+    _resolve_balance(draft, config)
     family, support = config.get("model_type", "this model"), support_of(config)
     if job.model.attention == "auto" and support is not None:
         has = " or ".join(support.attention)
@@ -179,6 +180,34 @@ def _resolve_family(draft: _Draft, kind: ModelKind) -> None:
         draft.put(("data", "packing"), packs, reason)
 
 
+def _resolve_experts(draft: _Draft, active: int) -> None:
+    """What LoRA does with the experts of a mixture; `active` is how many a token goes through."""
+    adapter = draft.job.adapter
+    if not isinstance(adapter, LoRA) or not active:
+        return
+    adapts = adapter.adapts_experts
+    if adapter.experts == "auto":
+        reason = "targets: all-linear" if adapts else "adapter.targets names other layers"
+        draft.put(("adapter", "experts"), "all" if adapts else "none", reason)
+    if adapts and adapter.expert_rank == "auto":
+        rank = adapter.rank_of_experts(active)
+        reason = f"rank {adapter.rank} / {active} experts that a token goes through"
+        draft.put(("adapter", "expert_rank"), rank, reason)
+
+
+def _resolve_balance(draft: _Draft, config: Mapping[str, Any]) -> None:
+    """The load-balancing loss that a mixture was published with."""
+    if draft.job.train.router_aux_loss_coef != "auto" or "router_aux_loss_coef" not in config:
+        return
+    used = bool(config.get("output_router_logits"))
+    found = float(config["router_aux_loss_coef"] or 0) if used else 0.0
+    draft.put(
+        ("train", "router_aux_loss_coef"),
+        found,
+        f"config.json {'uses' if used else 'does not use'} it (output_router_logits)",
+    )
+
+
 def _resolve_kernels(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
     """Layers that an engine cuts or hooks into are left as transformers writes them, and so are
     those of models with an encoder."""
@@ -190,6 +219,8 @@ def _resolve_kernels(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
         fast, reason = False, f"strategy {strategy.type} works on layers as they are"
     elif kind != "decoder":
         fast, reason = False, "the model has an encoder and a decoder"
+    elif draft.job.train.balances_experts or draft.job.train.router_z_loss_coef:
+        fast, reason = False, "losses of routers reach into layers while they run"
     if draft.job.train.loss == "auto":
         draft.put(("train", "loss"), "fused" if fast else "plain", reason)
     if draft.job.train.kernels == "auto":

@@ -155,6 +155,14 @@ STRATEGY_RULES: tuple[Rule, ...] = (
         "leave it out: gradient_checkpointing: full saves most",
     ),
     _allows(
+        "strategy-has-router-losses",
+        ("train", "router_aux_loss_coef"),
+        lambda job: bool(job.train.balances_experts or job.train.router_z_loss_coef),
+        lambda can: can.router_losses,
+        "has no losses of routers",
+        "set train.router_aux_loss_coef: 0 and train.router_z_loss_coef: 0",
+    ),
+    _allows(
         "strategy-resumes",
         ("save", "every"),
         lambda job: job.save.every > 0,

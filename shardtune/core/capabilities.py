@@ -89,6 +89,8 @@ class Capabilities:
     """Whether layers may be compiled and fused: `train.kernels`."""
     fused_loss: bool = False
     """Whether output head and loss may be computed together: `train.loss`."""
+    router_losses: Can = False
+    """Whether routers of a mixture may have losses of their own: `train.router_aux_loss_coef`."""
     captures_alone: bool = False
     """Whether the short steps of a single rank become CUDA graphs."""
     split_weights: bool = False

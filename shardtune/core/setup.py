@@ -63,5 +63,9 @@ class EngineSetup:
     """`fused` never has all logits of a micro-batch at once."""
     offload_activations: bool = False
     """What the forward pass saves waits for the backward pass in CPU memory."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture's routers."""
+    router_z_loss_coef: float = 0.0
+    """Weight of their z-loss."""
     split_fp32: bool = False
     """Whether fp32 weights are split: the model has the upper halves, the optimizer the lower."""

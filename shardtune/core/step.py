@@ -43,6 +43,8 @@ class MicroBatch:
     """Positions that are trained."""
     attention: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """What the model's attention is told besides (`documents.attention_inputs`)."""
+    lengths: Tensor | None = field(default=None, compare=False)
+    """Tokens of each row, padding not counted; None where rows have no padding."""
     source_mask: Tensor | None = None
     """Where an encoder reads `input_ids`: 1 for tokens, 0 for padding."""
 

@@ -69,6 +69,7 @@ class Collator:
             samples=self.ids(documents),
             tokens=len(tokens),
             labels=int(trained.sum()),
+            lengths=torch.tensor([sum(each.length for each in row) for row in rows] or [0]),
         )
 
     def ids(self, documents: Sequence[DocumentRef]) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ def why_not(setup: EngineSetup, world: World, parameters: TrainedParameters, mod
         (_get_current_dispatch_mode() is not None, "operations are looked at one by one"),
         (not takes_boundaries(model), "transformers asks the GPU which mask attention needs"),
         (setup.precision == "fp16", "the loss scale changes under fp16"),
+        (bool(setup.router_aux_loss_coef + setup.router_z_loss_coef), "routers have own losses"),
         (setup.offload_activations, "activations wait in CPU memory"),
         (recomputes, "whole layers are recomputed, and ask for the generator's state"),
         (2 * trained > whole or trained > MOST_TRAINED, "the gradient would be there twice"),

@@ -14,6 +14,7 @@ from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.engine.activation_offload import Offload
 from shardtune.engine.host_to_device import Staged, Staging
 from shardtune.engine.loss import forward, loss_sum, model_inputs, selects_logits
+from shardtune.engine.router_losses import RouterLosses
 from shardtune.engine.unsharded import Unsharded
 from shardtune.kernels.linear_cross_entropy import fused_loss
 
@@ -47,6 +48,14 @@ class ForwardPass:
         self._selects = selects_logits(model)
         self._fused = fused_loss(model) if fuse else None
         self.activation_offload = Offload(model, device) if setup.offload_activations else None
+        self.router_losses: RouterLosses | None = None
+        if setup.router_aux_loss_coef or setup.router_z_loss_coef:
+            self.router_losses = RouterLosses(
+                model,
+                balance=setup.router_aux_loss_coef,
+                z=setup.router_z_loss_coef,
+                device=device,
+            )
         self.staging = Staging(device, told=takes_boundaries(model))
 
     def loss(self, batch: MicroBatch) -> Tensor:
@@ -56,11 +65,22 @@ class ForwardPass:
     def loss_here(self, here: Staged) -> Tensor:
         """The same of one that is on the device."""
         inputs, kept, targets = self._inputs(here)
+        if self.router_losses is not None:
+            self.router_losses.begin_batch(here.lengths, here.input_ids.shape[1])
         if self._fused is None:
             logits = forward(self.module, inputs, kept)
             return self.sharded.loss_sum(logits, targets.flatten())
         with self._fused.returning_loss(targets):
             return forward(self.module, inputs, kept)
+
+    @torch.no_grad()
+    def count_routed(self, batch: MicroBatch) -> None:
+        """A forward pass that only counts which experts its tokens are sent to."""
+        here = self.staging.receive(batch)
+        assert self.router_losses is not None
+        self.router_losses.begin_batch(here.lengths, here.input_ids.shape[1])
+        kept = torch.zeros(1, dtype=torch.long, device=self._device) if self._selects else None
+        forward(self.model, model_inputs(self.model, here), kept)
 
     def score(self, batch: MicroBatch) -> Tensor:
         """The summed loss of a micro-batch, and how many of its targets the model would choose."""

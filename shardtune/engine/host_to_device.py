@@ -62,7 +62,7 @@ class Staging:
             return self._moved(batch)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(batch.arrived)
-        told = (*batch.attention.values(), batch.source_mask)
+        told = (*batch.attention.values(), batch.source_mask, batch.lengths)
         tensors = (each for each in told if isinstance(each, Tensor))
         for tensor in (batch.input_ids, batch.position_ids, batch.targets, batch.kept, *tensors):
             # Else its memory could be given to another batch while this one is computed.
@@ -85,6 +85,7 @@ class Staging:
             kept=sent(kept, self._device),
             attention=varlen_inputs(batch.position_ids, send) if self._told else {},
             source_mask=None if batch.source_mask is None else send(batch.source_mask),
+            lengths=None if batch.lengths is None else send(batch.lengths),
         )
 
 

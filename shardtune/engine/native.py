@@ -130,6 +130,7 @@ class NativeEngine:
         """
         self._begin()
         counts = self._count(microbatches)
+        self._count_routed(microbatches)
         # The ranks' gradients are averaged; the sum over label tokens wants no such division.
         scale = (self.peers.size / counts[1].clamp(min=1).double()).float()
         total = self._backward(microbatches, scale)
@@ -183,6 +184,23 @@ class NativeEngine:
         self.peers.sum(counts)
         return counts
 
+    def _count_routed(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Counts where the step's tokens go, for the losses of routers. A single micro-batch is
+        counted in its own forward pass; several take one more each, of the same random numbers."""
+        losses = self.forward_pass.router_losses
+        if losses is None:
+            return
+        losses.begin_step()
+        losses.scale = self.scaler.scale(torch.full((), float(self.peers.size)).to(self.device))
+        if len(microbatches) > 1:
+            self._train()
+            for index, batch in enumerate(microbatches):
+                torch.manual_seed(self._seed_of(index))
+                with self.forward_pass.autocast():
+                    self.forward_pass.count_routed(batch)
+            losses.end_counting(self.peers)
+            reshard(self.model)
+
     def _backward(self, microbatches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         """Gradient accumulation: forward and backward of this rank's micro-batches, one after
         another, whose gradients autograd adds up. Returns the sum of their losses."""
@@ -228,6 +246,8 @@ class NativeEngine:
                 self._timer.received()
                 with contextlib.nullcontext() if graphs is None else graphs.measured(here):
                     loss = forward_pass.loss_here(here)
+            if forward_pass.router_losses is not None and forward_pass.router_losses.counting:
+                forward_pass.router_losses.end_counting(self.peers)
             self.world.heartbeat.enter("backward")
             self.scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
         if forward_pass.activation_offload is not None:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from shardtune.compat.quiet import quiet_expert_patterns
 from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
+from shardtune.core.model.active_experts import active_experts
 from shardtune.core.model.adapter_size import require_plain_experts
 from shardtune.core.model.architectures.ia3 import ia3_feedforward, ia3_targets
 from shardtune.core.model.kind import kind_of
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.kernels.autocast_forward import autocast_forward
 from shardtune.models.added_tokens import ends
+from shardtune.models.expert_layers import expert_weights, names_taken_by_peft, router_names
 
 ADAPTER_NAME = "default"
 """What peft calls an adapter that has no name of its own."""
@@ -227,12 +229,17 @@ def _lora(model: Any, adapter: LoRA) -> Any:
     if targets != "all-linear":
         _check_names("adapter.targets", targets, model, _is_linear, "linear layer")
     _check_names("adapter.modules_to_save", adapter.modules_to_save, model, _any, "module")
+    experts = expert_weights(model)
+    expert_rank = adapter.rank_of_experts(active_experts(model.config.to_dict()))
+    adapted = experts if adapter.adapts_experts else []
     return LoraConfig(
         task_type=_task(model),
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=targets if targets == "all-linear" else list(targets),
+        target_modules=_beside_experts(model, targets) if experts else _as_peft_writes(targets),
+        target_parameters=adapted or None,
+        rank_pattern=dict.fromkeys(adapted, expert_rank),
         modules_to_save=list(adapter.modules_to_save) or None,
         # A head that is the embedding stays the embedding when that is trained.
         ensure_weight_tying=_saves_tied(model, adapter.modules_to_save),
@@ -240,6 +247,32 @@ def _lora(model: Any, adapter: LoRA) -> Any:
         use_rslora=adapter.variant == "rslora",
         fan_in_fan_out=_transposed(model),
     )
+
+
+def _as_peft_writes(targets: Literal["all-linear"] | tuple[str, ...]) -> str | list[str]:
+    return targets if targets == "all-linear" else list(targets)
+
+
+def _beside_experts(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
+    """The linear layers of a mixture of experts that are adapted: peft's own `all-linear` would
+    add the experts of some families, of their own rank, and the router."""
+    taken = names_taken_by_peft(model)
+    if targets != "all-linear":
+        if lost := sorted({_leaf(name) for name in targets} & taken):
+            fact = f"{', '.join(lost)}: peft takes these names for the experts of this family"
+            fix = "leave them out, and set adapter.experts: all to adapt the experts"
+            raise ModelError(Problem("adapter.targets", fact, fix))
+        return list(targets)
+    head, routers = model.get_output_embeddings(), router_names(model)
+    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    left_out = {name for name, each in linears.items() if each is head or name in routers}
+    ambiguous = {_leaf(name) for name in left_out}
+    found = [name for name in linears if name not in left_out and _leaf(name) not in taken]
+    return sorted({name if _leaf(name) in ambiguous else _leaf(name) for name in found})
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _ia3(model: Any, adapter: IA3) -> Any:

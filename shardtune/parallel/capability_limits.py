@@ -18,6 +18,7 @@ WHOLE_COPIES = Capabilities(
     activation_offload=True,
     compiled_layers=True,
     fused_loss=True,
+    router_losses=True,
     captures_alone=True,
     split_weights=True,
     micro_batch_by_memory=True,
@@ -83,6 +84,9 @@ def staged(found: Capabilities, name: str) -> Capabilities:
     return replace(
         _in_parts(found, name),
         precisions=found.precisions.without({"fp16": Refusal(fp16)}),
+        router_losses=Refusal(
+            f"{name} computes some micro-batches' gradients before it has seen where all tokens go"
+        ),
         dry_run=Refusal("a stage waits for what others send, and here there is one rank"),
     )
 

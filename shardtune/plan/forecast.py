@@ -13,7 +13,6 @@ from shardtune.core.model.adapter_size import (
     ia3_parameters,
     lora_parameters,
     require_plain_experts,
-    targeted,
 )
 from shardtune.core.model.family_support import require_attention
 from shardtune.core.model.parallel_plan import require_cuttable
@@ -314,13 +313,16 @@ def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
             rank=1, trained=ia3_parameters(shape, chosen.targets, chosen.feedforward)
         )
     assert isinstance(chosen, LoRA)
-    experts = any(weight.routed for weight in targeted(shape, chosen.targets))
-    require_plain_experts(experts, chosen.dropout, chosen.variant)
+    adapts_experts = shape.experts is not None and chosen.adapts_experts
+    require_plain_experts(adapts_experts, chosen.dropout, chosen.variant)
+    per_token = shape.experts.per_token if shape.experts else 0
+    expert_rank = chosen.rank_of_experts(per_token) if adapts_experts else 0
     trained = lora_parameters(
         shape,
         chosen.rank,
         chosen.targets,
         dora=chosen.variant == "dora",
         modules_to_save=chosen.modules_to_save,
+        expert_rank=expert_rank,
     )
-    return AdapterSize(chosen.rank, chosen.targets, chosen.dropout, trained)
+    return AdapterSize(chosen.rank, chosen.targets, chosen.dropout, trained, expert_rank)

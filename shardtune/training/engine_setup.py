@@ -52,6 +52,8 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
         accumulation=max(1, -(-train.global_batch // (mesh.data_ranks * micro_batch))),
         loss="fused" if train.loss == "fused" else "plain",
         offload_activations=train.offload_activations,
+        router_aux_loss_coef=train.balances_experts,
+        router_z_loss_coef=train.router_z_loss_coef,
         split_fp32=job.splits_weights(mesh.size),
     )
     return Plan(job.strategy, mesh, job.layout(mesh.size), setup)

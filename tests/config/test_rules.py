@@ -348,6 +348,21 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
             "{type: fsdp}",
         ),
     ),
+    "routers have losses where all micro-batches are seen": (
+        "strategy-has-router-losses",
+        {
+            "strategy": {"type": "pipeline", "stages": 2},
+            "launch": {"processes": 2},
+            "train": {"router_z_loss_coef": 0.001},
+        },
+        Problem(
+            "train.router_aux_loss_coef",
+            "pipeline computes some micro-batches' gradients before it has seen where all tokens "
+            "go",
+            "set train.router_aux_loss_coef: 0 and train.router_z_loss_coef: 0, or use strategy: "
+            "{type: ddp} or {type: fsdp}",
+        ),
+    ),
     "activations wait under ddp": (
         "strategy-offloads-activations",
         {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from shardtune.config.auto import resolve
-from shardtune.config.job import Job
+from shardtune.config.job import Job, LoRA
 from shardtune.core.machine import Machine
 from shardtune.core.world import World
 from shardtune.data.dataset import PreparedData
@@ -32,6 +32,7 @@ from tests.models.families import config, write
 from tests.synthetic import Tokens, prepared
 
 STEPS, BATCH, LENGTH = 3, 4, 24
+FIGURES = ("loss", "grad_norm")
 RATE = 0.05
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"type": "lora", "rank": 4, "alpha": 8},
@@ -44,6 +45,8 @@ class Outcome:
     """What came of a job: its losses, or why it was refused."""
 
     losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    """Of the gradients, before they are clipped."""
     packing: bool = False
     refused: str = ""
 
@@ -113,8 +116,9 @@ def run(world: World, job: Job, rows: int | None = None) -> Outcome:
                 require_document_isolation(engine.module(), rows=2)
             ranks = rows or world.size
             batches = loader(job, world.rank % ranks, ranks).steps(0, STEPS)
-            losses = tuple(engine.step(batch).loss for batch in batches)
-        return Outcome(losses, job.data.packs)
+            steps = [engine.step(batch) for batch in batches]
+        losses, norms = (tuple(getattr(step, name) for step in steps) for name in FIGURES)
+        return Outcome(losses, norms, job.data.packs)
     except ShardtuneError as error:
         return Outcome(refused="; ".join(problem.fact for problem in error.problems))
 
@@ -127,21 +131,15 @@ def run_all(
 
 
 def plain_losses(job: Job) -> list[float]:
-    """The same job by transformers, peft and torch alone."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    """The losses of the same job by transformers, peft and torch alone."""
+    return list(plain_outcome(job).losses)
 
-    model: Any = AutoModelForCausalLM.from_pretrained(job.model.name, dtype=torch.float32)
-    if job.adapter.type == "lora":
-        conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
-        settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=conv1d)
-        model = get_peft_model(model, settings)
-        ours = PretrainedModelBuilder(ModelFiles(job.model), job.adapter, job.train).whole("cpu")
-        model.load_state_dict(ours.state_dict())
-    model.train()
-    trained = [each for each in model.parameters() if each.requires_grad]
+
+def plain_outcome(job: Job) -> Outcome:
+    """The same job by transformers, peft and torch alone."""
+    model, trained = plain_model(job)
     optimizer = torch.optim.SGD(trained, lr=RATE, momentum=0.9)
-    rows, data, losses = documents(), loader(job, 0, 1), []
+    rows, data, losses, norms = documents(), loader(job, 0, 1), [], []
     for step in range(STEPS):
         chosen = [rows[int(name.split(":")[1])] for name in data.samples(step)]
         labels = sum(sum(flags) for _, flags in chosen)
@@ -154,7 +152,46 @@ def plain_losses(job: Job) -> list[float]:
             loss = functional.cross_entropy(logits[places], targets, reduction="sum") / labels
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
         optimizer.step()
         losses.append(total)
-    return losses
+    return Outcome(tuple(losses), tuple(norms))
+
+
+def plain_model(job: Job) -> tuple[Any, list[torch.nn.Parameter]]:
+    """The job's model by transformers and peft, and what of it is trained."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(job.model.name, dtype=torch.float32)
+    if isinstance(job.adapter, LoRA):
+        model = get_peft_model(model, plain_lora(model))
+        ours = PretrainedModelBuilder(ModelFiles(job.model), job.adapter, job.train).whole("cpu")
+        model.load_state_dict(ours.state_dict())
+    model.train()
+    return model, [each for each in model.parameters() if each.requires_grad]
+
+
+def plain_lora(model: Any) -> Any:
+    """Rank 4 on all linear layers, and 4 / 2 on each of the experts, of which a token meets two.
+
+    peft takes names of MLPs in most mixtures for the experts', which have got a place of their own.
+    """
+    from peft import LoraConfig
+
+    named = [(name.split("."), each) for name, each in model.named_parameters()]
+    experts = {".".join(words[-2:]) for words, each in named if each.ndim == 3}
+    if not any(words[-2] == "experts" for words, _ in named if len(words) > 1):
+        conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
+        return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=conv1d)
+    linear = (n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+    names = {name.rpartition(".")[2] for name in linear} - {"lm_head"}
+    if model.config.model_type != "qwen2_moe":
+        names -= {"gate_proj", "up_proj", "down_proj"}
+    return LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=sorted(names),
+        target_parameters=sorted(experts),
+        rank_pattern=dict.fromkeys(experts, 2),
+    )

@@ -23,7 +23,7 @@ class LoRA(Section):
     rank: Positive = 16
     """Columns of the correction. More of them learn more and cost more memory."""
     alpha: Annotated[float, Field(gt=0)] = 32
-    """Strength: the correction is multiplied by alpha / rank."""
+    """Strength: the correction is multiplied by alpha / rank, of experts by alpha / expert_rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that is dropped in training."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -34,7 +34,25 @@ class LoRA(Section):
     directions of the weights instead of from nothing."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole beside the adapters, and saved with them, such as
-    `embed_tokens` and `lm_head` after new tokens were added."""
+    `embed_tokens` and `lm_head` after new tokens were added, or the router of a mixture of experts
+    (`gate`, or `router`), which is frozen otherwise."""
+    experts: Auto | Literal["all", "none"] = "auto"
+    """Of a mixture of experts: adapt `all` routed experts of every layer, or `none`. `auto` adapts
+    them with `targets: all-linear`, and not where targets are named."""
+    expert_rank: Auto | Positive = "auto"
+    """Rank of the correction of each expert's matrices. `auto` is rank / experts that a token goes
+    through, at least 1: a token then meets about as many trained numbers as in a model without
+    experts."""
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether routed experts are adapted, where a model has any."""
+        return self.experts == "all" or (self.experts == "auto" and self.targets == "all-linear")
+
+    def rank_of_experts(self, active: int) -> int:
+        """The rank of each expert, where a token goes through so many."""
+        auto = max(1, self.rank // max(1, active))
+        return auto if self.expert_rank == "auto" else self.expert_rank
 
 
 class IA3(Section):

@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardtune.config.sections.field_types import Auto, NotNegative, Positive
+from shardtune.config.sections.field_types import (
+    Auto,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+)
 from shardtune.config.sections.optimizer_section import AdamW, Optimizer
 from shardtune.config.sections.watched_metric_section import EarlyStop
 from shardtune.core.job_section import Section
@@ -77,6 +82,13 @@ class TrainSection(Section):
     kernels: Auto | Kernels = "auto"
     """`compiled` fuses the small operations of each layer (torch.compile, some 20 seconds once);
     `eager` runs each as transformers writes it. `auto` compiles on a GPU."""
+    router_aux_loss_coef: Auto | NotNegativeNumber = "auto"
+    """Weight of the load-balancing loss of a mixture of experts, over all tokens of a step. `auto`
+    takes what the model's config.json says, if it says that the loss is used
+    (`output_router_logits`), else 0. With several micro-batches a step it takes a forward pass
+    more."""
+    router_z_loss_coef: NotNegativeNumber = 0.0
+    """Weight of the mean square of the log of the routers' partition sums (ST-MoE's z-loss)."""
     log_every: Positive = 1
     """Steps between two looks at what the device has computed: loss, norm and health are read and
     logged then, for every step since but the one that a GPU has only just been given, so that it
@@ -111,6 +123,11 @@ class TrainSection(Section):
         """The precision of the computation, once `auto` is replaced."""
         assert self.precision != "auto"
         return self.precision
+
+    @property
+    def balances_experts(self) -> float:
+        """The weight of the load-balancing loss; none where nobody could tell."""
+        return 0.0 if self.router_aux_loss_coef == "auto" else self.router_aux_loss_coef
 
     @property
     def recompute(self) -> Recompute:

@@ -18,11 +18,15 @@ def lora_parameters(
     *,
     dora: bool = False,
     modules_to_save: Collection[str] = (),
+    expert_rank: int = 0,
 ) -> int:
     """What LoRA trains: `rank` rows and columns beside each target, with DoRA its lengths too,
-    and whole modules where asked."""
-    found = targeted(shape, targets)
-    count = sum(rank * weight.lora_rows * weight.times for weight in found)
+    `expert_rank` of them beside each expert, and whole modules where asked."""
+    found = targeted(shape, targets, experts=expert_rank > 0)
+    count = sum(
+        (expert_rank if weight.routed else rank) * weight.lora_rows * weight.times
+        for weight in found
+    )
     if dora:
         count += sum(weight.features[0] * weight.times for weight in found)
     return count + _saved(shape, modules_to_save)
@@ -32,7 +36,7 @@ def require_plain_experts(adapted: bool, dropout: float, variant: str) -> None:
     """Refuses what LoRA can't do where experts are `adapted`: peft adds the correction to their
     whole tensors, before it sees an input."""
     problems = []
-    fix = "or name adapter.targets without experts"
+    fix = "or adapter.experts: none"
     if adapted and dropout:
         fact = f"is {dropout}, but experts are adapted as whole tensors, without an input to drop"
         problems.append(Problem("adapter.dropout", fact, f"set adapter.dropout: 0, {fix}"))
@@ -61,24 +65,30 @@ def ia3_parameters(
 
 
 def targeted(
-    shape: ModelShape, targets: Literal["all-linear"] | Collection[str]
+    shape: ModelShape,
+    targets: Literal["all-linear"] | Collection[str],
+    *,
+    experts: bool = False,
 ) -> tuple[Weight, ...]:
-    """What LoRA adapts where it is told `targets`; `all-linear` is all but the output head.
+    """What LoRA adapts where it is told `targets`; `all-linear` is all but the output head, and
+    routed experts where `experts` says so.
 
     Where experts bear the names of modules that older models had, peft takes such a name for
     the experts alone: an MLP without experts that has a module of this name stays as it is.
     """
-    taken = {name for weight in shape.weights for name in weight.adapted_as}
-    candidates = [
-        weight
-        for weight in shape.weights
-        if weight.adapted_as or (weight.linear and _last(weight.module) not in taken)
+    taken = {name for weight in shape.weights for name in weight.stands_for}
+    linears = [
+        weight for weight in shape.weights if weight.linear and _last(weight.module) not in taken
     ]
     if targets == "all-linear":
-        return tuple(weight for weight in candidates if weight.part != "head")
-    known = [name for weight in candidates for name in weight.targets]
-    _check(shape, "adapter.targets", "linear layer", targets, known)
-    return tuple(w for w in candidates if any(_called(name, targets) for name in w.targets))
+        found = [weight for weight in linears if weight.part != "head"]
+    else:
+        known = [weight.module for weight in linears]
+        _check(shape, "adapter.targets", "linear layer", targets, known)
+        found = [weight for weight in linears if _called(weight.module, targets)]
+    if experts:
+        found += [weight for weight in shape.weights if weight.routed and weight.kind == "matrix"]
+    return tuple(found)
 
 
 def _saved(shape: ModelShape, names: Collection[str]) -> int:

@@ -12,9 +12,9 @@ ModelPart = Literal["embedding", "layer", "moe_layer", "encoder_layer", "root", 
 
 WeightKind = Literal["linear", "conv1d", "matrix", "table", "norm", "vector", "buffer"]
 """What a tensor is: the weight of a linear module, or of GPT-2's transposed one; a matrix that is
-multiplied with but is no module of its own (router, experts), so that it can be neither adapted nor
-quantized; a table to look up in; a norm's; a bias or the like; or a number that is stored with the
-weights but is no parameter."""
+multiplied with but is no module of its own (router, experts), so that it can't be quantized, and of
+which LoRA adapts experts alone; a table to look up in; a norm's; a bias or the like; or a number
+that is stored with the weights but is no parameter."""
 
 
 HEAD = "lm_head"
@@ -35,9 +35,9 @@ class Weight:
     """How many layers have it."""
     routed: bool = False
     """Whether the first dimension counts experts, of which a token uses a few."""
-    adapted_as: tuple[str, ...] = ()
-    """For a matrix that is no module of its own but that LoRA adapts: the names of the modules that
-    older versions of the model had in its place. Their ranks add up in it."""
+    stands_for: tuple[str, ...] = ()
+    """For experts' matrices: the names of the modules that older versions of the model had in their
+    place. peft still takes these names for the experts."""
 
     @property
     def size(self) -> int:
@@ -66,15 +66,10 @@ class Weight:
         return outputs, inputs
 
     @property
-    def targets(self) -> tuple[str, ...]:
-        """The names by which LoRA finds it."""
-        return self.adapted_as or (self.module,)
-
-    @property
     def lora_rows(self) -> int:
         """Numbers that LoRA trains beside one of them for each rank: a row and a column, for every
-        expert and every module that it stands for."""
-        return math.prod(self.shape[:-2]) * sum(self.features) * max(1, len(self.adapted_as))
+        expert."""
+        return math.prod(self.shape[:-2]) * sum(self.features)
 
     @property
     def parameter(self) -> bool:

@@ -178,6 +178,7 @@ def _capabilities(files: bool, offload: bool, everywhere: bool, described: bool)
         whole,
         quantizations=quantizations,
         optimizer_bits=bits,
+        router_losses=Refusal("DeepSpeed scales the gradients of its own loss alone"),
         micro_batch_by_memory=not described,  # the file has a word in it
         dry_run=Refusal(
             "DeepSpeed manages memory of its own, which fake tensors can't stand in for",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from shardtune.core.activation_memory import loss_chunk_rows
-from shardtune.core.model.adapter_size import targeted
 from shardtune.core.model.shape import LAYER_PARTS, ModelPart, ModelShape
 from shardtune.plan.estimate.constants import MemoryConstants
 from shardtune.plan.estimate.rank_share import RankShare
@@ -361,7 +360,7 @@ def _score(work: Workload) -> float:
 def _adapters(shape: ModelShape, work: Workload) -> float:
     """Bytes a token: what lies between the two factors, and what dropout makes of their input."""
     assert work.adapter is not None
-    inputs = {w.module: w.shape[-1] for w in targeted(shape, work.adapter.targets)}
+    inputs = {w.module: w.shape[-1] for w in work.adapter.on(shape)}
     between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
     if not work.drops_apart:
         return between

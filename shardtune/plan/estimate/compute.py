@@ -9,7 +9,6 @@ from functools import cached_property
 
 from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.fused_families import RESIDUAL_FAMILIES, ROPE_FAMILIES
-from shardtune.core.model.adapter_size import targeted
 from shardtune.core.model.flops import attention_flops
 from shardtune.core.model.quantized_size import quantizable
 from shardtune.core.model.shape import ModelShape, Weight
@@ -301,7 +300,7 @@ def _adapters(
     # On their own, scaling, adding and casting to fp32 and back each pass over everything.
     alone = work.kernels != "compiled"
     cast = 2 if work.widths.trained > 2 and alone else 1
-    for weight in targeted(shape, work.adapter.targets):
+    for weight in work.adapter.on(shape):
         *many, outputs, inputs = weight.shape
         share = weight.times / layers * math.prod(many) * met(weight, shape)
         forward += share * ((1 + dropped) * inputs + (5 if alone else 3) * outputs)
@@ -325,7 +324,7 @@ def _own_adapters(
     comes out of the large product, and what goes back through them goes into it."""
     assert work.adapter is not None
     joined = _joined(shape, work)
-    targets = {weight.name for weight in targeted(shape, work.adapter.targets)}
+    targets = {weight.name for weight in work.adapter.on(shape)}
     forward = backward = 0.0
     for weight, times in products(shape):
         if weight.name not in targets or (only is not None and weight.name not in only):
@@ -355,7 +354,7 @@ def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: RankShare, on:
     forward = {"eager": 55, "fused": 45, "compiled": 25}[work.kernels]
     if work.adapter is not None:
         layers = shape.layers + shape.encoder_layers
-        adapted = sum(w.times for w in targeted(shape, work.adapter.targets)) / layers
+        adapted = sum(w.times for w in work.adapter.on(shape)) / layers
         forward += round((2 if work.kernels == "compiled" else 6) * adapted)
     if work.packed_bits is not None:
         forward += 20

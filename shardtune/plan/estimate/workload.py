@@ -79,6 +79,12 @@ class AdapterSize:
     dropout: float = 0.0
     trained: int | None = None
     """Numbers trained, where they are not those of plain LoRA (IA3, DoRA, VeRA)."""
+    expert_rank: int = 0
+    """Rank beside each routed expert; 0 where they stay as they are."""
+
+    def on(self, shape: ModelShape) -> tuple[Weight, ...]:
+        """The weights that have an adapter."""
+        return targeted(shape, self.targets, experts=self.expert_rank > 0)
 
 
 @dataclass(frozen=True)
@@ -238,15 +244,15 @@ class Workload:
             return shape.parameters
         if self.adapter.trained is not None:
             return self.adapter.trained
-        return lora_parameters(shape, self.adapter.rank, self.adapter.targets)
+        return lora_parameters(
+            shape, self.adapter.rank, self.adapter.targets, expert_rank=self.adapter.expert_rank
+        )
 
     def adapts(self, shape: ModelShape) -> Collection[str]:
         """The modules that have an adapter, by the last part of their names."""
         if self.adapter is None:
             return ()
-        return {
-            weight.module.rpartition(".")[2] for weight in targeted(shape, self.adapter.targets)
-        }
+        return {weight.module.rpartition(".")[2] for weight in self.adapter.on(shape)}
 
 
 def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:

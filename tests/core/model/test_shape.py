@@ -223,7 +223,13 @@ def test_linear_modules_are_known_as_such(family: str, config: Config) -> None:
 def test_lora_trains_as_many_as_peft_does(family: str, config: Config) -> None:
     adapted = insert_adapters(model_of(family, config), LoRA(rank=4))
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert lora_parameters(shape_of(family, config), 4) == expected
+    shape = shape_of(family, config)
+    expert_rank = LoRA(rank=4).rank_of_experts(shape.experts.per_token) if shape.experts else 0
+    assert lora_parameters(shape, 4, expert_rank=expert_rank) == expected
+    if shape.experts:
+        frozen = insert_adapters(model_of(family, config), LoRA(rank=4, experts="none"))
+        expected = sum(p.numel() for p in frozen.parameters() if p.requires_grad)
+        assert lora_parameters(shape, 4) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

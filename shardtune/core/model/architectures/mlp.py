@@ -24,7 +24,7 @@ def routed(router: str, hidden: int, experts: Experts, names: tuple[str, ...] = 
     beside = router.rpartition(".")[0]
     up, down = f"{beside}.experts.gate_up_proj", f"{beside}.experts.down_proj"
     return [
-        *matrix(f"{router}.weight", count, hidden, adapted_as=("gate",) if names else ()),
-        *matrix(up, count, 2 * ffn, hidden, routed=True, adapted_as=names[:2]),
-        *matrix(down, count, hidden, ffn, routed=True, adapted_as=names[2:]),
+        *matrix(f"{router}.weight", count, hidden),
+        *matrix(up, count, 2 * ffn, hidden, routed=True, stands_for=names[:2]),
+        *matrix(down, count, hidden, ffn, routed=True, stands_for=names[2:]),
     ]

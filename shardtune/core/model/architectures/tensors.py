@@ -34,9 +34,9 @@ def vector(name: str, *shape: int, routed: bool = False) -> Tensors:
 
 
 def matrix(
-    name: str, *shape: int, routed: bool = False, adapted_as: tuple[str, ...] = ()
+    name: str, *shape: int, routed: bool = False, stands_for: tuple[str, ...] = ()
 ) -> Tensors:
-    return [Weight(name, shape, "root", "matrix", routed=routed, adapted_as=adapted_as)]
+    return [Weight(name, shape, "root", "matrix", routed=routed, stands_for=stands_for)]
 
 
 def buffer(name: str, size: int) -> Tensors:

@@ -65,8 +65,8 @@ class Traits:
     every: int = 2
     mixture: Literal["no", "plain", "shared", "biased"] = "no"
     experts_as: tuple[str, ...] = ()
-    """What the experts' three matrices were called when each was a module. peft still goes by these
-    names and adapts the experts, and the router as `gate`; not so where there are none."""
+    """What the experts' three matrices were called when each was a module. peft still takes
+    these names for the experts; not so where there are none."""
     router: str = "mlp.gate"
     """The router's name; the experts stand beside it."""
     dropout: str = ""
