@@ -33,9 +33,10 @@ class RestartPolicy:
 
 
 def past_attempts(logs: Path) -> int:
-    """How many the run has had before it was resumed. Each has a folder of its own: the error
-    report of an earlier one, read again, would name a wrong cause."""
-    return sum(1 for _ in logs.glob("attempt-*"))
+    """The number of the next one. Each has a folder of its own, also after somebody has tidied up:
+    the error report of an earlier one, read again, would name a wrong cause."""
+    numbers = [path.name.removeprefix("attempt-") for path in logs.glob("attempt-*")]
+    return max((int(each) + 1 for each in numbers if each.isascii() and each.isdigit()), default=0)
 
 
 def halvings(failures: Sequence[Failure], policy: RestartPolicy) -> int:

@@ -198,10 +198,10 @@ def can_go_on(run: Path, template: Path, state: str) -> bool:
         if {k: v for k, v in now.items() if k.startswith(f"{name}/")}
         == {k: v for k, v in was.items() if k.startswith(f"{name}/")}
     ]  # fmt: skip
-    done = same("report.json") if "report.json" in was else False
-    result = {k: v for k, v in was.items() if k.split("/")[0] == "result"}
-    intact = result == {k: v for k, v in now.items() if k.split("/")[0] == "result"}
-    return bool(good) and not (done and intact)
+    # What is changed in a report may leave it one that can be read: then the run is finished.
+    reported = "report.json" in was and "report.json" in now
+    intact = all(same(name) for name in was if name.split("/")[0] == "result")
+    return bool(good) and not (reported and intact)
 
 
 def judge(found: Round, about: State, before: Snapshot, templates: Templates, *, can: bool) -> None:
@@ -278,10 +278,11 @@ def _be_command(place: Path, output: Path, words: Sequence[str]) -> int:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     from shardtune.cli.main import main
     from shardtune.launch import LAUNCHER_PID, supervisor
+    from shardtune.launch.restart_policy import past_attempts
 
     def here(command: Sequence[str], *, logs: Path, **_: Any) -> int:
         """In the place of `run_local`: the only rank runs in this process."""
-        (logs / "attempt-0").mkdir(parents=True, exist_ok=True)
+        (logs / f"attempt-{past_attempts(logs)}").mkdir(parents=True)
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(rank | {LAUNCHER_PID: str(os.getppid())})
         return main(list(command[2:]))

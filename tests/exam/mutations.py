@@ -61,10 +61,12 @@ class State:
 
 
 def _set_aside(name: str, now: str) -> bool:
-    """Whether `now` is `name` in a folder that was set aside, or in a run that was put back."""
+    """Whether `now` is `name` in a folder that was set aside, or in a run that was put back, or
+    first the one and then the other."""
     one, two = name.split("/"), now.split("/")
-    if [part for part in one if not part.endswith(".overwritten")] == two != one:
-        return True
+    back = [part for part in one if not part.endswith(".overwritten")]
+    if back != one:
+        return back == two or _set_aside("/".join(back), now)
     apart = [k for k in range(min(len(one), len(two))) if one[k] != two[k]]
     if len(one) != len(two) or len(apart) != 1:
         return False

@@ -15,7 +15,7 @@ import pytest
 
 from shardtune.errors import LaunchError
 from shardtune.launch.failure import Failure
-from shardtune.launch.restart_policy import RestartPolicy, halvings
+from shardtune.launch.restart_policy import RestartPolicy, halvings, past_attempts
 from shardtune.launch.supervisor import run_local
 
 BEGINNING = """\
@@ -284,3 +284,10 @@ def _until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_every_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    assert past_attempts(tmp_path / "not there") == 0
+    for name in ("attempt-3", "attempt-10", "attempt-x", "attempt-"):
+        (tmp_path / name).mkdir()
+    assert past_attempts(tmp_path) == 11
