@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardtune.cli.open_model import is_run, named_files
-from shardtune.cli.result_command import open_result
+from shardtune.cli.model_source import (
+    ModelSource,
+    model_source,
+    read_source,
+    require_own_names,
+    tokenizer_and_stops,
+)
 from shardtune.errors import ModelError, Problem
 
 if TYPE_CHECKING:
-    from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.job import Job, ModelSection
     from shardtune.core.setup import Precision
     from shardtune.models.model_files import ModelFiles
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
 
 LoadAs = Literal["auto", "4bit", "8bit"]
 _QUANTIZATIONS = {"4bit": "nf4", "8bit": "int8"}
-_NAMED = re.compile(r"(?P<name>[\w.-]+)=(?P<source>.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -34,21 +36,6 @@ class ServingMemory:
     dtype: Precision | None = None
     max_rows: int = 16
     max_cache_tokens: int = 65_536
-
-
-@dataclass(frozen=True)
-class ServedSource:
-    """A run or a model of the command line, before its weights are read."""
-
-    name: str
-    source: str
-    section: ModelSection
-    job: Job | None = None
-    adapter: Path | None = None
-    """The folder of the adapter that a run has trained."""
-    folder: Path | None = None
-    """The run's result: its tokenizer is there, and without an adapter the model."""
-    run: RunDir | None = None
 
 
 def load_served(sources: Sequence[str], memory: ServingMemory) -> list[ServedModel]:
@@ -77,48 +64,10 @@ def load_before(after: ServedModel, memory: ServingMemory) -> ServedModel:
     from shardtune.config.job_file import load_job
 
     job = load_job(RunDir(Path(after.source).expanduser()).job).job
-    trained = ServedSource(after.name, after.source, job.model, job)
-    group = [_base_source(job.model)]
+    trained = ModelSource(after.name, after.source, job.model, job)
+    group = [model_source(job.model)]
     (base,), _ = _load_group(group, replace(memory, dtype=_precision(trained, memory)))
     return _asked_as(base, after)
-
-
-def read_source(text: str) -> ServedSource:
-    """What `RUN`, `MODEL` or `NAME=RUN` of a command line means."""
-    from shardtune.config.job import ModelSection, NoAdapter
-    from shardtune.models.catalogue import public_name
-
-    named = None if Path(text).exists() else _NAMED.fullmatch(text)
-    source = named["source"] if named else text
-    path = Path(source).expanduser()
-    if not is_run(source):
-        if (path / "adapter_config.json").is_file():
-            fact = "is the folder of an adapter, which alone answers nothing"
-            fix = "name the run that it comes from, or merge it: shardtune merge RUN OUT"
-            raise ModelError(Problem(source, fact, fix))
-        section = named_files(ModelSection(name=source)).section
-        name = named["name"] if named else public_name(source)
-        return ServedSource(name, source, section)
-    run, job = open_result(path)
-    name = named["name"] if named else path.resolve().name
-    whole = isinstance(job.adapter, NoAdapter)
-    # A whole model has its new tokens already.
-    own = {"name": str(run.result), "revision": None, "add_tokens": (), "quantization": "none"}
-    section = job.model.model_copy(update=own) if whole else job.model
-    adapter = None if whole else run.result
-    return ServedSource(name, source, section, job, adapter, run.result, run)
-
-
-def require_own_names(found: Sequence[ServedSource]) -> None:
-    """Refuses two models of one name: a request couldn't choose."""
-    names = [each.name for each in found]
-    problems = [
-        Problem(each.source, f"two models are called {each.name!r}", f"call it: NAME={each.source}")
-        for place, each in enumerate(found)
-        if each.name in names[:place]
-    ]
-    if problems:
-        raise ModelError(problems)
 
 
 def _with_own_names(bases: Iterable[ServedModel], taken: Iterable[str]) -> list[ServedModel]:
@@ -133,12 +82,6 @@ def _with_own_names(bases: Iterable[ServedModel], taken: Iterable[str]) -> list[
     return named
 
 
-def _base_source(section: ModelSection) -> ServedSource:
-    from shardtune.models.catalogue import public_name
-
-    return ServedSource(public_name(section.name), section.name, section)
-
-
 def _asked_as(base: ServedModel, tuned: ServedModel) -> ServedModel:
     """A base without a template is asked as it was before training: with the run's."""
     if base.render is not None:
@@ -146,9 +89,9 @@ def _asked_as(base: ServedModel, tuned: ServedModel) -> ServedModel:
     return replace(base, tokenizer=tuned.tokenizer, stops=tuned.stops, render=tuned.render)
 
 
-def _by_base(found: Iterable[ServedSource], memory: ServingMemory) -> list[list[ServedSource]]:
+def _by_base(found: Iterable[ModelSource], memory: ServingMemory) -> list[list[ModelSource]]:
     """Those together that need the same weights under their adapters."""
-    groups: dict[tuple[object, ...], list[ServedSource]] = {}
+    groups: dict[tuple[object, ...], list[ModelSource]] = {}
     for each in found:
         section = _stored(each.section, memory)
         key = (section.name, section.revision, section.add_tokens, section.quantization)
@@ -162,7 +105,7 @@ def _stored(section: ModelSection, memory: ServingMemory) -> ModelSection:
     return section.model_copy(update={"quantization": _QUANTIZATIONS[memory.load]})
 
 
-def _precision(source: ServedSource, memory: ServingMemory) -> Precision:
+def _precision(source: ModelSource, memory: ServingMemory) -> Precision:
     """What is computed in: as trained or as stored, unless this machine is slow in it."""
     import torch
 
@@ -183,7 +126,7 @@ def _precision(source: ServedSource, memory: ServingMemory) -> Precision:
 
 
 def _load_group(
-    group: Sequence[ServedSource], memory: ServingMemory
+    group: Sequence[ModelSource], memory: ServingMemory
 ) -> tuple[list[ServedModel], list[ServedModel]]:
     """One base with its adapters: what was asked for, and the base where nobody asked for it."""
     import torch
@@ -211,25 +154,16 @@ def _load_group(
     served = [_served(each, files, batch, adapters.get(each.name)) for each in group]
     if not adapters or any(each.adapter is None for each in group):
         return served, []
-    base = _served(_base_source(section), files, batch, None)
+    base = _served(model_source(section), files, batch, None)
     return served, [_asked_as(base, served[0])]
 
 
 def _served(
-    source: ServedSource, files: ModelFiles, batch: ContinuousBatch, adapter: str | None
+    source: ModelSource, files: ModelFiles, batch: ContinuousBatch, adapter: str | None
 ) -> ServedModel:
-    from transformers import GenerationConfig
-
-    from shardtune.models.load_result import load_result_tokenizer
     from shardtune.serve.served_model import ServedModel, template_renderer
 
-    if source.folder is None:
-        tokenizer, stops = files.tokenizer, files.stop_ids
-    else:
-        tokenizer = load_result_tokenizer(str(source.folder), source.section)
-        # As `save_result` wrote them.
-        ends = GenerationConfig.from_pretrained(str(source.folder)).eos_token_id
-        stops = frozenset(ends if isinstance(ends, list) else [ends])
+    tokenizer, stops = tokenizer_and_stops(source, files)
     longest = getattr(files.config.get_text_config(), "max_position_embeddings", None)
     served = ServedModel(
         name=source.name,

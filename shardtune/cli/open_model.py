@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from shardtune.cli.result_command import open_result
-from shardtune.errors import ModelError, Problem
+from shardtune.cli.model_source import (
+    ModelSource,
+    is_run,
+    named_files,
+    run_source,
+    tokenizer_and_stops,
+)
 
 if TYPE_CHECKING:
     from shardtune.config.job import ModelSection
     from shardtune.core.setup import Precision
-    from shardtune.models.model_files import ModelFiles
 
 
 @dataclass(frozen=True)
@@ -44,42 +48,6 @@ class OpenedModel:
             yield
 
 
-def is_run(name: str) -> bool:
-    """Whether this is the directory of a run; else it names a model."""
-    return (Path(name).expanduser() / "job.yaml").is_file()
-
-
-def named_files(section: ModelSection) -> ModelFiles:
-    """The files of a model that a command names; where there are none, what may have been meant: a
-    run that is misspelt looks like a hub id."""
-    from shardtune.checkpoint.near_names import MODEL_MARKS, near_folder
-    from shardtune.errors import did_you_mean
-    from shardtune.models.catalogue import BUILT_IN
-    from shardtune.models.model_files import LOADING_FIX, ModelFiles
-
-    files, name = ModelFiles(section), section.name
-    fact = "is neither a run nor a folder here"
-    run = near_folder(name)
-    if run and not _is_here(name) and Path(run).parent == Path(name).parent:
-        raise ModelError(Problem(name, fact, f"did you mean {run}?"))  # the hub isn't asked
-    try:
-        files.kind  # noqa: B018  reads config.json, here or from the hub
-    except ModelError as error:
-        if _is_here(name):
-            raise
-        near = near_folder(name, MODEL_MARKS) or did_you_mean(name, BUILT_IN)
-        fix = f"did you mean {near}?" if near else f"name a run's directory, or {LOADING_FIX[5:]}"
-        unreachable = f"{fact}, and no hub id that this machine can reach"
-        raise ModelError(Problem(name, unreachable, fix)) from error
-    return files
-
-
-def _is_here(name: str) -> bool:
-    from shardtune.models.catalogue import BUILT_IN
-
-    return name in BUILT_IN or Path(name).expanduser().exists()
-
-
 def open_model(
     name: str, *, precision: Precision | None = None, device: str | None = None
 ) -> OpenedModel:
@@ -91,7 +59,7 @@ def open_model(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if is_run(name):
-        return _open_run(Path(name).expanduser(), precision, device)
+        return _open_run(run_source(name), precision, device)
     return open_section(ModelSection(name=name), precision, device)
 
 
@@ -110,30 +78,30 @@ def open_section(section: ModelSection, precision: Precision | None, device: str
     return OpenedModel(section.name, model, files.tokenizer, files.stop_ids, device, precision)
 
 
-def _open_run(directory: Path, precision: Precision | None, device: str) -> OpenedModel:
-    from shardtune.config.job import NoAdapter
+def _open_run(source: ModelSource, precision: Precision | None, device: str) -> OpenedModel:
     from shardtune.data.formats import learnt_plain
     from shardtune.kernels.measure_matmul import widen_slow_products
     from shardtune.models.context_window import require_decoder
-    from shardtune.models.load_result import load_result, load_result_tokenizer
+    from shardtune.models.load_result import load_result
     from shardtune.models.model_files import ModelFiles
 
     if device == "cpu":
         widen_slow_products()
-    run, job = open_result(directory)
+    job = source.job
+    assert job is not None
     files = ModelFiles(job.model)
     require_decoder(files.config)
     precision = precision or job.train.compute_precision
-    model = load_result(str(run.result), files, precision)
-    tokenizer = load_result_tokenizer(str(run.result), job.model)
+    model = load_result(str(source.folder), files, precision).to(device)
+    tokenizer, stops = tokenizer_and_stops(source, files)
     return OpenedModel(
-        str(directory),
-        model.to(device),
+        str(Path(source.source).expanduser()),
+        model,
         tokenizer,
-        frozenset(model.generation_config.eos_token_id),  # as `save_result` wrote them
+        stops,
         device,
         precision,
         before=job.model,
-        adapted=not isinstance(job.adapter, NoAdapter),
+        adapted=source.adapter is not None,
         plain=learnt_plain(job.data, tokenizer),
     )

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardtune.cli.load_served import ServedSource, read_source, require_own_names
+from shardtune.cli.model_source import ModelSource, read_source, require_own_names
 from shardtune.errors import LaunchError, Problem, RunError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     return words + (_adapters(adapters) if adapters else [])
 
 
-def _base(sources: Sequence[ServedSource]) -> list[str]:
+def _base(sources: Sequence[ModelSource]) -> list[str]:
     from shardtune.models.catalogue import public_name
     from shardtune.models.model_files import ModelFiles
 
@@ -63,7 +63,7 @@ def _base(sources: Sequence[ServedSource]) -> list[str]:
     return words + (["--revision", section.revision] if section.revision else [])
 
 
-def _loading(arguments: argparse.Namespace, source: ServedSource) -> list[str]:
+def _loading(arguments: argparse.Namespace, source: ModelSource) -> list[str]:
     if arguments.load == "8bit":
         raise _refuse("vLLM has no 8-bit weights of bitsandbytes")
     words = []
@@ -74,7 +74,7 @@ def _loading(arguments: argparse.Namespace, source: ServedSource) -> list[str]:
     return words
 
 
-def _adapters(adapters: Sequence[ServedSource]) -> list[str]:
+def _adapters(adapters: Sequence[ModelSource]) -> list[str]:
     """LoRA modules, with the one chat template and the one set of stop tokens that vLLM has."""
     from shardtune.data.formats import learnt_plain
     from shardtune.export.source import ExportSource

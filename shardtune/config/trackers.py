@@ -17,48 +17,59 @@ from shardtune.core.tracker import TRACKER_GROUP, TrackerBase
 _Text = Annotated[str, Field(min_length=1)]
 
 
-class TensorBoard(TrackerBase):
+class FileTracker(TrackerBase):
+    """A tracker whose sink writes files of its own into a folder."""
+
+    directory: _Text | None = None
+    """Where the run gets a folder of its own; null: `track/TYPE` in the run directory."""
+    name: _Text | None = None
+    """What that folder is called; null: as the run directory. One that is there is left alone."""
+
+
+class TensorBoard(FileTracker):
     """Event files that TensorBoard shows. Nothing has to be installed to write them."""
 
     type: Literal["tensorboard"] = "tensorboard"
     sink = "shardtune.track.tensorboard_sink:TensorBoardSink"
-    directory: _Text | None = None
-    """Where the run gets a folder of its own; null: `track/tensorboard` in the run directory."""
-    name: _Text | None = None
-    """What that folder is called; null: as the run directory. One that is there is left alone."""
 
 
-class CSVFiles(TrackerBase):
+class CSVFiles(FileTracker):
     """A table of steps and one of evaluations, as CSV files."""
 
     type: Literal["csv"] = "csv"
     sink = "shardtune.track.csv_sink:CSVSink"
-    directory: _Text | None = None
-    """Where the run gets a folder of its own; null: `track/csv` in the run directory."""
+
+
+class NamedTracker(TrackerBase):
+    """A tracker that keeps many runs, each by its name."""
+
     name: _Text | None = None
-    """What that folder is called; null: as the run directory. One that is there is left alone."""
+    """What the run is called there; null: as the run directory (Trackio adds a few letters)."""
 
 
-class WandB(TrackerBase):
+class ProjectTracker(NamedTracker):
+    """One that keeps runs by project."""
+
+    project: _Text = "shardtune"
+    """The project to log to."""
+
+
+class WandB(ProjectTracker):
     """Weights & Biases. The key is taken from WANDB_API_KEY or `wandb login`, never from a job."""
 
     type: Literal["wandb"] = "wandb"
     sink = "shardtune.track.wandb_sink:WandBSink"
     needs = (Need("wandb", "wandb"),)
-    project: _Text = "shardtune"
-    """The project to log to."""
     entity: _Text | None = None
     """The team or user that it belongs to; null: yours."""
     group: _Text | None = None
     """Runs that belong together."""
-    name: _Text | None = None
-    """What the run is called there; null: as the run directory."""
     mode: Literal["online", "offline"] | None = None
     """`offline` writes to the run directory only, and `wandb sync` uploads it later; null: as
     WANDB_MODE says, else online."""
 
 
-class MLflow(TrackerBase):
+class MLflow(NamedTracker):
     """An MLflow server or store. User and password are taken from MLFLOW_TRACKING_USERNAME and
     MLFLOW_TRACKING_PASSWORD, never from a job."""
 
@@ -70,20 +81,14 @@ class MLflow(TrackerBase):
     files in `track/mlflow` of the run directory."""
     experiment: _Text = "shardtune"
     """The experiment that the run belongs to; made where there is none."""
-    name: _Text | None = None
-    """What the run is called there; null: as the run directory."""
 
 
-class Trackio(TrackerBase):
+class Trackio(ProjectTracker):
     """Trackio: a local SQLite file, or a Space of the Hugging Face hub."""
 
     type: Literal["trackio"] = "trackio"
     sink = "shardtune.track.trackio_sink:TrackioSink"
     needs = (Need("trackio", "trackio"),)
-    project: _Text = "shardtune"
-    """The project to log to."""
-    name: _Text | None = None
-    """What the run is called there; null: as the run directory, and a few letters more."""
     space_id: _Text | None = None
     """A Space to log to (`OWNER/NAME`); null stays on this machine, where `trackio show` looks."""
 

@@ -3,6 +3,9 @@
 transformers' `DynamicCache` copies all of a layer's keys and values for each new token. A
 `StaticCache` doesn't, but attends to places that nobody has written yet. Here a layer has room for
 the longest answer and hands out a view of what is in use.
+
+A batch here begins and ends together, and a layer may be of any kind that transformers has. Where
+rows come and go while others are answered, `serve/row_cache.py` moves them.
 """
 
 from __future__ import annotations

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 
 from shardtune.checkpoint.run_marker import RunMarker, write_marker
 from shardtune.core.yaml_document import dump_document
@@ -20,6 +17,7 @@ from shardtune.dashboard.dashboard_app import Dashboard
 from shardtune.web.http_guard import AccessRules
 from tests.jobs import make_environment, make_job
 from tests.reports import evaluation_line, make_report, step_line
+from tests.web_server import behind_socket
 
 LONG_AGO = 1_000_000_000.0
 
@@ -79,18 +77,5 @@ def write_long_metrics(run: Path, steps: int, spike: int) -> None:
 def serving(root: Path, access: AccessRules | None = None) -> Iterator[str]:
     """The dashboard behind a real socket; gives its address."""
     dashboard = Dashboard(root, access or AccessRules())
-    config = uvicorn.Config(dashboard.app, port=0, log_level="warning", ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    (socket,) = server.servers[0].sockets
-    try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
-    finally:
-        dashboard.stop()
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive(), "a stream has kept the server from ending"
+    with behind_socket(dashboard.app, draining=dashboard.stop) as address:
+        yield address

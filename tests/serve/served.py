@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
 from shardtune.config.job import ModelSection
 from shardtune.models.load import load_base
@@ -21,6 +19,7 @@ from shardtune.serve.continuous_batching import ContinuousBatch
 from shardtune.serve.http_app import OpenAIServer, ServerLimits
 from shardtune.serve.served_model import ServedModel, template_renderer
 from shardtune.web.http_guard import AccessRules
+from tests.web_server import behind_socket
 
 
 @dataclass
@@ -78,21 +77,8 @@ def serving(
         access=access or AccessRules(),
         votes=folder / "votes.jsonl",
     )
-    config = uvicorn.Config(server.app, port=0, log_level="warning", ws="none")
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not running.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    (socket,) = running.servers[0].sockets
-    try:
-        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+    with behind_socket(server.app) as url:
         yield Running(server, url, {each.name: each for each in models}, plain)
-    finally:
-        running.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 def eventually(holds: Any, seconds: float = 10) -> bool:
