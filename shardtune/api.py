@@ -64,13 +64,16 @@ def rank_strategies(job: Job, cluster: str | Cluster, minimise: Aim = "time") ->
     from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check
     from shardtune.core.yaml_document import dotted
+    from shardtune.plan.forecast import forecast as compute
     from shardtune.plan.on_cluster import resolve_as_asked, resolve_on
     from shardtune.plan.search import rank
 
     shape, there = shape_of(job.model), _cluster(cluster)
     ranking = rank(resolve_on(job, there).job, shape, there, minimise)
     if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
-        check(resolve_as_asked(job, shape, there).job, dotted)
+        asked = resolve_as_asked(job, shape, there).job
+        check(asked, dotted)
+        compute(asked, shape, there)
     return ranking
 
 

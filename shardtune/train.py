@@ -14,6 +14,7 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.config.model_rules import check_model
 from shardtune.core.cache import cache_dir
+from shardtune.core.model.family_support import require_isolation
 from shardtune.core.model.kind import require_trained_family
 from shardtune.core.model.parallel_plan import require_divisible
 from shardtune.core.progress import Progress
@@ -267,14 +268,7 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     This happens before the ranks join: whoever comes first does the work, the others wait at a
     file lock, and no collective can time out meanwhile.
     """
-    model = ModelFiles(job.model, job.data.chat_template)
-    paired = model.kind == "encoder_decoder"
-    target = job.data.longest_target if paired else None
-    require_trained_family(model.own_config, job.model.name)
-    check_model(job, model.kind)
-    check_fits_data(model, job.data.sequence_length, target)
-    check_weights(model, job.adapter)
-    require_cuttable(job, model.config)
+    model = open_model(job)
     tasks = open_tasks(job, model)
     data = prepare(
         job.data,
@@ -287,6 +281,21 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
     )
     require_watchable(job, [each.name for each in data.eval], tasks)
     return Inputs(model, data, tasks)
+
+
+def open_model(job: Job) -> ModelFiles:
+    """The model's files, if the job can be done with this model. What is refused here the planner
+    refuses, too."""
+    model = ModelFiles(job.model, job.data.chat_template)
+    paired = model.kind == "encoder_decoder"
+    target = job.data.longest_target if paired else None
+    require_trained_family(model.own_config, job.model.name)
+    check_model(job, model.kind)
+    require_isolation(model.config.model_type, packing=job.data.packing is True)
+    check_fits_data(model, job.data.sequence_length, target)
+    check_weights(model, job.adapter)
+    require_cuttable(job, model.config)
+    return model
 
 
 def require_cuttable(job: Job, config: Any) -> None:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 WAIT = 120.0  # seconds that nodes wait for each other
 AS_EXPECTED = 0.85
 """The share of the expected bandwidth below which a link is called slow."""
-RULE_BITS = 48
-"""Of each parameter that ZeRO-3 sends in a step: gathered twice and reduced once, 16 bits each."""
 
 
 @dataclass(frozen=True)
@@ -174,36 +172,28 @@ def about_links(
 
 def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
     """What the slowest link means for the job."""
-    from shardtune.config.model_config import shape_of
     from shardtune.core.machine import Machine
     from shardtune.core.strategy import Devices
     from shardtune.core.units import GIB
     from shardtune.plan.this_machine import forecast_here
 
     predicted = forecast_here(job, Machine.here(), nodes)
-    shape = shape_of(job.model)
-    if job.strategy.capabilities.gathers_from_all_nodes:
-        parameters = shape.parameters
-        bits = RULE_BITS * parameters / nodes
-        how = f"48 bits x {parameters / 1e6:,.3g} M parameters / {nodes} nodes"
-    elif predicted is not None:
-        per_gpu = predicted.traffic().inter_node * GIB
-        bits = per_gpu * 8 * predicted.cluster.gpus_per_node
-        how = f"{job.strategy.type} on {nodes} nodes"
-    else:
+    if predicted is None:
         return Finding("good", "job", "what it sends can't be forecast for this model or device")
+    bits = predicted.traffic().leaves_node * GIB * 8  # as `estimate` counts them
     seconds = bits / (slowest.gbps * 1e9)
+    how = f"{job.strategy.type} on {nodes} nodes"
     fact = (
         f"about {bits / 1e9:.3g} Gbit leave each node in a step ({how}): {seconds:.3g} s at "
         f"{slowest.gbps:.3g} Gbit/s"
     )
-    computing = predicted.speed.step.compute if predicted is not None else None
-    if computing is None or seconds <= computing:
+    computing = predicted.speed.step.compute
+    if seconds <= computing:
         return Finding("good", "job", fact)
     fact += f", and a step computes for about {computing:.3g} s: the network limits the run"
     devices = Devices(nodes, max(1, int(job.launch.processes) // nodes), gpu=True)
     less = "a larger global_batch or an adapter sends less often or less"
-    return Finding("warning", "job", fact, _inside_nodes(shape, devices) + less)
+    return Finding("warning", "job", fact, _inside_nodes(predicted.shape, devices) + less)
 
 
 def _inside_nodes(shape: ModelShape, devices: Devices) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json
+from shardtune.cli.states_tables import add_states_options, asked_tables, print_states_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shardtune.core.yaml_document import KeyPath
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.forecast import Forecast
-    from shardtune.plan.forecast_summary import DryRunSummary, EstimateResult
+    from shardtune.plan.forecast_summary import ChosenValue, DryRunSummary, EstimateResult
 
 
 def add_parser(commands: Commands) -> None:
@@ -54,7 +55,8 @@ def add_parser(commands: Commands) -> None:
     command.add_argument(
         "--dry-run", action="store_true", help="also replay a step on tensors without memory"
     )
-    add_job(command)
+    add_states_options(command, "estimate")
+    add_job(command, optional=True)
 
 
 def _add_cluster(command: argparse.ArgumentParser) -> None:
@@ -73,25 +75,30 @@ def estimate(arguments: argparse.Namespace) -> int:
     """One job on one cluster. Exit code 1 if it doesn't fit."""
     from shardtune.config.rules import check
     from shardtune.plan.forecast import forecast
-    from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked
+    from shardtune.plan.on_cluster import chosen_precision, chosen_values, resolve_as_asked
     from shardtune.plan.this_machine import offer, shortage
 
+    if (option := asked_tables(arguments)) is not None:
+        print_states_tables(option, getattr(arguments, option.key), _cluster(arguments))
+        return 0
     loaded, shape, cluster = _given(arguments)
     resolved = resolve_as_asked(loaded.job, shape, cluster)
     check(resolved.job, _place(loaded))
     found = forecast(resolved.job, shape, cluster)
-    found = replace(found, reasons=(*chosen_precision(resolved), *found.reasons))
+    chosen = chosen_values(loaded.job, resolved)
     seen = _dry_run(found) if arguments.dry_run else None
     fix = "" if found.fits else offer(found.job, shape, cluster)
     if arguments.json:
-        print(_result(found, fix, seen).to_json(indent=2, ascii_only=True))
+        noted = replace(found, reasons=(*chosen_precision(resolved), *found.reasons))
+        print(_result(noted, chosen, fix, seen).to_json(indent=2, ascii_only=True))
         return int(not found.fits)
     from rich.console import Console
 
-    from shardtune.report.plan_table import print_dry_run, print_forecast
+    from shardtune.report.plan_table import print_chosen, print_dry_run, print_forecast
 
     console = Console()
     print_forecast(found, console)
+    print_chosen(chosen, console)
     if seen is not None:
         print_dry_run(seen, console)
     if not found.fits:
@@ -99,7 +106,9 @@ def estimate(arguments: argparse.Namespace) -> int:
     return int(not found.fits)
 
 
-def _result(found: Forecast, fix: str, seen: DryRunSummary | None) -> EstimateResult:
+def _result(
+    found: Forecast, chosen: tuple[ChosenValue, ...], fix: str, seen: DryRunSummary | None
+) -> EstimateResult:
     """The forecast; of what doesn't fit, also what is missing and the fix."""
     from shardtune.plan.forecast_summary import EstimateResult
     from shardtune.plan.this_machine import shortage
@@ -109,7 +118,7 @@ def _result(found: Forecast, fix: str, seen: DryRunSummary | None) -> EstimateRe
         figures["reasons"] = (*found.reasons, shortage(found), fix)
     if seen is not None:
         figures["dry_run"] = seen
-    return EstimateResult(**figures)
+    return EstimateResult(**figures, chosen=chosen)
 
 
 def _dry_run(found: Forecast) -> DryRunSummary:
@@ -154,6 +163,7 @@ def _dry_run(found: Forecast) -> DryRunSummary:
 def plan(arguments: argparse.Namespace) -> int:
     """Every strategy on one cluster, the best first. Exit code 1 if none fits."""
     from shardtune.config.rules import check
+    from shardtune.plan.forecast import forecast
     from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked, resolve_on
     from shardtune.plan.search import rank
     from shardtune.plan.this_machine import offer
@@ -166,6 +176,7 @@ def plan(arguments: argparse.Namespace) -> int:
         as_asked = resolve_as_asked(loaded.job, shape, cluster).job
         if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
             check(as_asked, _place(loaded))
+            forecast(as_asked, shape, cluster)
         fix = offer(as_asked, shape, cluster)
     if arguments.json:
         from shardtune.plan.ranking_summary import summarise
@@ -203,6 +214,15 @@ def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluste
     """The job, its model's shape, and the cluster. Nothing is opened."""
     from shardtune.config.job_file import load_job
     from shardtune.config.model_config import shape_of
+
+    if arguments.job is None:
+        arguments.parser.error("the following arguments are required: JOB")
+    cluster = _cluster(arguments)
+    loaded = load_job(arguments.job, arguments.overrides)
+    return loaded, shape_of(loaded.job.model), cluster
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
     from shardtune.errors import JobError, Problem
     from shardtune.plan.cluster import parse_cluster
 
@@ -212,8 +232,7 @@ def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluste
             fact = f"is {arguments.price:g}"
             raise JobError(Problem("--price", fact, "give what a GPU costs for an hour"))
         cluster = replace(cluster, price_per_gpu_hour=arguments.price)
-    loaded = load_job(arguments.job, arguments.overrides)
-    return loaded, shape_of(loaded.job.model), cluster
+    return cluster
 
 
 def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:

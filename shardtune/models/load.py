@@ -13,6 +13,7 @@ from shardtune.config.job import Adapter, NoAdapter, TrainSection
 from shardtune.core.model.family_support import require_attention
 from shardtune.core.model.kind import kind_of
 from shardtune.core.model.known_models import MODEL_NAME
+from shardtune.core.model.row_length import row_problems
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import grow
@@ -56,15 +57,7 @@ def check_fits_data(
     config, tokenizer = files.config.get_text_config(), files.tokenizer
     longest = getattr(config, "max_position_embeddings", None)
     lengths = {"sequence_length": sequence_length, "target_length": target_length or 0}
-    problems = [
-        Problem(
-            f"data.{key}",
-            f"{length} tokens a row, but the model has positions for {longest}",
-            f"set data.{key} to at most {longest}",
-        )
-        for key, length in lengths.items()
-        if longest is not None and length > longest
-    ]
+    problems = row_problems(longest, lengths)
     if target_length is not None and _decoder_start(config) is None:
         fact = "config.json has no decoder_start_token_id: a decoder can't begin without one"
         fix = "write it there: pad_token_id for T5 and mT5, eos_token_id for BART"

@@ -14,14 +14,15 @@ from shardtune.core.model.adapter_size import (
     lora_parameters,
     require_plain_experts,
 )
-from shardtune.core.model.family_support import require_attention
+from shardtune.core.model.family_support import require_attention, require_isolation
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.quantized_size import quantizable, require_quantizable
+from shardtune.core.model.row_length import require_short_rows
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import CAPTURED_TOKENS
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.estimate.comms import Sent, group_of
+from shardtune.plan.estimate.comms import leaving
 from shardtune.plan.estimate.memory import Memory, estimate_memory
 from shardtune.plan.estimate.memory_band import MemoryBand, Verdict, memory_band
 from shardtune.plan.estimate.rank_share import RankShare, held_share, scaled
@@ -40,6 +41,7 @@ from shardtune.plan.forecast_summary import (
     ForecastSummary,
     GpuMemory,
     HostMemory,
+    ParameterCounts,
     StepSeconds,
     Traffic,
     TrafficMove,
@@ -165,6 +167,11 @@ class Forecast:
             mfu=speed.mfu,
             hours=self.hours,
             cost=self.cost,
+            parameters=ParameterCounts(
+                total=self.shape.parameters,
+                active=self.shape.active_parameters,
+                trained=self.work.trained(self.shape),
+            ),
             reasons=self.reasons,
         )
 
@@ -177,20 +184,16 @@ class Forecast:
                 axis=each.axis,
                 when=each.move.when,
                 link=each.where,
-                gib=self._wire(each) / GIB,
+                gib=each.wire / GIB,
             )
             for each in self.speed.sent
         )
         return Traffic(
             intra_node=sum(move.gib for move in moves if move.link == "intra_node"),
             inter_node=sum(move.gib for move in moves if move.link == "inter_node"),
+            leaves_node=leaving(self.speed.sent, self.mesh, self.cluster) / GIB,
             moves=moves,
         )
-
-    def _wire(self, each: Sent) -> float:
-        ranks = group_of(each.axis, self.mesh, self.cluster).ranks
-        rounds = 2 if each.move.op == "all_reduce" else 1
-        return rounds * each.total * (ranks - 1) / ranks
 
 
 def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
@@ -200,6 +203,8 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     check_model(job, shape.kind)
     require_cuttable(shape, mesh, layout.pipelining)
     require_attention(shape.family, job.model.attention)
+    require_isolation(shape.family, packing=job.data.packing is True)
+    require_short_rows(shape, job.data.sequence_length)
     if job.model.quantization != "none":
         require_quantizable(quantizable(shape))
     work = workload(job, shape, mesh)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import JsonValue
+
 from shardtune.core.layout import Cargo, Op, When
 from shardtune.core.record import Record
 from shardtune.plan.estimate.comms import Where
@@ -75,6 +77,8 @@ class Traffic(Record):
 
     intra_node: float
     inter_node: float
+    leaves_node: float
+    """What all GPUs of a node together send out of it."""
     moves: tuple[TrafficMove, ...]
 
 
@@ -92,6 +96,15 @@ class StepSeconds(Record):
     total: float
 
 
+class ParameterCounts(Record):
+    """Of the model, its adapters counted with what is trained alone."""
+
+    total: int
+    active: int
+    """That one token meets: fewer than all with experts."""
+    trained: int
+
+
 class ForecastSummary(Record):
     """One job on one cluster: memory, traffic and time."""
 
@@ -105,6 +118,7 @@ class ForecastSummary(Record):
     """The level of activation checkpointing."""
     keep_layers: int
     """Layers that are excepted from it."""
+    parameters: ParameterCounts
     gpu_gib: GpuMemory
     host_gib: HostMemory
     nvme_gib: float
@@ -136,9 +150,20 @@ class DryRunSummary(Record):
     """The closed form's, as a share of what was replayed."""
 
 
+class ChosenValue(Record):
+    """A value that the job leaves `auto`, as it was chosen."""
+
+    key: str
+    value: JsonValue
+    why: str
+
+
 class EstimateResult(ForecastSummary):
     """What `estimate --json` prints."""
 
+    chosen: tuple[ChosenValue, ...]
+    """What stands in place of `auto`: strategy, micro-batch, activation checkpointing, precision
+    and so on."""
     dry_run: DryRunSummary | None = None
     """With `--dry-run` only."""
 

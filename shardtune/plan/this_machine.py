@@ -20,13 +20,14 @@ from shardtune.core.matmul_speed import (
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Precision
 from shardtune.core.units import GIB
-from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, ModelError, Problem
+from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import leanest, with_rows, within_memory
 from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import LinkKind
+from shardtune.plan.on_cluster import as_planned
 from shardtune.plan.remedies import in_words, overrides, smallest_change, smallest_cluster
 from shardtune.plan.search import rank
 
@@ -180,18 +181,12 @@ def _as_begun(job: Job, machine: Machine, nodes: int, before: Job) -> ResolvedJo
 
 def _with_strategy(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob:
     ranking = rank(job, shape, cluster, installed_only=True)
-    best = ranking.best
-    if best is None or best.found is None:
-        first = ranking.candidates[0]
-        fact = f"no strategy fits on {cluster.name}; nearest is {first.name}: {first.why}"
-        assert first.found is not None  # data parallelism is refused for the job's own faults only
-        raise JobError(Problem("strategy", fact, offer(first.found.job, shape, cluster)))
-    runner_up = next((each for each in ranking.candidates[1:] if each.why), None)
-    reason = f"planned: {best.name} {best.why}"
-    if runner_up is not None:
-        reason += f"; {runner_up.name}: {runner_up.why}"
-    reasons: dict[KeyPath, str] = {("strategy", "type"): reason}
-    for key in ("micro_batch", "gradient_checkpointing", "keep_layers", "loss", "kernels"):
-        if getattr(best.found.job.train, key) != getattr(job.train, key):
-            reasons["train", key] = f"planned with {best.name}"
-    return ResolvedJob(best.found.job, reasons)
+    planned = as_planned(job, ranking)
+    if planned is not None:
+        return planned
+    first = ranking.candidates[0]
+    if first.found is None:  # it isn't memory that is lacking: the forecast says what
+        forecast(job.model_copy(update={"strategy": DEFAULT}), shape, cluster)
+    fact = f"no strategy fits on {cluster.name}; nearest is {first.name}: {first.why}"
+    assert first.found is not None
+    raise JobError(Problem("strategy", fact, offer(first.found.job, shape, cluster)))

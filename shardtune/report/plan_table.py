@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 from shardtune.core.layout import Cargo
 from shardtune.core.units import GIB
 from shardtune.plan.forecast import Forecast
-from shardtune.plan.forecast_summary import DryRunSummary
+from shardtune.plan.forecast_summary import ChosenValue, DryRunSummary
 from shardtune.plan.search import Ranking
 from shardtune.report.duration import duration
 
@@ -28,6 +29,20 @@ def print_forecast(found: Forecast, console: Console) -> None:
         console.print(_traffic(found))
     for reason in found.reasons:
         console.print(Text(reason, style="dim"))
+
+
+def print_chosen(chosen: Sequence[ChosenValue], console: Console) -> None:
+    """What stands in place of `auto`, a line each."""
+    for each in chosen:
+        console.print(Text(f"{each.key}: {_plain(each.value)} ({each.why})", style="dim"))
+
+
+def _plain(value: object) -> str:
+    """A value as a job file has it, in a line."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    parts = (f"{key}: {_plain(each)}" for key, each in value.items() if each not in (None, False))
+    return f"{{{', '.join(parts)}}}"
 
 
 def print_outlook(found: Forecast, steps: int, console: Console | None = None) -> None:
@@ -65,7 +80,24 @@ def _verdict(found: Forecast) -> Text:
         f": {needed:.1f} ({band}) of {room:.1f} GiB on each {found.cluster.gpu.name}, {moment}",
         (f"\n{found.job.strategy.type}, {_mesh(found)}, {_rows(found)}", "dim"),
         (f", activation checkpointing: {found.checkpointing}", "dim"),
+        (f"\n{_parameters(found)}", "dim"),
     )
+
+
+def _parameters(found: Forecast) -> str:
+    """`8.03 B parameters, 0.04 B of them trained`; of a mixture also those that a token meets."""
+    counts = found.summary().parameters
+    active = ""
+    if counts.active < counts.total:
+        active = f" ({_count(counts.active)} for a token)"
+    return f"{_count(counts.total)} parameters{active}, {_count(counts.trained)} trained"
+
+
+def _count(number: int) -> str:
+    for limit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g} {letter}"
+    return str(number)
 
 
 def _rows(found: Forecast) -> str:

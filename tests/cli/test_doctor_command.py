@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from shardtune.cli import main as cli
-from shardtune.cli.doctor_command import RULE_BITS, _job, about_links
+from shardtune.cli.doctor_command import _job, about_links
 from shardtune.cli.main import main
+from shardtune.core.machine import Machine
 from shardtune.core.units import GIB
 from shardtune.measure import node_checks as checkup
 from shardtune.measure.bandwidth import MeasuredLink, receive, send
 from shardtune.measure.node_checks import Finding, NodeFacts, findings, local_facts
+from shardtune.plan.this_machine import forecast_here
 from tests.hosts import ROOT, two_hosts
 from tests.jobs import make_job, write_job
 
@@ -93,16 +95,22 @@ def test_the_facts_travel_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 LINK = MeasuredLink(0, 1, gbps=0.2, milliseconds=0.1, clock_seconds=0.0)
 
 
-def test_the_rule_for_weights_that_are_gathered_from_all_nodes() -> None:
-    """48 bits x parameters / nodes, as the rule says; the tiny model has 109,120 parameters."""
-    job = make_job(strategy={"type": "fsdp"}, launch={"processes": 4}, train={"micro_batch": 1})
-    assert job.strategy.capabilities.gathers_from_all_nodes
+def test_doctor_and_estimate_agree_on_what_leaves_a_node() -> None:
+    """FSDP over four ranks on two nodes: a ring leaves each node once, and carries 3/4 of the
+    weights twice in 16 bits and of the gradients once in 32."""
+    job = make_job(
+        strategy={"type": "fsdp"},
+        launch={"processes": 4},
+        train={"micro_batch": 1, "global_batch": 4},
+    )
     found = about_links([LINK], job, 2, None)[-1]
-    from shardtune.config.model_config import shape_of
-
-    bits = RULE_BITS * shape_of(job.model).parameters / 2
+    predicted = forecast_here(job, Machine.here(), 2)
+    assert predicted is not None
+    bits = predicted.traffic().leaves_node * GIB * 8
     assert f"about {bits / 1e9:.3g} Gbit leave each node" in found.fact
     assert f"{bits / 0.2e9:.3g} s at 0.2 Gbit/s" in found.fact
+    trained = predicted.summary().parameters.trained
+    assert bits == pytest.approx(0.75 * (2 * 16 + 32) * trained, rel=0.3)
 
 
 def test_hybrid_sharding_does_not_gather_between_nodes() -> None:
@@ -213,5 +221,5 @@ def test_two_hosts_with_a_throttled_link(tmp_path: Path) -> None:
         assert link["gbps"] * 1000 == pytest.approx(MEGABITS, rel=0.15)
     sentences = [each["fact"] for each in told["findings"]]
     assert any("1 Gbit/s were expected" in each for each in sentences)
-    assert any("leave each node in a step (48 bits x" in each for each in sentences)
+    assert any("leave each node in a step (fsdp on 2 nodes" in each for each in sentences)
     assert any("all 2 nodes reach node 0" in each for each in sentences)

@@ -40,15 +40,33 @@ def test_estimate_has_the_promised_keys(job: Path, capsys: pytest.CaptureFixture
     assert main(["estimate", str(job), "--cluster", "8xH100-80GB", "--json", "--price", "2"]) == 1
     found = json.loads(capsys.readouterr().out)
     keys = "fits gpu_gib host_gib nvme_gib traffic_gib step_seconds tokens_per_second"
-    keys += " tokens_per_second_per_gpu mfu hours reasons"
+    keys += " tokens_per_second_per_gpu mfu hours reasons parameters chosen"
     assert set(keys.split()) <= found.keys()
     assert {"peak", "capacity", "params", "gradients", "optimizer"} <= found["gpu_gib"].keys()
     assert {"intra_node", "inter_node", "moves"} <= found["traffic_gib"].keys()
     assert found["step_seconds"]["total"] == pytest.approx(
         sum(seconds for part, seconds in found["step_seconds"].items() if part != "total")
     )
+    counts = found["parameters"]
+    assert counts["total"] == counts["active"] == counts["trained"] == 8_030_261_248
+    chosen = {each["key"]: each["value"] for each in found["chosen"]}
+    assert chosen["train.micro_batch"] >= 1
     assert not found["fits"]  # 8 B in fp32 with two moments on each of eight cards
     assert found["cost"] == pytest.approx(found["hours"] * 8 * 2)
+
+
+def test_estimate_says_what_auto_chose(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", str(job), "--cluster", "8xH100-80GB", "strategy.type=auto"]
+    assert main([*words, "--json", "adapter.type=lora", "adapter.rank=8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["trained"] < found["parameters"]["total"] / 100
+    chosen = {each["key"]: each for each in found["chosen"]}
+    assert chosen["strategy"]["value"]["type"] == found["strategy"]
+    assert chosen["strategy"]["why"].startswith("planned: ")
+    assert main([*words, "adapter.type=lora"]) == 0
+    told = capsys.readouterr().out
+    assert "8.03 B parameters" in told
+    assert "planned: " in told
 
 
 def test_estimate_says_what_would_fit(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +214,7 @@ def test_an_estimate_of_auto_is_one_of_the_best(
     found = json.loads(capsys.readouterr().out)
     assert main(["plan", str(job), "--cluster", "8xH100-80GB", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
+    del found["chosen"]
     assert {key: best[key] for key in found} == found
 
 

@@ -85,6 +85,16 @@ def support_of(config: Mapping[str, Any]) -> FamilySupport | None:
     return next((FAMILY_SUPPORT[str(kind)] for kind in found if kind in FAMILY_SUPPORT), None)
 
 
+def require_isolation(family: str, *, packing: bool) -> None:
+    """Refuses packed rows of a family that is known to mix their documents. Of others a run looks
+    for itself, before its first step."""
+    support = FAMILY_SUPPORT.get(family)
+    if support is None or not packing or not support.mixes_documents:
+        return
+    fact = f"is true, but {family} models mix packed documents: {support.mixes_documents}"
+    raise ModelError(Problem("data.packing", fact, "set data.packing: false, or auto"))
+
+
 def require_attention(family: str, asked: str) -> None:
     """Refuses an attention implementation that a family doesn't have; `auto` is never refused."""
     support = FAMILY_SUPPORT.get(family)

@@ -64,6 +64,15 @@ def crossing(sent: Iterable[Sent]) -> float:
     return sum(each.wire for each in sent if each.where == "inter_node")
 
 
+def leaving(sent: Iterable[Sent], mesh: Mesh, cluster: Cluster) -> float:
+    """Bytes that all ranks of a node together send out of it in a step: a ring leaves it once."""
+    return sum(
+        each.wire * group_of(each.axis, mesh, cluster).beside
+        for each in sent
+        if each.where == "inter_node"
+    )
+
+
 def group_of(axis: str, mesh: Mesh, cluster: Cluster) -> RankGroup:
     """Where the ranks along an axis lie: those of the innermost one are neighbours."""
     if axis == WORLD:
