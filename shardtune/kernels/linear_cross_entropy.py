@@ -4,7 +4,8 @@ once.
 With a vocabulary of 128 k and 16 k tokens the logits and their gradient take 20 GiB and more, for a
 moment that decides whether a job fits. Here a few hundred rows at a time become logits, loss and
 gradient (`dz = softmax(z) - onehot`, `dx = dz W`, `dW += dz^T x`), and are gone before the next
-ones come: the gradient is computed in the forward pass and scaled in the backward pass.
+ones come: the gradient is computed in the forward pass and scaled in the backward pass. What a
+family does with its logits before the loss (soft-capping, a factor) is done on the way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.step import IGNORED
 from shardtune.kernels.cross_entropy import available, cross_entropy_in_place
+from shardtune.kernels.logit_transform import LogitTransform, logit_transform_of
+
+AS_THEY_ARE = LogitTransform()
 
 
 class FusedLoss:
@@ -31,8 +35,10 @@ class FusedLoss:
     FSDP2, checkpointing) stays in place; only its last layer returns something else.
     """
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, transform: LogitTransform = AS_THEY_ARE) -> None:
+        """`transform`: what the model does with its logits."""
         self._head = head
+        self._transform = transform
         self._logits: Callable[[Tensor], Tensor] = head.forward
         self._answer: Callable[[Tensor], Tensor] = self._logits
         setattr(head, "forward", lambda hidden: self._answer(hidden))  # noqa: B010  (mypy)
@@ -53,14 +59,15 @@ class FusedLoss:
     def _answering(self, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
         self._answer = answer
         try:
-            yield
+            with self._transform.left_out():
+                yield
         finally:
             self._answer = self._logits
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         head = self._head
         loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, -2), head.weight, head.bias, targets.flatten()
+            hidden.flatten(0, -2), head.weight, head.bias, targets.flatten(), self._transform
         )
         return loss
 
@@ -68,29 +75,24 @@ class FusedLoss:
         head, total = self._head, torch.zeros(2, device=hidden.device, dtype=torch.float64)
         rows, labels = hidden.flatten(0, -2), targets.flatten()
         for chunk in _chunks(len(rows), head.out_features):
-            logits = functional.linear(rows[chunk], head.weight, head.bias)
+            logits = self._transform(functional.linear(rows[chunk], head.weight, head.bias))
             kept = labels[chunk]
             total[0] += functional.cross_entropy(
-                logits.float(), kept, ignore_index=IGNORED, reduction="sum"
+                logits, kept, ignore_index=IGNORED, reduction="sum"
             )
             total[1] += ((logits.argmax(-1) == kept) & (kept != IGNORED)).sum()
         return total
 
 
 def fused_loss(model: nn.Module) -> FusedLoss | None:
-    """Ready for `model`; None where its head is not a plain linear layer that ends the model."""
+    """Ready for `model`; None where its head is not a plain linear layer that ends the model, but
+    for a factor and soft-capping."""
     causal: Any = unwrap_model(model)
     head = causal.get_output_embeddings()
-    if type(head) is not nn.Linear or not _ends_with(causal, head):
+    transform = logit_transform_of(causal)
+    if type(head) is not nn.Linear or transform is None:
         return None
-    return FusedLoss(head)
-
-
-def _ends_with(causal: Any, head: nn.Linear) -> bool:
-    """Whether the head's outputs are the logits: some families scale or bend them afterwards."""
-    config = causal.config.get_text_config()
-    after = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
-    return not any(getattr(config, name, None) not in (None, 1, 1.0) for name in after)
+    return FusedLoss(head, transform)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -98,7 +100,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
     ) -> Tensor:
         device = hidden.device.type
         compute = (
@@ -109,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             offset = None if bias is None else bias.to(compute)
             total = torch.zeros((), device=hidden.device)
             grad_hidden = torch.empty_like(hidden)
-            _, for_weight, for_bias, _ = ctx.needs_input_grad
+            _, for_weight, for_bias, *_ = ctx.needs_input_grad
             grad_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
             grad_bias = None
             if bias is not None and for_bias:
@@ -118,7 +125,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for chunk in _chunks(len(hidden), weight.shape[0]):
                 rows = hidden[chunk].to(compute)
                 logits = functional.linear(rows, matrix, offset)
-                loss, gradient = cross_entropy(logits, targets[chunk])
+                loss, gradient = cross_entropy(
+                    logits, targets[chunk], transform.factor, transform.cap
+                )
                 total += loss
                 grad_hidden[chunk] = gradient @ matrix
                 if grad_weight is not None:
@@ -135,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if kept is None else _scaled_gradient(kept, grad_loss, kind)
             for kept, kind in zip(ctx.saved_tensors, ctx.kinds, strict=True)
         ]
-        return *scaled, None
+        return *scaled, None, None
 
 
 def _scaled_gradient(kept: Tensor, grad_loss: Tensor, kind: torch.dtype) -> Tensor:
@@ -144,32 +153,40 @@ def _scaled_gradient(kept: Tensor, grad_loss: Tensor, kind: torch.dtype) -> Tens
     return torch.mul(kept, grad_loss, out=place)
 
 
-def _cross_entropy_with_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_with_gradient(
+    logits: Tensor, targets: Tensor, factor: float = 1.0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The summed loss of some rows, and its gradient in the logits' own precision."""
-    wide = logits.float()
+    transform = LogitTransform(factor, cap)
+    wide = transform(logits)
     counted = targets != IGNORED
     labels = torch.where(counted, targets, 0)[:, None]
     log_sum_exp = wide.logsumexp(-1, keepdim=True)
     loss = torch.where(counted[:, None], log_sum_exp - wide.gather(1, labels), 0.0).sum()
     column = torch.arange(logits.shape[1], device=logits.device)
     gradient = torch.exp(wide - log_sum_exp) - (column == labels).float()
+    gradient = gradient * transform.slope(wide)
     return loss, (gradient * counted[:, None]).to(logits.dtype)
 
 
 @torch.library.custom_op("shardtune::cross_entropy", mutates_args=())
-def _cross_entropy_op(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_op(
+    logits: Tensor, targets: Tensor, factor: float = 1.0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The same as one operation, which is what a compiler makes of it on a GPU: so a dry run
     without one counts what a GPU would hold, and not what lies between."""
-    return _cross_entropy_with_gradient(logits, targets)
+    return _cross_entropy_with_gradient(logits, targets, factor, cap)
 
 
 @_cross_entropy_op.register_fake
-def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    logits: Tensor, targets: Tensor, factor: float = 1.0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
 @cache
-def _cross_entropy_for(device: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _cross_entropy_for(device: str) -> Callable[..., tuple[Tensor, Tensor]]:
     if device == "cuda":
         return (
             cross_entropy_in_place

@@ -26,7 +26,7 @@ from shardtune.models.quantization.fp8_linear import (
 from shardtune.models.quantization.gptq import HessianAccumulator, gptq_quantize
 from shardtune.parallel.ddp.single_gpu import ROUNDED_GRADIENT_TOKENS, add_up_rows
 from tests.engine.test_adamw_split_bf16 import KINDS, LIMIT, follows_torch
-from tests.kernels.test_cross_entropy import SHAPES, assert_right
+from tests.kernels.test_cross_entropy import BENT, SHAPES, assert_right
 from tests.kernels.test_cross_entropy import given as rows_of
 from tests.kernels.test_rope import Order, assert_turned
 from tests.kernels.test_swiglu_lora import assert_right as assert_gated
@@ -120,7 +120,8 @@ def test_a_product_completed_as_float64(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loss_as_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits, targets = rows_of(*shape, dtype)
-    assert_right(cross_entropy_in_place, logits.cuda(), targets.cuda())
+    for bent in BENT:
+        assert_right(cross_entropy_in_place, logits.cuda(), targets.cuda(), *bent)
 
 
 def test_the_loss_of_rows_that_lie_apart() -> None:

@@ -30,19 +30,32 @@ def given(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return logits.to(dtype), targets
 
 
-def right(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+BENT = [(1.0, 0.0), (0.25, 0.0), (1.0, 30.0), (5.0, 2.0)]
+"""A factor on the logits, and their soft cap."""
+
+
+def right(
+    logits: Tensor, targets: Tensor, factor: float = 1.0, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     exact = logits.double().requires_grad_()
-    loss = functional.cross_entropy(exact, targets, ignore_index=IGNORED, reduction="sum")
+    bent = exact * factor
+    if cap:
+        bent = torch.tanh(bent / cap) * cap
+    loss = functional.cross_entropy(bent, targets, ignore_index=IGNORED, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, exact)
     return loss.detach(), gradient
 
 
 def assert_right(
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], logits: Tensor, targets: Tensor
+    score: Callable[..., tuple[Tensor, Tensor]],
+    logits: Tensor,
+    targets: Tensor,
+    factor: float = 1.0,
+    cap: float = 0.0,
 ) -> None:
-    expected, to_logits = right(logits, targets)
-    near = NEAR[logits.dtype]
-    loss, gradient = score(logits.clone(), targets)
+    expected, to_logits = right(logits, targets, factor, cap)
+    near = max(NEAR[logits.dtype], 1e-6 if (factor, cap) == (1.0, 0.0) else 1e-5)
+    loss, gradient = score(logits.clone(), targets, factor, cap)
     assert (loss.dtype, gradient.dtype) == (torch.float32, logits.dtype)
     assert abs(loss.double() - expected) <= 1e-5 * expected + 1e-6  # logits are taken as they are
     assert (gradient.double() - to_logits).norm() <= near * to_logits.norm() + 1e-9
@@ -53,7 +66,8 @@ def assert_right(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for score in (_cross_entropy_with_gradient, _cross_entropy_op):
-        assert_right(score, *given(*shape, dtype))
+        for bent in BENT:
+            assert_right(score, *given(*shape, dtype), *bent)
 
 
 def test_rows_that_are_all_ignored_have_no_loss() -> None:

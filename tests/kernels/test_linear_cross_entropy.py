@@ -82,15 +82,62 @@ def test_judging_counts_what_the_model_would_choose() -> None:
     assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_model_that_bends_its_logits_is_left_alone() -> None:
-    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+SIZES = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 
-    sizes = {
-        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
-    }  # fmt: skip
-    assert fused_loss(AutoModelForCausalLM.from_config(Gemma2Config(**sizes))) is None
-    assert fused_loss(AutoModelForCausalLM.from_config(LlamaConfig(**sizes))) is not None
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gemma2", {"final_logit_softcapping": 3.0}),
+        ("gemma3_text", {"final_logit_softcapping": 2.0}),
+        ("granite", {"logits_scaling": 0.25}),
+        ("cohere", {"logit_scale": 5.0}),
+        ("llama", {}),
+    ],
+)
+def test_a_model_that_bends_its_logits_has_the_loss_of_those(
+    family: str, more: dict[str, float]
+) -> None:
+    """Loss, gradients and score of the whole model, beside transformers' own logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **more, **ends))
+    model.get_output_embeddings().weight.data.normal_()
+    ids = torch.randint(0, 40, (2, TOKENS // 2))
+    targets = ids.roll(-1, dims=1)
+    targets[:, ::3] = IGNORED
+    logits = model(input_ids=ids).logits
+    expected = functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    wanted = torch.autograd.grad(expected, weights)
+    fused = fused_loss(model)
+    assert fused is not None
+    with fused.returning_loss(targets):
+        loss = model(input_ids=ids).logits
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, theirs in zip(torch.autograd.grad(loss, weights), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    with torch.no_grad(), fused.evaluating(targets):
+        score, correct = model(input_ids=ids).logits.tolist()
+    assert score == pytest.approx(expected.item(), rel=1e-6)
+    assert correct == ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum().item()
+    torch.testing.assert_close(model(input_ids=ids).logits, logits)  # bent again outside
+
+
+def test_a_model_that_does_something_else_to_its_logits_is_left_alone() -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    assert fused_loss(model) is not None
+    model.config.logits_scaling = 2.0  # by a family whose code nobody here has read
+    assert fused_loss(model) is None
 
 
 def run(world: World, row: Row, loss: str) -> list[float]:
