@@ -4,11 +4,14 @@ The fused layers and the planner go by it."""
 from __future__ import annotations
 
 SHARED_INPUT_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2"}
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3"),
+        *("granite", "olmo2", "starcoder2", "phi3"),
+    }
 )
 """Layers with a shared input (Q, K, V; gate, up) can be one GEMM: attention and MLP use their input
-for these layers and its shape alone."""
-ROPE_FAMILIES = frozenset({"llama", "mistral", "gemma", "granite"})
+for these layers and its shape alone. Phi-3 has them as one layer already."""
+ROPE_FAMILIES = frozenset({"llama", "mistral", "gemma", "gemma2", "granite"})
 """RoPE rotates halves of whole heads, right behind the Q and K projections."""
-RESIDUAL_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
+RESIDUAL_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3"})
 """The outputs of attention and MLP are added to the residual as they are; the MLP is SwiGLU."""

@@ -28,6 +28,8 @@ _PROBE_TOKENS = 1024
 """Tokens of the probe: several blocks."""
 PROBE_DOCUMENTS = 512
 """Documents from which on its scheduler uses other kernels, and some more."""
+PROBE_WINDOW = 200
+"""Tokens of its sliding window: neither a block nor a document."""
 PROBE_TOLERANCE = 0.02
 """Relative error (norm) that 16-bit results may have beside fp32."""
 
@@ -36,17 +38,26 @@ _kernels: Any = None
 
 
 def why_unavailable(
-    device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+    device: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    windowed: bool = False,
 ) -> str | None:
     """Why the package can't be used; None if it can. It is young: a probe with these heads goes
-    through it, forward and backward, before a model does."""
-    key = (device, dtype, heads, kv_heads, head_dim)
+    through it, forward and backward, before a model does; with a sliding window, too, where the
+    model has one."""
+    key = (device, dtype, heads, kv_heads, head_dim, windowed)
     if key not in _probed:
-        _probed[key] = _probe(device, dtype, heads, kv_heads, head_dim)
+        _probed[key] = _probe(device, dtype, heads // kv_heads, head_dim, windowed=windowed)
     return _probed[key]
 
 
-def _probe(device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str | None:
+def _probe(
+    device: str, dtype: torch.dtype, heads: int, head_dim: int, *, windowed: bool
+) -> str | None:
     global _kernels
     if torch.device(device).type != "cuda":
         return "there is no GPU"
@@ -57,7 +68,10 @@ def _probe(device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _kernels = importlib.import_module(PACKAGE)
-            distance = _probe_error(device, dtype, heads // kv_heads, head_dim)
+            distance = _probe_error(device, dtype, heads, head_dim)
+            if windowed:
+                least = _probe_error(device, dtype, heads, head_dim, PROBE_WINDOW)
+                distance = max(distance, least)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it, there are other ways
@@ -81,7 +95,9 @@ def _require_gpu(device: str, fact: str) -> None:
 
 
 @torch.enable_grad()
-def _probe_error(device: str, dtype: torch.dtype, heads: int, head_dim: int) -> float:
+def _probe_error(
+    device: str, dtype: torch.dtype, heads: int, head_dim: int, window: int | None = None
+) -> float:
     """Output and gradients beside those in fp32: rows of one document, of two, and of a list with
     room for many. Gradients that differ the second time are as far off as can be."""
     draw = torch.Generator(device).manual_seed(0)
@@ -93,6 +109,8 @@ def _probe_error(device: str, dtype: torch.dtype, heads: int, head_dim: int) -> 
     farthest = 0.0
     for slots in (None, 2, PROBE_DOCUMENTS):
         seen = place[:, None] >= place
+        if window is not None:
+            seen = seen & (place[:, None] - place < window)
         ends = None
         if slots is not None:
             middle = _PROBE_TOKENS // 3
@@ -101,7 +119,7 @@ def _probe_error(device: str, dtype: torch.dtype, heads: int, head_dim: int) -> 
             ends[:2] = torch.tensor([0, middle])
         ours = [each.clone().requires_grad_() for each in given]
         right = [each.float().requires_grad_() for each in given]
-        output, _ = flash_attention(*ours, ends, _PROBE_TOKENS, None)
+        output, _ = flash_attention(*ours, ends, _PROBE_TOKENS, None, window)
         gradients, again = (
             torch.autograd.grad(output, ours, grad_output, retain_graph=True) for _ in range(2)
         )
@@ -129,15 +147,17 @@ def flash_attention(
     ends: Tensor | None,
     longest: int,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention, `[rows, length, heads, dim]` in and out, and the log-sum-exp. `ends` are
-    the boundaries of documents over all rows (`cu_seqlens`); without them a row is one document."""
+    the boundaries of documents over all rows (`cu_seqlens`); without them a row is one document.
+    With a `window` a token sees the last so many, itself among them."""
     output, lse = _empty_outputs(query, ends)
     _kernels._flash_attn_fwd(
         *(_flat(each, ends) for each in (query, key, value)),
         out=_flat(output, ends),
         lse=lse,
-        **_kernel_arguments(ends, longest, scale),
+        **_kernel_arguments(ends, longest, scale, window),
     )
     return output, lse
 
@@ -158,6 +178,7 @@ def flash_attention_backward(
     ends: Tensor | None,
     longest: int,
     scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values, deterministic: a resumed run has to be the same to
     the bit. On an H200 atomics in any order would take 10 to 15 % less."""
@@ -167,7 +188,7 @@ def flash_attention_backward(
         lse,
         **dict(zip(("dq", "dk", "dv"), (_flat(each, ends) for each in gradients), strict=True)),
         deterministic=True,
-        **_kernel_arguments(ends, longest, scale),
+        **_kernel_arguments(ends, longest, scale, window),
     )
     return gradients
 
@@ -194,8 +215,12 @@ def _flat(each: Tensor, ends: Tensor | None) -> Tensor:
     return each if ends is None else each.flatten(0, 1)
 
 
-def _kernel_arguments(ends: Tensor | None, longest: int, scale: float | None) -> dict[str, Any]:
+def _kernel_arguments(
+    ends: Tensor | None, longest: int, scale: float | None, window: int | None
+) -> dict[str, Any]:
     arguments: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+    if window is not None:
+        arguments |= {"window_size_left": window - 1, "window_size_right": 0}
     if ends is not None:
         arguments |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
         arguments |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -203,16 +228,16 @@ def _kernel_arguments(ends: Tensor | None, longest: int, scale: float | None) ->
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, ends, ctx.longest, ctx.scale = inputs
+    query, key, value, ends, ctx.longest, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(query, key, value, *output, ends)
 
 
 def _backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
     query, key, value, output, lse, ends = ctx.saved_tensors
     gradients = flash_attention_backward(
-        grad_output, query, key, value, output, lse, ends, ctx.longest, ctx.scale
+        grad_output, query, key, value, output, lse, ends, ctx.longest, ctx.scale, ctx.window
     )
-    return (*gradients, None, None, None)
+    return (*gradients, None, None, None, None)
 
 
 flash_attention.register_autograd(_backward, setup_context=_setup_context)

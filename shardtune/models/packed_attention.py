@@ -26,8 +26,14 @@ from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.kernels import flash_attention as flash
 
 _PROBE = "shardtune_look"
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """What some families ask of attention besides: none of it is known here."""
+WINDOW_FAMILIES = frozenset(
+    {"gemma3_text", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3",
+     "starcoder2"}
+)  # fmt: skip
+"""Families whose layers hand their sliding window on to attention, each its own (`sliding_window`):
+the last so many tokens are seen, the token itself among them."""
 
 
 def _find_varlen() -> Callable[..., Any] | None:
@@ -42,7 +48,7 @@ def _find_varlen() -> Callable[..., Any] | None:
         return None
     # Keys may have fewer heads than queries all along; since torch 2.12 that must be said.
     fewer: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
-    return partial(varlen_attn, window_size=(-1, 0), **fewer)
+    return partial(varlen_attn, **fewer)
 
 
 _varlen = _find_varlen()
@@ -62,7 +68,8 @@ def use_varlen_attention(model: Any, device: str, compute: torch.dtype) -> None:
         _masked[model] = why
         return
     register()
-    why = flash.why_unavailable(device, compute, *_heads(model.config.get_text_config()))
+    config = model.config.get_text_config()
+    why = flash.why_unavailable(device, compute, *_heads(config), windowed=_is_windowed(config))
     if why is not None:
         _ordinary[model] = why
     model.set_attn_implementation(VARLEN if why else VARLEN_DETERMINISTIC)
@@ -97,6 +104,15 @@ def _heads(config: Any) -> tuple[int, int, int]:
     return heads, groups, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def _is_windowed(config: Any) -> bool:
+    """Whether some of its layers have a sliding window."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return "sliding_attention" in types
+    asked = getattr(config, "use_sliding_window", True)
+    return bool(asked) and getattr(config, "sliding_window", None) is not None
+
+
 def register() -> None:
     """Registers `varlen_attention` with transformers, with SDPA's masks for callers without
     boundaries."""
@@ -127,15 +143,20 @@ def why_unavailable(device: str, compute: torch.dtype) -> str | None:
 def why_unsuited(model: Any) -> str | None:
     """What a family's attention does besides looking back over its document."""
     whole, config = model.config, model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    known = {"full_attention"}
+    if config.model_type in WINDOW_FAMILIES:
+        known.add("sliding_attention")
+    kinds = set(getattr(config, "layer_types", None) or ()) - known
     windowed = getattr(config, "sliding_window", None) is not None
+    windowed = windowed and getattr(config, "use_sliding_window", True)
+    windowed = windowed and config.model_type not in WINDOW_FAMILIES
     ahead = not getattr(config, "is_causal", True)
     reasons = (
         (not model._supports_attention_backend, "it takes no attention from outside"),
         (config is not whole or whole.is_encoder_decoder, "it is not a decoder of text alone"),
         (bool(kinds), f"it has layers of {', '.join(sorted(kinds))}"),
         (getattr(model, "_is_stateful", False), "it carries a state from token to token"),
-        (windowed and getattr(config, "use_sliding_window", True), "it looks back a part only"),
+        (windowed, "it looks back a part only"),
         (ahead or getattr(config, "use_bidirectional_attention", False), "it looks ahead"),
         (whole._attn_implementation != "sdpa", "another attention was asked for"),
     )
@@ -215,33 +236,44 @@ def varlen_attention(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    sliding_window: int | None = None,
     ordered: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer: `[rows, heads, length, dim]` to `[rows, length, heads, dim]`.
 
     With `max_length_q` the mask doesn't count: `cu_seq_lens_q` has the boundaries of documents over
-    all rows, or is None where each row is one document. `ordered` is FlashAttention 4.
+    all rows, or is None where each row is one document. A layer with a `sliding_window` sees the
+    last so many tokens of its document; one that is wider than a row is none. `ordered` is
+    FlashAttention 4.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if max_length_q is None and attention_mask is not None and attention_mask.shape == (1,) * 4:
         assert key.shape[2] == 1, "a stand-in for a mask came without boundaries"
+    rows, _, length, _ = query.shape
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if max_length_q is not None and cu_seq_lens_q is None and window is not None and not ordered:
+        cu_seq_lens_q = _row_ends(rows, length, query.device)
     if max_length_q is None or (cu_seq_lens_q is None and not ordered):
         mask = attention_mask if max_length_q is None else None
         answer: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
-        )
+            module, query, key, value, mask, dropout=dropout, scaling=scaling,
+            sliding_window=sliding_window, **others,
+        )  # fmt: skip
         return answer
     assert not _unsupported(dropout=dropout, **others), "`why_unsuited` has looked"
     query, key, value = (each.transpose(1, 2) for each in _cast(query, key, value))
     if ordered:
-        found, _ = flash.flash_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+        found, _ = flash.flash_attention(
+            query, key, value, cu_seq_lens_q, max_length_q, scaling, window
+        )
         return found, None
     assert cu_seq_lens_q is not None, "SDPA has taken the others"
     if query.is_cuda:
-        return _varlen_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    return _varlen_by_mask(query, key, value, cu_seq_lens_q, scaling), None
+        found = _varlen_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
+        return found, None
+    return _varlen_by_mask(query, key, value, cu_seq_lens_q, scaling, window), None
 
 
 def deterministic_varlen_attention(
@@ -260,17 +292,34 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.to(dtype) for each in tensors)
 
 
+def _row_ends(rows: int, length: int, device: torch.device) -> Tensor:
+    """The boundaries where each row is one document."""
+    return torch.arange(0, (rows + 1) * length, length, device=device, dtype=torch.int32)
+
+
 def _varlen_kernel(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     assert _varlen is not None, "`why_unavailable` has looked"
     flat = (each.flatten(0, 1) for each in (query, key, value))
-    found: Tensor = _varlen(*flat, ends, ends, longest, longest, scale=scale)
+    seen = (-1 if window is None else window - 1, 0)  # tokens before this one, and behind it
+    found: Tensor = _varlen(*flat, ends, ends, longest, longest, scale=scale, window_size=seen)
     return found.view(query.shape)
 
 
 def _varlen_by_mask(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """The same from the same boundaries, where there is no kernel: what tests can see on a CPU."""
     rows, length = query.shape[:2]
@@ -278,6 +327,8 @@ def _varlen_by_mask(
     document = torch.searchsorted(ends, token, right=True).view(rows, length)
     position = torch.arange(length, device=ends.device)
     seen = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
+    if window is not None:
+        seen = seen & (position[:, None] - position < window)
     found = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

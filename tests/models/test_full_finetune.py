@@ -29,9 +29,9 @@ from tests.models.test_fused_lora import base_of as model_of
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 STATIC, DYNAMIC = DimDynamic.STATIC, DimDynamic.DYNAMIC
 TOGETHER = {
-    family: (FullSharedInput, FullSharedInput if family == "gemma" else FullMLP)
+    family: (FullSharedInput, FullSharedInput if family.startswith("gemma") else FullMLP)
     for family in families.SHARED_INPUT_FAMILIES
-} | {"phi3": (), "olmo": ()}
+} | {"starcoder2": (FullSharedInput,), "phi3": (), "olmo": ()}
 
 
 def prepared(model: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from shardtune.models.fused.lora import (
     LoRASharedInput,
     fuse_lora,
 )
+from shardtune.models.fused.known_source import say_once
 from shardtune.models.materialize import decoder_layers
 from shardtune.models.model_files import ModelFiles
 from tests.adapting import add_adapter
@@ -46,7 +47,16 @@ SHAPE = {
 OTHERS = {
     "qwen3": {"head_dim": 8},
     "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
     "phi3": {"original_max_position_embeddings": 64},
+    "starcoder2": {
+        "use_bias": True,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
 }
 # Of each family: modules of a layer that join (or close) their products.
 JOINED = {
@@ -58,9 +68,15 @@ JOINED = {
     "granite": (LoRASharedInput, LoRAMLP),
     "olmo2": (LoRASharedInput, LoRAMLP),
     "gemma": (LoRASharedInput, LoRASharedInput),  # GELU
-    "phi3": (),  # one layer for queries, keys and values, one for gate and up
+    "gemma2": (LoRASharedInput, LoRASharedInput),
+    "gemma3_text": (LoRASharedInput, LoRASharedInput),
+    "starcoder2": (LoRASharedInput,),  # with biases; its MLP has no gate
+    "phi3": (LoRAMLP,),  # one layer for queries, keys and values, one for gate and up
+    "falcon": (),  # one layer for queries, keys and values; its MLP has no gate
     "olmo": (),  # of no known family: each layer by itself
 }
+LAYERS = {"phi3": 4, "falcon": 4, "starcoder2": 6}
+"""Linear layers of a decoder layer, where they aren't seven."""
 IDS = torch.tensor([[3, 9, 27, 14, 42, 59, 43, 62, 52], [5, 25, 58, 22, 43, 14, 3, 15, 8]])
 
 
@@ -132,7 +148,7 @@ def test_loss_and_gradients_are_those_of_peft(family: str) -> None:
     quickened(model)
     assert_alike(model, before)
     assert tuple(kinds(model, LoRASharedInput, LoRAMLP)) == JOINED[family] * 2
-    assert len(kinds(model, FusedLoRALinear)) == (8 if family == "phi3" else 14)
+    assert len(kinds(model, FusedLoRALinear)) == 2 * LAYERS.get(family, 7)
     after = [type(module).__name__ for module in decoder_layers(model.get_base_model())]
     assert after == names  # transformers looks for layers by their class's name
 
@@ -158,21 +174,56 @@ def test_some_layers_only(targets: tuple[str, ...], joined: tuple[type, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("adapter", "plain"),
+    ("adapter", "joined"),
     [
-        (LoRA(rank=4, variant="rslora"), True),
-        (LoRA(rank=4, variant="pissa"), True),
-        (LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head")), True),
-        (LoRA(rank=4, variant="dora"), False),
+        (LoRA(rank=4, variant="rslora"), (LoRASharedInput, LoRAMLP)),
+        (LoRA(rank=4, variant="pissa"), (LoRASharedInput, LoRAMLP)),
+        (LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head")), (LoRASharedInput, LoRAMLP)),
+        (LoRA(rank=4, variant="dora"), (LoRASharedInput, LoRASharedInput)),
     ],
     ids=["rslora", "pissa", "modules_to_save", "dora"],
 )
-def test_what_is_not_plain_stays_as_it_is(adapter: LoRA, plain: bool) -> None:
-    model = model_of("llama", adapter).train()
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # without biases, and with them
+def test_variants_are_fused(family: str, adapter: LoRA, joined: tuple[type, ...]) -> None:
+    model = model_of(family, adapter).train()
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:  # as if it had been trained
+            parameter.data *= torch.linspace(0.5, 1.5, len(parameter))
     before = loss_and_gradients(model)
     quickened(model)
     assert_alike(model, before)
-    assert len(kinds(model, FusedLoRALinear)) == (14 if plain else 0)
+    assert len(kinds(model, FusedLoRALinear)) == 14
+    assert tuple(kinds(model, LoRASharedInput, LoRAMLP)) == joined * 2
+
+
+def test_what_stays_as_it_is_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    say_once.cache_clear()
+    model = model_of("llama", LoRA(rank=4, variant="dora", dropout=0.5)).eval()
+    before = loss_and_gradients(model)
+    assert_alike(quickened(model), before)
+    assert not kinds(model, FusedLoRALinear)
+    quickened(model_of("llama", LoRA(rank=4, targets=("q_proj", "v_proj"))))
+    assert capsys.readouterr().err.splitlines() == [
+        "LoRA layers run as peft computes them: "
+        "DoRA with dropout drops the frozen layer's input, too",
+        "q_proj, v_proj: not one product with the others, which have no such adapter",
+    ]
+    say_once.cache_clear()
+
+
+def test_ranks_that_differ() -> None:
+    """By a rank pattern: queries, keys and values are one product all the same."""
+    causal = base_of("llama")
+    config = LoraConfig(r=4, target_modules="all-linear", rank_pattern={"q_proj": 8, "up_proj": 2})
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = get_peft_model(causal, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.2)
+    before = loss_and_gradients(model)
+    assert_alike(quickened(model), before)
+    assert kinds(model, LoRASharedInput, LoRAMLP) == [LoRASharedInput] * 4
 
 
 def test_dropout_is_fused_and_is_off_in_evaluation() -> None:
@@ -207,7 +258,8 @@ def test_where_nothing_is_in_between_queries_and_keys_are_turned_at_once(family:
         for m in model.modules()
         if isinstance(m, LoRASharedInput) and hasattr(m, "q_proj")
     ]
-    assert turned == [family in families.ROPE_FAMILIES] * 2
+    apart = 0 if family == "phi3" else 2  # its queries, keys and values are one layer
+    assert turned == [family in families.ROPE_FAMILIES] * apart
 
 
 @pytest.mark.parametrize("family", sorted(families.SHARED_INPUT_FAMILIES))

@@ -22,6 +22,10 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -30,11 +34,19 @@ from transformers import (
     MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from shardtune.core.document_boundaries import VARLEN, attention_inputs
@@ -58,6 +70,12 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+WINDOWED = SMALL | {
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+UNDROPPED = SMALL | {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
@@ -65,6 +83,17 @@ FAMILIES = {
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2)),
+    "mistral, window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**WINDOWED)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SMALL | TOKENS, sliding_window=4)),
+    "starcoder2": lambda: Starcoder2ForCausalLM(Starcoder2Config(**UNDROPPED, sliding_window=5)),
+    "qwen3, window": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**WINDOWED, use_sliding_window=True, max_window_layers=1)
+    ),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SMALL)),
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**SMALL | TOKENS)),
 }
 ROWS = ((5, 1, 6), (12,), (3, 9))
 """The lengths of the documents in each row."""
@@ -173,6 +202,16 @@ def test_rows_of_one_document_get_no_mask(name: str, monkeypatch: pytest.MonkeyP
     assert masks == [None, None]  # one a layer
 
 
+@pytest.mark.parametrize("name", ["mistral, window", "gemma3", "starcoder2"])
+def test_windows_in_rows_of_one_document(name: str):
+    ids, _ = tokens()
+    positions = torch.arange(12).expand(3, -1)
+    expected, gradients = outcome(small(name), ids, positions)
+    found, found_gradients = outcome(by_boundaries(small(name)), ids, positions)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_gradients, gradients)
+
+
 def test_whoever_tells_nothing_gets_sdpa():
     ids, positions = tokens()
     plain, ours = small("llama"), by_boundaries(small("llama"))
@@ -228,8 +267,6 @@ def test_plain_causal_families_are_suited(name: str):
     ("make", "reason"),
     [
         (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL)), "gemma2: it has layers of sliding_"),
-        (lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL)), "layers of sliding_attention"),
-        (lambda: MistralForCausalLM(MistralConfig(**SMALL)), "mistral: it looks back a part only"),
         (
             lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1)),
             "it asks for dropout",
@@ -269,7 +306,7 @@ def test_ranks_that_differ_are_named():
     assert same_on_all_ranks(["a", "b", "a"]).endswith("ranks 0, 2: a; ranks 1: b")
 
 
-@pytest.mark.parametrize("asked", [{"sliding_window": 2}, {"dropout": 0.1}, {"is_causal": False}])
+@pytest.mark.parametrize("asked", [{"softcap": 2.0}, {"dropout": 0.1}, {"is_causal": False}])
 def test_what_a_layer_asks_for_is_never_ignored(asked: dict[str, object]):
     given = [torch.zeros(1, heads, 4, 8) for heads in (4, 2, 2)]
     ends = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -288,12 +325,13 @@ def test_a_stand_in_for_a_mask_never_passes_for_one():
 
 
 @pytest.mark.skipif(attention._varlen is None, reason="this torch has no such kernel")
-def test_the_kernel_is_asked_for_what_it_can_do():
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_kernel_is_asked_for_what_it_can_do(window: int | None):
     """Shapes alone, which is all that can be seen without a GPU."""
     with FakeTensorMode():
         query, key, value = (torch.empty(2, 16, n, 8, requires_grad=True) for n in (4, 2, 2))
         ends = torch.empty(65, dtype=torch.int32)
-        found = attention._varlen_kernel(query, key, value, ends, 16, 0.5)
+        found = attention._varlen_kernel(query, key, value, ends, 16, 0.5, window)
         assert found.shape == query.shape
         gradients = torch.autograd.grad(found.sum(), (query, key, value))
     assert [each.shape[2] for each in gradients] == [4, 2, 2]

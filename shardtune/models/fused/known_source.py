@@ -77,6 +77,12 @@ def input_goes_to(cls: type, layers: Collection[str], *, lost: str) -> bool:
 
 
 @cache
+def say_once(fact: str) -> None:
+    """A line about what isn't fused, once in a process."""
+    _log.warning("%s", fact)
+
+
+@cache
 def _refuse(cls: type, lost: str) -> bool:
     """False, and one line that says so, once."""
     package = cls.__module__.split(".", 1)[0]

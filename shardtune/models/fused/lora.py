@@ -21,13 +21,16 @@ from shardtune.core.fused_families import RESIDUAL_FAMILIES, SHARED_INPUT_FAMILI
 from shardtune.kernels.lora_dropout import dropout_seed
 from shardtune.kernels.lora_residual import LARGEST_RANK
 from shardtune.kernels.stacked_linear import LinearLayers, stack_weights
-from shardtune.models.fused.known_source import forward_has, forward_is, input_goes_to
+from shardtune.models.fused.dora import scale_by_magnitude, why_not_dora
+from shardtune.models.fused.known_source import forward_has, forward_is, input_goes_to, say_once
 from shardtune.models.fused.lora_autograd import LoRALinear, LoRAQKVRoPE, LoRASwiGLUMLP
 from shardtune.models.fused.shared_input import (
     GATE_UP,
     MLP_FORWARD,
     QKV,
     SHARED_INPUT,
+    STACKED_GATE_UP,
+    STACKED_MLP_FORWARD,
     PrecomputedOutputs,
     SharedInput,
     SharedInputLayers,
@@ -54,6 +57,21 @@ DECODER_LAYER_FORWARD = [
     "return hidden_states",
 ]
 """The forward of most families' decoder layers, which `FusedDecoderLayer` replaces."""
+DROPPING_LAYER_FORWARD = [
+    *DECODER_LAYER_FORWARD[:2],
+    DECODER_LAYER_FORWARD[2].replace("hidden_states, _", "hidden_states, self_attn_weights", 1),
+    "hidden_states = residual + self.resid_attn_dropout(hidden_states)",
+    *DECODER_LAYER_FORWARD[4:7],
+    "hidden_states = residual + self.resid_mlp_dropout(hidden_states)",
+    DECODER_LAYER_FORWARD[8],
+]
+"""The same with dropout before each residual (Phi-3), which is mostly 0."""
+FALCON_LINEAR_FORWARD = [
+    "hidden_states = input @ self.weight.T",
+    "if self.bias is None:\n    return hidden_states",
+    "return hidden_states + self.bias",
+]
+"""Falcon's linear layer: `nn.Linear` in other words."""
 LORA_FORWARD = (
     "result = self.base_layer(x, *args, **kwargs)",
     "result = result + lora_B(lora_A(dropout(x))) * scaling",
@@ -68,13 +86,19 @@ def fuse_lora(part: nn.Module, family: str) -> None:
     if not forward_has(Linear, LORA_FORWARD, lost="LoRA layers are not fused"):
         return
     for number, module in enumerate(part.modules()):
-        if type(module) is Linear and _is_plain_lora(module):
-            module.__class__ = FusedLoRALinear
-            module.seed_number = number  # type: ignore[assignment]
+        if type(module) is not Linear:
+            continue
+        if why := why_not_fused(module):
+            say_once(f"LoRA layers run as peft computes them: {why}")
+            continue
+        module.__class__ = FusedLoRALinear
+        module.seed_number = number  # type: ignore[assignment]
+        module.is_dora = bool(module.lora_variant)  # type: ignore[assignment]
     if family in SHARED_INPUT_FAMILIES:
         for module in list(part.modules()):
             for names in SHARED_INPUT:
                 _fuse_shared_input(module, names)
+            _fuse_stacked_mlp(module)
         if family in RESIDUAL_FAMILIES:
             _fuse_decoder_layer(part)
 
@@ -86,7 +110,11 @@ def _fuse_decoder_layer(part: Any) -> None:
         return
     parameters = [*inspect.signature(FusedDecoderLayer.forward).parameters][:-1]
     lost = "residuals are added in a pass of their own"
-    if not forward_is(kind, DECODER_LAYER_FORWARD, parameters, lost=lost):
+    drops = [getattr(part, name, None) for name in ("resid_attn_dropout", "resid_mlp_dropout")]
+    known = DECODER_LAYER_FORWARD if drops == [None, None] else DROPPING_LAYER_FORWARD
+    if any(each is not None and each.p > 0 for each in drops):
+        return
+    if not forward_is(kind, known, parameters, lost=lost):
         return
     part.__class__ = fused_class(FusedDecoderLayer, kind)
     output_proj = part.self_attn.o_proj
@@ -94,27 +122,70 @@ def _fuse_decoder_layer(part: Any) -> None:
         output_proj.deferred = output_proj.base_layer.bias is None
 
 
-def _is_plain_lora(layer: Any) -> bool:
+def why_not_fused(layer: Any) -> str:
+    """Why a LoRA layer of peft stays as it is; nothing if it can be fused."""
     base = layer.base_layer
-    return (
-        list(layer.active_adapters) == [ADAPTER_NAME]
-        and list(layer.lora_A) == [ADAPTER_NAME]
-        and not layer.lora_variant
-        and isinstance(layer.lora_dropout[ADAPTER_NAME], nn.Identity | nn.Dropout)
-        and layer.lora_B[ADAPTER_NAME].bias is None
-        and not layer.fan_in_fan_out
-        and isinstance(base, nn.Linear)
-        and (type(base) is nn.Linear or isinstance(base, QuantizedLinear))
-        and not base.weight.requires_grad
+    if list(layer.active_adapters) != [ADAPTER_NAME] or list(layer.lora_A) != [ADAPTER_NAME]:
+        return "they have several adapters"
+    dropout, variant = layer.lora_dropout[ADAPTER_NAME], layer.lora_variant.get(ADAPTER_NAME)
+    reasons = (
+        (
+            variant is not None and ADAPTER_NAME not in layer.lora_magnitude_vector,
+            f"{type(variant).__name__} is not known here",
+        ),
+        (
+            not isinstance(dropout, nn.Identity | nn.Dropout),
+            f"{type(dropout).__name__} is no plain dropout",
+        ),
+        (layer.lora_B[ADAPTER_NAME].bias is not None, "B has a bias"),
+        (
+            layer.fan_in_fan_out or not isinstance(base, nn.Linear),
+            f"they are beside {type(base).__name__}, not nn.Linear",
+        ),
+        (
+            not (_is_linear(type(base)) or isinstance(base, QuantizedLinear)),
+            f"{type(base).__name__} may compute something else than nn.Linear",
+        ),
+        (base.weight.requires_grad, "their base weights are trained, too"),
     )
+    found = next((why for holds, why in reasons if holds), "")
+    return found or ("" if variant is None else why_not_dora(layer, ADAPTER_NAME))
+
+
+def _is_linear(kind: type) -> bool:
+    """Whether a class computes what `nn.Linear` computes."""
+    if kind.__name__ == "FalconLinear":
+        return forward_is(kind, FALCON_LINEAR_FORWARD, lost="LoRA layers are not fused")
+    return kind is nn.Linear
+
+
+def _fuse_stacked_mlp(module: Any) -> None:
+    """Fuses an MLP whose gate and up are one layer."""
+    layers = [getattr(module, name, None) for name in (*STACKED_GATE_UP, "down_proj")]
+    if not all(isinstance(layer, FusedLoRALinear) for layer in layers):
+        return
+    first, last = layers
+    lost = "SwiGLU is not fused with LoRA"
+    if (
+        is_silu(module)
+        and forward_is(type(module), STACKED_MLP_FORWARD, lost=lost)
+        and _fits_swiglu((first, first, last))
+    ):
+        module.__class__ = fused_class(StackedLoRAMLP, type(module))
+        module.shared_input = STACKED_GATE_UP
 
 
 def _fuse_shared_input(module: Any, names: tuple[str, ...]) -> None:
     layers: list[Any] = [getattr(module, name, None) for name in names]
     if not all(isinstance(layer, FusedLoRALinear) for layer in layers):
+        fused = [n for n, each in zip(names, layers, strict=True) if _is_fused(each)]
+        if fused and all(each is not None for each in layers):
+            apart = ", ".join(fused)
+            say_once(f"{apart}: not one product with the others, which have no such adapter")
         return
     drops = any(layer.drops for layer in layers)
     if drops and len({(layer.r[ADAPTER_NAME], layer.drops) for layer in layers}) > 1:
+        say_once(f"{', '.join(names)}: one by one, for their ranks differ and they have dropout")
         return  # masks are for layers that are alike
     for index, layer in enumerate(layers):
         layer.index = index
@@ -126,7 +197,8 @@ def _fuse_shared_input(module: Any, names: tuple[str, ...]) -> None:
     module.shared_input = names
     bases = [layer.base_layer for layer in layers]
     if names == QKV:
-        module.fuses_rope = applies_rope_directly(module, bases)
+        scaled = any(layer.is_dora for layer in layers)  # before they are rotated
+        module.fuses_rope = not scaled and applies_rope_directly(module, bases)
     if all(isinstance(base, FP8Linear) for base in bases):
         module.add_module("stacked_weights", StackedFP8Linear(bases))
 
@@ -139,11 +211,25 @@ def _is_swiglu(module: Any) -> bool:
         isinstance(output_proj, FusedLoRALinear)
         and is_silu(module)
         and forward_is(type(module), MLP_FORWARD, lost="SwiGLU is not fused with LoRA")
-        and all(layer.base_layer.bias is None for layer in layers)
-        and len({layer.r[ADAPTER_NAME] for layer in layers[:2]}) == 1
-        and len({layer.drops for layer in layers}) == 1
-        and (not layers[0].drops or max(_ranks(layers)) <= LARGEST_RANK)
+        and _fits_swiglu(layers)
     )
+
+
+def _fits_swiglu(layers: tuple[Any, ...]) -> bool:
+    """Whether gate, up and down are what `LoRASwiGLUMLP` takes."""
+    ranks = _ranks(layers)
+    if ranks[0] != ranks[1] or len({layer.drops for layer in layers}) > 1:
+        say_once("SwiGLU is left to the compiler: adapters of gate, up and down differ")
+        return False
+    return (
+        not any(layer.is_dora for layer in layers)
+        and all(layer.base_layer.bias is None for layer in layers)
+        and (not layers[0].drops or max(ranks) <= LARGEST_RANK)
+    )
+
+
+def _is_fused(layer: Any) -> bool:
+    return isinstance(layer, FusedLoRALinear)
 
 
 def _ranks(layers: tuple[Any, ...]) -> list[int]:
@@ -157,6 +243,8 @@ class FusedLoRALinear(Linear):  # type: ignore[misc]
     """Among the layers that share its input."""
     seed_number = 0
     """Tells its dropout from that of others in its decoder layer."""
+    is_dora = False
+    """Whether its outputs have magnitudes of their own."""
     deferred = False
     """Whether the decoder layer around it computes it, together with the residual: attention then
     returns this layer's input."""
@@ -188,6 +276,8 @@ class FusedLoRALinear(Linear):  # type: ignore[misc]
             y = lora_linear(x, (self,))
         else:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        if self.is_dora:
+            y = scale_by_magnitude(self, ADAPTER_NAME, y)
         bias = self.base_layer.bias
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -195,11 +285,16 @@ class FusedLoRALinear(Linear):  # type: ignore[misc]
 class PackedFrozenWeights(SharedInputLayers):
     """Layers with a shared input whose frozen weights can be packed into one matrix."""
 
+    @property
+    def spare(self) -> int:
+        """Rows below them, for what of A is multiplied with them."""
+        return sum(layer.r[ADAPTER_NAME] for layer in self.layers)
+
     def pack_weights(self) -> None:
         """Once the weights are there."""
         frozen = _base_layers(self.layers)
         if all(type(layer) is nn.Linear for layer in frozen):
-            stack_weights(frozen, sum(layer.r[ADAPTER_NAME] for layer in self.layers))
+            stack_weights(frozen, self.spare)
 
 
 class LoRASharedInput(PackedFrozenWeights, SharedInput):
@@ -231,8 +326,7 @@ class LoRAMLP(PackedFrozenWeights):
         if not _all_active((*first, *output_proj)):
             y = super().forward(hidden_states)  # type: ignore[misc]
             return y if residual is None else residual + y
-        lora_a, lora_b = _lora_matrices(first)
-        matrices = (torch.cat(lora_a), torch.cat(lora_b), *_stacked_lora_matrices(output_proj))
+        matrices = (*self.gate_up_matrices(), *_stacked_lora_matrices(output_proj))
         frozen = (_base_layers(first), _base_layers(output_proj))
         seed, p = _dropout(hidden_states, first, GATE_UP_SEED)
         next_seed, _ = _dropout(hidden_states, output_proj, DOWN_SEED)
@@ -244,6 +338,23 @@ class LoRAMLP(PackedFrozenWeights):
             return y
 
         return _add_residual(compute, hidden_states, residual)
+
+    def gate_up_matrices(self) -> tuple[Tensor, Tensor]:
+        """A and B of gate and up, one below the other."""
+        lora_a, lora_b = _lora_matrices(self.layers)
+        return torch.cat(lora_a), torch.cat(lora_b)
+
+
+class StackedLoRAMLP(LoRAMLP):
+    """The same where gate and up are one layer with one adapter: both have its A."""
+
+    @property
+    def spare(self) -> int:
+        return 2 * super().spare
+
+    def gate_up_matrices(self) -> tuple[Tensor, Tensor]:
+        (lora_a,), (lora_b,) = _lora_matrices(self.layers)
+        return torch.cat([lora_a, lora_a]), lora_b
 
 
 class FusedDecoderLayer:

@@ -25,6 +25,15 @@ MLP_FORWARD = [
     "return down_proj",
 ]
 """The forward of SwiGLU MLPs in transformers, which fused ones replace."""
+STACKED_GATE_UP = ("gate_up_proj",)
+"""One layer that is gate and up (Phi-3)."""
+STACKED_MLP_FORWARD = [
+    "up_states = self.gate_up_proj(hidden_states)",
+    "gate, up_states = up_states.chunk(2, dim=-1)",
+    "up_states = up_states * self.activation_fn(gate)",
+    "return self.down_proj(up_states)",
+]
+"""The forward of MLPs with such a layer."""
 
 
 class PrecomputedOutputs(NamedTuple):
@@ -50,7 +59,8 @@ def applies_rope_directly(module: Any, layers: Sequence[nn.Linear]) -> bool:
 def is_silu(mlp: Any) -> bool:
     from transformers.activations import SiLUActivation
 
-    return isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+    activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return isinstance(activation, nn.SiLU | SiLUActivation)
 
 
 class SharedInputLayers:
