@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu                                  everything
     python -m benchmarks.gpu --rows bf16 --methods shardtune compile --out first
+    python -m benchmarks.gpu --sample 24 --seed 7 --out drawn     random jobs (`gpu_sample.py`)
     python -m benchmarks.gpu --merge first/gpu.json second/gpu.json
 
 Each method of each row runs in a process of its own, on random weights of the true shape. Rows,
@@ -27,8 +28,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_cases import CASES, PEERS, chosen
-from benchmarks.gpu_report import Record, line, write
+from benchmarks.gpu_cases import PEERS, Case, chosen
+from benchmarks.gpu_report import Record, line, summary, write
+from benchmarks.gpu_sample import case_of, described, sample
 from benchmarks.table import DOCS
 
 ENVIRONMENT = {
@@ -48,10 +50,8 @@ def run_all(options: argparse.Namespace) -> Iterator[Record]:
     rate = where["matmul_flops"] / 1e12
     print(f"{where['gpu']}: {rate:.1f} TFLOP/s in bf16, run {where['run']}", flush=True)
     waiting: list[tuple[str, str, Child]] = []
-    picked = (pair.split(": ", 1) for pair in options.only)
-    wanted = [(CASES[row], method) for row, method in picked]
     try:
-        for case, method in wanted or chosen(options.rows, options.methods):
+        for case, method in wanted_of(options):
             missing = left_out(method, tiny=options.tiny)
             if missing:
                 print(f"{case.name} | {method}: left out: {missing}", flush=True)
@@ -66,6 +66,20 @@ def run_all(options: argparse.Namespace) -> Iterator[Record]:
     finally:  # whoever was ended early leaves nothing on the card
         for _, _, child in waiting:
             child.end()
+
+
+def wanted_of(options: argparse.Namespace) -> Iterator[tuple[Case, str]]:
+    """Rows and methods that were asked for."""
+    if options.only:
+        picked = (pair.split(": ", 1) for pair in options.only)
+        yield from ((case_of(row), method) for row, method in picked)
+    elif options.sample:
+        for number in range(1, options.sample + 1):
+            case = sample(options.seed, number)
+            print(f"{case.name}: {described(case)}", flush=True)
+            yield from ((case, method) for method in (*case.ours, *case.peers))
+    else:
+        yield from chosen(options.rows, options.methods)
 
 
 def shown(where: Record, case: str, method: str, child: Child) -> Record:
@@ -169,6 +183,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", default=[], help="words of the rows to run (all)")
     parser.add_argument("--methods", nargs="+", default=[], help="words of the methods (all)")
     parser.add_argument("--only", nargs="+", default=[], help="`row: method`, just these, in order")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="N random jobs")
+    parser.add_argument("--seed", type=int, default=7, metavar="S", help="of the random jobs (7)")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each (10)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds of each (400)")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")
@@ -191,6 +207,7 @@ def main(given: list[str] | None = None) -> int:
         return 1
     kept.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     write(records, options.out, options.note)
+    print(summary(records))
     return 0
 
 

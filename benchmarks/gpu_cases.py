@@ -1,10 +1,14 @@
-"""What `benchmarks.gpu` measures: the rows of its table, our settings for each, and the peers."""
+"""What `benchmarks.gpu` measures: the rows of its table, our settings for each, and the peers. Jobs
+drawn at random are in `gpu_sample.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from shardtune.core.model.family_support import FAMILY_SUPPORT, AttentionImplementation
+from shardtune.core.model.known_models import find_model
 
 Sections = dict[str, Any]
 """Sections of a job file, by their names."""
@@ -25,6 +29,27 @@ SHORT_ROWS: dict[str, tuple[Literal["1B", "8B"], Literal["bf16", "nf4"], int, in
 }
 """Steps of few tokens, by the names of their rows: LoRA on a model of that size."""
 
+FAMILY_ROWS: dict[str, str] = {
+    f"{model.partition('/')[2] or model} 8x2048": model
+    for model in (
+        "mistralai/Mistral-7B-v0.1",
+        "Qwen/Qwen3-8B",
+        "google/gemma-2-2b",
+        "gemma-3-4b-text",
+        "microsoft/Phi-3-mini-4k-instruct",
+        "ibm-granite/granite-3.1-8b-base",
+        "allenai/OLMo-2-1124-7B",
+        "HuggingFaceTB/SmolLM3-3B",
+        "tiiuae/falcon-7b",
+        "EleutherAI/pythia-6.9b",
+        "bigcode/starcoder2-7b",
+    )
+}
+"""Other families than Llama, by the names of their rows: LoRA with 16,384 tokens a step."""
+WITHOUT_LIGER = frozenset({"falcon", "gpt_neox", "starcoder2"})
+"""Families that Liger doesn't know."""
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
 OURS: dict[str, dict[str, Sections]] = {
     "bf16 8x2048": {"shardtune": {}, COMMAND: {}},
     "bf16 2x8192": {"shardtune": {}},
@@ -37,7 +62,15 @@ OURS: dict[str, dict[str, Sections]] = {
     "1B all 8x2048": {"shardtune": {}, COMMAND: {}, "shardtune, paged": {"train": PAGED}},
     "packed 8x2048": {"shardtune": {}, COMMAND: {}},
     "dropout 8x2048": {"shardtune": {}},
-    **{name: {"shardtune": {}} for name in SHORT_ROWS},
+    **{
+        name: {"shardtune": {}}
+        for name in (
+            *SHORT_ROWS,
+            *FAMILY_ROWS,
+            *("DoRA 8x2048", "attention only 8x2048", "MLP only 8x2048"),
+            *("0.5B all 8x2048", "3B all 8x2048", "1B all 1x1024"),
+        )
+    },
 }
 """What our job says beyond the row's model, batch, adapter and base; several names, several runs.
 A name has to begin with `shardtune`."""
@@ -76,13 +109,38 @@ class Case:
     rank: int = 16
     dropout: float = 0.0
     """Of LoRA."""
+    variant: Literal["plain", "dora", "rslora"] = "plain"
+    targets: tuple[str, ...] = ()
+    """Layers with an adapter; all linear ones where none is named."""
+    level: Literal["none", "most"] = "none"
+    """Of activation checkpointing: `most` of ours, the whole layer with peers."""
 
     @property
     def adapter(self) -> Sections:
         """What a job says of it."""
         if not self.lora:
             return {"type": "none"}
-        return {"type": "lora", "rank": self.rank, "dropout": self.dropout}
+        found: Sections = {"type": "lora", "rank": self.rank, "dropout": self.dropout}
+        if self.variant != "plain":
+            found["variant"] = self.variant
+        if self.targets:
+            found["targets"] = list(self.targets)
+        return found
+
+    @property
+    def family(self) -> str:
+        """As transformers calls it: `model_type`."""
+        return str(find_model(self.model).config["model_type"])
+
+    @property
+    def attention(self) -> AttentionImplementation:
+        """What transformers computes its attention with, unless another is asked for."""
+        return FAMILY_SUPPORT[self.family].best_attention
+
+    @property
+    def ours(self) -> dict[str, Sections]:
+        """Our methods, each with what its job says beyond the row."""
+        return OURS.get(self.name, {"shardtune": {}})
 
 
 @dataclass(frozen=True)
@@ -96,6 +154,8 @@ class Peer:
     """Liger's layers and its fused loss."""
     compiled: bool = False
     """Each layer through torch.compile, with Liger's fused loss."""
+    own_loss: bool = False
+    """Transformers' loss in place of Liger's."""
     checkpointing: bool = False
     budget: float | None = None
     """torch's share of activations to keep, of what a compiled layer would."""
@@ -123,11 +183,13 @@ PEERS: dict[str, Peer] = {
     "Liger": Peer(needs=LIGER, liger=True),
     "Liger, FlashAttention 4": Peer(liger=True, **FLASH),
     "Liger, checkpointing": Peer(needs=LIGER, liger=True, checkpointing=True),
+    "compile": Peer(compiled=True, own_loss=True),
     "compile + Liger loss": Peer(needs=LIGER, compiled=True),
     "compile + Liger loss, FlashAttention 4": Peer(compiled=True, **FLASH),
     "compile + Liger loss, budget 0.3, FlashAttention 4": Peer(compiled=True, budget=0.3, **FLASH),
     "compile + Liger loss, checkpointing": Peer(needs=LIGER, compiled=True, checkpointing=True),
     "compile + Liger loss, budget 0.3": Peer(needs=LIGER, compiled=True, budget=0.3),
+    "compile, checkpointing": Peer(compiled=True, own_loss=True, checkpointing=True),
     "torchtune + compile": Peer("torchtune", needs=TUNE, compiled=True),
     "Unsloth": Peer("unsloth", needs=UNSLOTH, checkpointing=True),
     "HF, padded": Peer(padded=True),
@@ -176,6 +238,19 @@ def _short(
     return Case(name, model, rows, length, peers, base=base, asked=asked)
 
 
+def _family(name: str, model: str) -> Case:
+    family = str(find_model(model).config["model_type"])
+    if family in WITHOUT_LIGER:
+        peers: tuple[str, ...] = ("HF", "compile")
+    elif family == "granite":  # Liger has no fused loss for it
+        peers = ("Liger", "compile")
+    elif FAMILY_SUPPORT[family].best_attention == "eager":
+        peers = FAST[1:3]
+    else:
+        peers = FAST[1:4]
+    return Case(name, model, 8, 2048, peers, asked=1.05)
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -191,6 +266,13 @@ CASES: dict[str, Case] = {
         Case("packed 8x2048", LARGE, 8, 2048, PACKED, packed=True, asked=1.2),
         Case("dropout 8x2048", LARGE, 8, 2048, FAST[1:4], rank=64, dropout=0.05),
         *(_short(name, *row) for name, row in SHORT_ROWS.items()),
+        *(_family(*row) for row in FAMILY_ROWS.items()),
+        Case("DoRA 8x2048", LARGE, 8, 2048, FAST[1:3], variant="dora", asked=1.05),
+        Case("attention only 8x2048", LARGE, 8, 2048, FAST[1:4], targets=ATTENTION, asked=1.05),
+        Case("MLP only 8x2048", LARGE, 8, 2048, FAST[1:4], targets=MLP, asked=1.05),
+        Case("0.5B all 8x2048", "Qwen/Qwen2.5-0.5B", 8, 2048, FAST[1:4], lora=False),
+        Case("3B all 8x2048", "meta-llama/Llama-3.2-3B", 8, 2048, FAST[1:4], lora=False),
+        Case("1B all 1x1024", SMALL, 1, 1024, FAST[1:3], lora=False, asked=1.05),
     )
 }
 
@@ -198,7 +280,7 @@ CASES: dict[str, Case] = {
 def chosen(rows: list[str], methods: list[str]) -> Iterator[tuple[Case, str]]:
     """Rows and methods of which any of the words is a part; all where there are no words."""
     for case in CASES.values():
-        for method in (*case.peers, *OURS[case.name]):
+        for method in (*case.peers, *case.ours):
             if _has(case.name, rows) and _has(method, methods):
                 yield case, method
 
@@ -209,9 +291,11 @@ def _has(name: str, words: list[str]) -> bool:
 
 def our_job(case: Case, method: str, *, tiny: bool = False) -> Sections:
     """The job of one of our methods, as a job file would have it."""
-    extra = OURS[case.name][method]
+    extra = case.ours[method]
     rows, length = (case.rows, case.length) if not tiny else TINY_BATCH
     train = {"micro_batch": rows, "global_batch": rows} | DEFAULTS | extra.get("train", {})
+    if case.level != "none":
+        train["gradient_checkpointing"] = case.level
     if tiny:
         train["kernels"] = "eager"
     return {
@@ -219,6 +303,7 @@ def our_job(case: Case, method: str, *, tiny: bool = False) -> Sections:
         "adapter": case.adapter,
         **extra,
         "model": {"name": case.model}
+        | ({"attention": case.attention} if case.attention != "sdpa" else {})
         | (NF4 if case.base == "nf4" else {})
         | extra.get("model", {}),
         "data": {"train": [{"path": "-", "format": "chat"}], "sequence_length": length},

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_cases import TINY_BATCH, Case
+from benchmarks.gpu_cases import ATTENTION, MLP, TINY_BATCH, Case
 from shardtune.core.model.known_models import find_model
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.data.packing import pack
@@ -21,6 +21,8 @@ SHORTEST, LONGEST = 50, 2000  # tokens of a document
 DOCUMENTS = 1000  # of the set that is packed
 PADDED_ROWS = 8  # documents of a micro-batch where each has a row of its own
 BASE = torch.bfloat16
+UNGATED = frozenset({"falcon", "gpt_neox", "starcoder2"})
+"""Families whose MLP has two products."""
 
 
 def config_of(case: Case, *, tiny: bool) -> Any:
@@ -37,7 +39,12 @@ def config_of(case: Case, *, tiny: bool) -> Any:
             "num_key_value_heads": 2,
             "head_dim": 16,
             "vocab_size": 512,
+            "num_kv_heads": 2,
+            "pad_token_id": 0,
         }
+        known.pop("layer_types", None)
+        if known["model_type"] == "falcon":
+            del known["head_dim"]  # it has a property of that name
     if case.layers is not None:
         known["num_hidden_layers"] = case.layers
     return AutoConfig.for_model(**known)
@@ -45,6 +52,8 @@ def config_of(case: Case, *, tiny: bool) -> Any:
 
 def draw(name: str, shape: tuple[int, ...], device: str) -> Tensor:
     """A weight of the model by its name in transformers: whoever asks gets the same numbers."""
+    if len(shape) == 1 and name.endswith("bias"):
+        return torch.zeros(shape, dtype=BASE, device=device)
     if len(shape) == 1:
         return torch.ones(shape, dtype=BASE, device=device)
     seed = int.from_bytes(sha256(name.encode()).digest()[:7], "big")
@@ -140,18 +149,28 @@ def flops(case: Case, config: Any, batch: Batch) -> float:
     """Of a step: what the model asks for, whatever a method computes again or in vain.
 
     2 N forward and 2 N for the gradient of the input, 2 N more where weights are trained, for
-    each token; attention over each document's past, three times with its backward pass.
+    each token; attention over each document's past, three times with its backward pass (windows
+    that are shorter than a document are not taken off).
     """
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     size = getattr(config, "head_dim", None) or size
-    hidden, wide, keys = config.hidden_size, heads * size, config.num_key_value_heads * size
-    shapes = [(hidden, wide), (hidden, keys), (hidden, keys), (wide, hidden)]
-    shapes += [(hidden, config.intermediate_size)] * 3
+    hidden, wide, keys = config.hidden_size, heads * size, _key_heads(config) * size
+    attention_shapes = [(hidden, wide), (hidden, keys), (hidden, keys), (wide, hidden)]
+    inner = getattr(config, "intermediate_size", None) or config.ffn_hidden_size
+    mlp_shapes = [(hidden, inner)] * (2 if config.model_type in UNGATED else 3)
+    shapes = attention_shapes + mlp_shapes
+    adapted = {(): shapes, ATTENTION: attention_shapes, MLP: mlp_shapes}[case.targets]
     layers = config.num_hidden_layers
     weights = layers * sum(a * b for a, b in shapes) + config.vocab_size * hidden
-    adapters = layers * case.rank * sum(a + b for a, b in shapes) if case.lora else 0
+    adapters = layers * case.rank * sum(a + b for a, b in adapted) if case.lora else 0
     each = (4 if case.lora else 6) * weights + 6 * adapters
     rows, length = batch.ours.input_ids.shape
     lengths = [len(document) for document in batch.documents] or [length] * rows
     attention = layers * sum(2 * wide * own * own for own in lengths)
     return float(each * batch.ours.tokens + 3 * attention)
+
+
+def _key_heads(config: Any) -> int:
+    if config.model_type == "falcon":
+        return int(config.num_kv_heads if config.new_decoder_architecture else 1)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -21,6 +21,7 @@ from benchmarks.gpu_data import BASE, Batch, config_of, draw
 from shardtune.config.job import LoRA
 from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
+from shardtune.models.materialize import decoder_layers
 from shardtune.models.peft_adapters import initialize_adapters
 
 Step = Callable[[int], Tensor]
@@ -57,17 +58,15 @@ def build(case: Case, peer: Peer, data: list[Batch], device: str, *, tiny: bool)
 
 
 def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Losses]:
-    if peer.liger or peer.compiled:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        whole = {"rope": peer.liger, "rms_norm": peer.liger, "swiglu": peer.liger}
-        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=True, **whole)
+    if peer.liger or (peer.compiled and not peer.own_loss):
+        _apply_liger(case, layers=peer.liger)
     if peer.budget is not None:
         import torch._functorch.config as functorch
 
         functorch.activation_memory_budget = peer.budget
-    model = _filled(config, case, device, peer.attention)
-    layers = list(model.model.layers)
+    asked = case.attention if peer.attention == "sdpa" else peer.attention
+    model = _filled(config, case, device, asked)
+    layers = decoder_layers(model)
     if case.lora:
         model = with_lora(model, case, device, torch.float32 if peer.fp32_adapters else BASE)
     if peer.checkpointing:
@@ -77,6 +76,20 @@ def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Lo
             layer.compile()
     model.train()
     return model, hf_losses(model, case, peer, device)
+
+
+def _apply_liger(case: Case, *, layers: bool) -> None:
+    """Liger's loss, and its layers where they are wanted; what it has for the family."""
+    from inspect import signature
+
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[case.family]
+    fused = case.family != "granite"  # of which it says that there is none
+    losses = {"cross_entropy": not fused, "fused_linear_cross_entropy": fused}
+    known = signature(apply).parameters
+    names = [name for name in ("rope", "rms_norm", "swiglu", "geglu") if name in known]
+    apply(**losses, **dict.fromkeys(names, layers))
 
 
 def _filled(config: Any, case: Case, device: str, attention: str = "sdpa") -> Any:
@@ -137,7 +150,9 @@ def with_lora(model: Any, case: Case, device: str, dtype: torch.dtype) -> Any:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules="all-linear",
+        use_dora=adapter.variant == "dora",
+        use_rslora=adapter.variant == "rslora",
+        target_modules=list(case.targets) or "all-linear",
     )
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
     initialize_adapters(adapted, "", adapter, seed=0, device=device)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from math import exp, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, Case, our_job
+from benchmarks.gpu_cases import CASES, COMMAND, PEERS, Case
+from benchmarks.gpu_sample import case_of, described, forecast_of, is_drawn
 from benchmarks.table import write_table
-from shardtune.config.job import Job
-from shardtune.core.model.known_models import known_model
-from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.forecast import forecast
+from shardtune.core.units import GIB
 
 Record = dict[str, Any]
 """What one method came to on one row: its figures or its `error`, and where that was."""
@@ -22,6 +21,7 @@ HEADINGS = [
     *("row", "method", "machine", "tokens/s", "slowest to fastest step", "to the best peer"),
     *("wanted", "allocated GiB", "at most", "reserved GiB", "matmul share", "first step s"),
     *("first loss", "its difference", "largest difference", "forecast of the step"),
+    "forecast of allocated",
 ]
 
 FORECAST_CARDS = ("H200", "H100", "A100")
@@ -39,6 +39,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
     """One record for each row, method and machine, in the table's order: the last one given."""
     kept = {(each["case"], each["machine"], each["method"]): each for each in records}
     order = list(CASES)
+    order += sorted({name for name, _, _ in kept} - set(order), key=_drawn_order)
     methods = list(PEERS)  # ours come last
     return sorted(
         kept.values(),
@@ -48,6 +49,11 @@ def latest(records: Iterable[Record]) -> list[Record]:
             methods.index(each["method"]) if each["method"] in PEERS else len(methods),
         ),
     )
+
+
+def _drawn_order(name: str) -> list[int]:
+    """Drawn jobs by seed and number."""
+    return [int(part) for part in name.removeprefix("sample ").split(".")]
 
 
 def line(record: Record) -> str:
@@ -68,7 +74,7 @@ def line(record: Record) -> str:
 def peers_of(record: Record, records: Sequence[Record]) -> list[Record]:
     """What a record is compared with: peers on the same row, or on the one that stands for it,
     and on the same machine, because cards of one kind differ by a percent."""
-    case = CASES[record["case"]]
+    case = case_of(record["case"])
     row = case.against or case.name
     return [
         each
@@ -100,8 +106,9 @@ def differences(record: Record, records: Sequence[Record]) -> tuple[float, float
 
 def rows(records: Sequence[Record], letters: dict[str, str]) -> Iterator[list[str]]:
     for record in records:
-        case = CASES[record["case"]]
-        start = [case.name, record["method"], letters[record["machine"]]]
+        case = case_of(record["case"])
+        name = f"{case.name}: {described(case)}" if is_drawn(case.name) else case.name
+        start = [name, record["method"], letters[record["machine"]]]
         if "error" in record:
             yield [*start, f"failed: {record['error'][:80]}", *[""] * (len(HEADINGS) - 4)]
         else:
@@ -109,7 +116,7 @@ def rows(records: Sequence[Record], letters: dict[str, str]) -> Iterator[list[st
 
 
 def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[str]:
-    ours = record["method"] == next(iter(OURS[case.name]))  # others of ours are for comparison
+    ours = _is_first(record, case)
     compared, apart = ratio(record, records), differences(record, records)
     memory, reserved = record["allocated_gib"], record.get("reserved_gib")
     yield _count(record["tokens_per_second"])
@@ -123,19 +130,59 @@ def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[
     yield _first(record)
     yield f"{record['losses'][0]:.4f}"
     yield from (f"{each:.1e}" for each in apart) if apart else ("", "")
-    yield _forecast(record, case)
+    off = forecast_errors(record, case)
+    yield from (f"{each:+.1%}" for each in off) if off else ("", "")
 
 
-def _forecast(record: Record, case: Case) -> str:
-    """How far the planner's step time for this kind of card is off; nothing for peers, nor for
-    packed documents, of which no forecast knows which ones share a row."""
+def _is_first(record: Record, case: Case) -> bool:
+    """Whether it is our method of the row; others of ours are for comparison."""
+    return bool(record["method"] == next(iter(case.ours)))
+
+
+def forecast_errors(record: Record, case: Case) -> tuple[float, float] | None:
+    """How far the planner's step time and allocated memory for this kind of card are off; None for
+    peers, and for packed documents, of which no forecast knows which ones share a row."""
     name = next((name for name in FORECAST_CARDS if name in record["gpu"]), None)
-    method = record["method"]
-    if name is None or method not in OURS[case.name] or method == COMMAND or case.packed:
-        return ""
-    job = Job.model_validate_json(json.dumps(our_job(case, method)))
-    found = forecast(job, known_model(case.model), parse_cluster(f"1x{name}"))
-    return f"{found.speed.step.total / record['seconds'] - 1:+.1%}"
+    method, memory = record["method"], record["allocated_gib"]
+    if name is None or method not in case.ours or method == COMMAND or case.packed or not memory:
+        return None
+    found = forecast_of(case, method, name)
+    return (
+        found.speed.step.total / record["seconds"] - 1,
+        found.memory.allocated / GIB / memory - 1,
+    )
+
+
+def summary(records: Sequence[Record]) -> str:
+    """Our methods over all rows that have a peer beside them on the same machine: the geometric
+    mean of the ratios, the worst row, and the rows below 1; and how good the forecasts are."""
+    ours = [
+        each for each in records if "error" not in each and _is_first(each, case_of(each["case"]))
+    ]
+    ratios = {
+        (each["case"], each["machine"]): found
+        for each in ours
+        if (found := ratio(each, records)) is not None
+    }
+    if not ratios:
+        return "No row of ours has a peer beside it."
+    (worst, _), least = min(ratios.items(), key=lambda pair: pair[1])
+    below = sorted({row for (row, _), found in ratios.items() if found < 1})
+    mean = exp(fmean(map(log, ratios.values())))
+    errors = [found for each in ours if (found := forecast_errors(each, case_of(each["case"])))]
+    lines = [
+        f"Over {len(ratios)} rows of ours with a peer on the same machine: geometric mean "
+        f"{mean:.3f} of the best peer's speed; worst {least:.3f} ({worst}); below 1: "
+        f"{', '.join(below) or 'none'}."
+    ]
+    if errors:
+        near = sum(abs(time) <= 0.1 and abs(memory) <= 0.05 for time, memory in errors)
+        lines.append(
+            f"Forecasts within 10 % of the time and 5 % of the memory: {near} of {len(errors)}; "
+            f"farthest {max(abs(time) for time, _ in errors):.0%} and "
+            f"{max(abs(memory) for _, memory in errors):.0%}."
+        )
+    return " ".join(lines)
 
 
 def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
@@ -150,8 +197,9 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         HEADINGS,
         list(rows(records, letters)),
         "Random weights of the true shape and random tokens, both the same for every method of a "
-        "row; LoRA of rank 16 on all linear layers except in the rows `all` (full fine-tune) and "
-        "`dropout` (rank 64, dropout 0.05); "
+        "row; LoRA of rank 16 on all linear layers except in the rows `all` (full fine-tune), "
+        "`dropout` (rank 64, dropout 0.05) and those that say otherwise; rows `sample` are drawn "
+        "at random (`--sample N --seed S`); "
         "AdamW, gradients clipped. Each method has a process of its own. Speed is the median of "
         f"{' or '.join(map(str, steps)) or 'no'} steps after a warm-up; in the row `packed` "
         "(documents of 50 to 2000 tokens) only trained tokens count. *Allocated* is the peak of "
@@ -166,6 +214,7 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         "they hold, *allocated* only where a step without one was among those that count."
         + (OF_COMMAND if any(each["method"] == COMMAND for each in records) else "")
         + "\n\n"
+        + f"{summary(records)}\n\n"
         + (f"{note}\n\n" if note else "")
         + "![Speed of each method](gpu.svg)",
         machine=_machines(records, letters),

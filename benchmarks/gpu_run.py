@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_card import clocked, loss_of
-from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, Case, our_job
+from benchmarks.gpu_cases import COMMAND, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
 from benchmarks.gpu_peers import build, write_checkpoint
+from benchmarks.gpu_sample import case_of
 from benchmarks.gpu_train import measure_train
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
@@ -81,7 +82,7 @@ def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> 
     torch.manual_seed(0)
     config = config_of(case, tiny=tiny)
     data = batches(case, config.vocab_size, tiny=tiny)
-    if method in OURS[case.name]:
+    if method in case.ours:
         step = ours(case, method, data, device, tiny=tiny)
     else:
         step = build(case, PEERS[method], data, device, tiny=tiny)
@@ -117,7 +118,7 @@ def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> 
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("case", help="a row of the table, or `sample SEED.NUMBER`")
     parser.add_argument("method", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
@@ -125,7 +126,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="only write the row's weights to this folder")
     options = parser.parse_args(given)
     device = "cpu" if options.tiny else "cuda"
-    case = replace(CASES[options.case], layers=options.layers)
+    case = replace(case_of(options.case), layers=options.layers)
     if options.write:
         write_checkpoint(case, options.write, device, tiny=options.tiny)
         return 0

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from benchmarks.gpu import leave_on_sigterm
 from benchmarks.gpu_card import clocked
-from benchmarks.gpu_cases import CASES, COMMAND, OURS, our_job
+from benchmarks.gpu_cases import COMMAND, our_job
 from benchmarks.gpu_report import latest, letters_of
+from benchmarks.gpu_sample import case_of
 from benchmarks.table import DOCS, write_table
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
@@ -199,8 +200,8 @@ def beside(file: Path, cluster: Cluster) -> list[list[str]]:
     rows, records = [], json.loads(file.read_text(encoding="utf-8"))
     letters = letters_of(records)
     for record in latest(records):
-        case, method = CASES[record["case"]], record["method"]
-        ours = method in OURS[case.name] and method != COMMAND  # which is its engine once more
+        case, method = case_of(record["case"]), record["method"]
+        ours = method in case.ours and method != COMMAND  # which is its engine once more
         if not ours or case.packed or "error" in record:
             continue
         what = Job.model_validate_json(json.dumps(our_job(case, method)))

@@ -44,8 +44,16 @@ another shape is computed without one beside them."""
 _log = logging.getLogger("shardtune")
 
 
-def why_not(setup: EngineSetup, world: World, parameters: TrainedParameters, model: Any) -> str:
-    """What speaks against recording the steps of an engine; nothing if it is empty."""
+def why_not(
+    setup: EngineSetup,
+    world: World,
+    parameters: TrainedParameters,
+    model: Any,
+    *,
+    in_place: bool = False,
+) -> str:
+    """What speaks against recording the steps of an engine; nothing if it is empty. `in_place`: the
+    backward pass adds to the step's gradient, weight by weight, so it isn't there twice."""
     trained = sum(parameter.numel() for parameter in parameters.named.values())
     whole = sum(parameter.numel() for parameter in model.parameters())
     recomputes = getattr(unwrap_model(model), "is_gradient_checkpointing", False)
@@ -58,7 +66,10 @@ def why_not(setup: EngineSetup, world: World, parameters: TrainedParameters, mod
         (bool(setup.router_aux_loss_coef + setup.router_z_loss_coef), "routers have own losses"),
         (setup.offload_activations, "activations wait in CPU memory"),
         (recomputes, "whole layers are recomputed, and ask for the generator's state"),
-        (2 * trained > whole or trained > MOST_TRAINED, "the gradient would be there twice"),
+        (
+            not in_place and (2 * trained > whole or trained > MOST_TRAINED),
+            "the gradient would be there twice",
+        ),
     )
     return next((why for holds, why in reasons if holds), "")
 
@@ -67,7 +78,7 @@ def describe_graphs(engine: object) -> str:
     """In words, for whoever wonders why short steps are slow."""
     recorded = getattr(engine, "graphs", None)
     if isinstance(recorded, RecordedSteps):
-        return f"CUDA graphs: micro-batches of up to {CAPTURED_TOKENS:,} tokens, and the update"
+        return f"CUDA graphs: {recorded.covers}"
     why = getattr(engine, "why_no_graphs", "") or "the strategy has none"
     return f"CUDA graphs: none ({why}); short steps wait for the host"
 
@@ -91,8 +102,11 @@ class RecordedSteps:
         update: OptimizerUpdate,
         loss: Callable[[Staged], Tensor],
         device: torch.device,
+        *,
+        in_place: bool = False,
     ) -> None:
-        """`loss`: the forward pass of a micro-batch on the device."""
+        """`loss`: the forward pass of a micro-batch on the device. `in_place`: see `why_not`."""
+        self._in_place = in_place
         self._weights = list(parameters.named.values())
         self._update = update
         self._loss = loss
@@ -106,6 +120,13 @@ class RecordedSteps:
         self._rate = torch.zeros((), device=device)
         self._recorded_update: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
         self._pool: Any = None
+
+    @property
+    def covers(self) -> str:
+        """What is recorded, in words."""
+        if self._in_place:
+            return f"steps of one micro-batch of up to {CAPTURED_TOKENS:,} tokens"
+        return f"micro-batches of up to {CAPTURED_TOKENS:,} tokens, and the update"
 
     @property
     def refused(self) -> str:
@@ -191,10 +212,8 @@ class RecordedSteps:
         never_anew = torch.compiler.set_stance("fail_on_recompile")
         with compiling(), never_anew, self._capture(graph):
             loss = self._loss(static)
-            found = torch.autograd.grad(loss * self._scale, self._weights)
-            torch._foreach_add_(totals, found)
+            self._record_backward(loss * self._scale, totals)
             loss = loss.detach()
-            del found
         if not self._gradients:
             for weight, total in zip(self._weights, totals, strict=True):
                 if weight.grad is not None:  # of the micro-batches of this step
@@ -202,6 +221,21 @@ class RecordedSteps:
                 weight.grad = total
             self._gradients = totals
         return RecordedPass(graph, static, loss)
+
+    def _record_backward(self, loss: Tensor, totals: list[Tensor]) -> None:
+        """Adds the gradient to `totals`: all at once where weights are few, else each as it
+        comes."""
+        if not self._in_place:
+            torch._foreach_add_(totals, torch.autograd.grad(loss, self._weights))
+            return
+        before = [weight.grad for weight in self._weights]
+        for weight, total in zip(self._weights, totals, strict=True):
+            weight.grad = total
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for weight, gradient in zip(self._weights, before, strict=True):
+                weight.grad = gradient
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> Any:
         # Another thread sends batches meanwhile, which is no part of it.
@@ -213,7 +247,10 @@ class RecordedSteps:
         _log.warning("no more CUDA graphs: %s; steps are launched kernel by kernel", why)
 
     def update(self, rate: float) -> tuple[Tensor, Tensor]:
-        """The update of `OptimizerUpdate`, with a learning rate that lies on the device."""
+        """The update of `OptimizerUpdate`, with a learning rate that lies on the device, where the
+        optimizer can read it there."""
+        if type(self._update.optimizer) is not torch.optim.AdamW:
+            return self._update.apply(rate)
         self._rate.fill_(rate)
         if self._recorded_update is None and not (self._gradients and self._can_record_update()):
             return self._update.apply(self._rate)

@@ -57,6 +57,8 @@ class NativeEngine:
     scales_loss: type[torch.amp.GradScaler] = torch.amp.GradScaler
     """Dynamic loss scaling under fp16. Where ranks hold shards of a gradient, one that lets them
     agree on an overflow."""
+    adds_in_place = False
+    """Whether a recorded backward pass adds to the step's gradient, weight by weight."""
     lower_halves: Mapping[str, Tensor] = MappingProxyType({})
     """The lower 16 bits of split fp32 weights, by name."""
 
@@ -110,14 +112,20 @@ class NativeEngine:
 
     def _graphs(self) -> RecordedSteps | None:
         """For the CUDA graphs of its steps, where nothing speaks against them."""
-        self.why_no_graphs = why_not(self.setup, self.world, self.parameters, self.model)
+        self.why_no_graphs = why_not(
+            self.setup, self.world, self.parameters, self.model, in_place=self.adds_in_place
+        )
         if self.why_no_graphs:
             return None
         config = unwrap_model(self.model).config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
         self.forward_pass.staging.buckets = ShapeBuckets(longest)
         return RecordedSteps(
-            self.parameters, self.optimizer_update, self._forward_here, self.device
+            self.parameters,
+            self.optimizer_update,
+            self._forward_here,
+            self.device,
+            in_place=self.adds_in_place,
         )
 
     # The step ---------------------------------------------------------------------------------

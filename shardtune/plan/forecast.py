@@ -271,7 +271,7 @@ def _captured(job: Job, ranks: int, tokens: int) -> bool:
     return (
         ranks == 1
         and tokens <= CAPTURED_TOKENS
-        and not isinstance(job.adapter, NoAdapter)
+        and (not isinstance(job.adapter, NoAdapter) or job.splits_weights(ranks))
         and train.kernels == "compiled"
         and train.precision == "bf16"
         and train.recompute != "full"

@@ -21,11 +21,12 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import Child, left_out, main, what_failed
-from benchmarks.gpu_cases import CASES, COMMAND, OURS, PEERS, chosen, our_job
+from benchmarks.gpu_cases import CASES, COMMAND, FAMILY_ROWS, OURS, PEERS, chosen, our_job
 from benchmarks.gpu_data import batches, config_of, draw, flops
 from benchmarks.gpu_peers import flattened
-from benchmarks.gpu_report import latest, letters_of, ratio, rows
+from benchmarks.gpu_report import latest, letters_of, ratio, rows, summary
 from benchmarks.gpu_run import measure
+from benchmarks.gpu_sample import case_of, described, sample
 from benchmarks.gpu_train import STOP, documents_of, train_job, write_rows
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
@@ -210,7 +211,7 @@ def test_advice_behind_an_error_is_not_the_error() -> None:
 
 
 def test_every_row_is_complete() -> None:
-    assert OURS.keys() == CASES.keys()
+    assert OURS.keys() == CASES.keys()  # none by the default of drawn ones
     for case in CASES.values():
         find_model(case.model)
         assert set(case.peers) <= PEERS.keys()
@@ -321,7 +322,35 @@ def test_ratios_are_to_the_best_peer_of_the_same_machine() -> None:
     assert ratio(alone, records) is None
     table = {(row[0], row[1], row[2]): row for row in rows(records, letters_of(records))}
     assert table["bf16 8x2048", "Unsloth", "A"][3] == "failed: no memory"
-    assert table["bf16 8x2048", "shardtune", "A"][-3:-1] == ["1.0e-02", "3.0e-01"]
+    assert table["bf16 8x2048", "shardtune", "A"][-4:-2] == ["1.0e-02", "3.0e-01"]
     assert table["bf16 8x2048", "shardtune", "A"][10] == "0.500"
     assert table["bf16 8x2048", "shardtune", "B"][5] == "none beside it"
     assert len({len(row) for row in table.values()}) == 1
+    assert summary(records).startswith(
+        "Over 2 rows of ours with a peer on the same machine: geometric mean 1.732 of the best "
+        "peer's speed; worst 1.500 (bf16 8x2048); below 1: none."
+    )
+
+
+def test_drawn_jobs_are_drawn_again_by_their_names() -> None:
+    """And are jobs that fit, with peers; all kinds of them come."""
+    drawn = [sample(7, number) for number in range(1, 41)]
+    for case in drawn:
+        sample.cache_clear()
+        assert case_of(case.name) == case
+        assert len(case.peers) == 2
+        assert set(case.peers) <= PEERS.keys()
+        assert described(case)
+    assert {case.lora for case in drawn} == {True, False}
+    assert {case.base for case in drawn} == {"bf16", "nf4"}
+    assert {case.level for case in drawn} == {"none", "most"}
+    assert len({case.family for case in drawn}) > 6
+    assert case_of("sample 8.1") != case_of("sample 7.1")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("row", FAMILY_ROWS)
+def test_families_have_the_same_losses(row: str) -> None:
+    """In bf16, where rounding of soft-capped or scaled logits is not ours."""
+    ours, peer = tiny_losses(row, "shardtune"), tiny_losses(row, "HF")
+    assert peer == pytest.approx(ours, abs=20 * BF16_NOISE)

@@ -95,6 +95,20 @@ def test_graphs_change_nothing(name: str) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+def test_all_weights() -> None:
+    """Steps of one micro-batch are recorded, and what is added up in fp32 isn't."""
+    extra = {"adapter": {"type": "none"}}
+    given = [[micro_batch(n, 256 + 128 * (n % 2))] for n in range(8)] + steps(4)
+    run(make(extra, graphs=False), given)
+    with_graphs, without = make(extra), make(extra, graphs=False)
+    assert run(with_graphs, given) == run(without, given)
+    assert with_graphs.graphs is not None
+    assert with_graphs.graphs.refused == ""
+    assert len(with_graphs.graphs._passes) >= 2
+    ours, theirs = (dict(engine.trained_weights()) for engine in (with_graphs, without))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
 def test_a_resumed_run_is_the_same_to_the_bit() -> None:
     """It records at other steps, and an evaluation is between two of them."""
     given = [[micro_batch(2 * n), micro_batch(2 * n + 1)] for n in range(12)]

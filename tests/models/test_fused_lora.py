@@ -15,6 +15,7 @@ from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core import fused_families as families
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.apply import pack_weights
+from shardtune.models.fused.known_source import say_once
 from shardtune.models.fused.lora import (
     GATE_UP,
     QKV,
@@ -24,7 +25,6 @@ from shardtune.models.fused.lora import (
     LoRASharedInput,
     fuse_lora,
 )
-from shardtune.models.fused.known_source import say_once
 from shardtune.models.materialize import decoder_layers
 from shardtune.models.model_files import ModelFiles
 from tests.adapting import add_adapter

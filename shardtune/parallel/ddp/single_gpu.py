@@ -8,7 +8,7 @@ products left them; where several micro-batches are added up they become fp32 be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,10 @@ ROUNDED_GRADIENT_TOKENS = 3072
 class SplitWeightEngine(NativeEngine):
     """What is trained is a weight of the model and its lower half beside it."""
 
+    adds_in_place = True
+    _one_micro_batch = False
+    """Whether this step has no other: its gradient stays in 16 bits, and can be recorded."""
+
     def __init__(self, model: nn.Module, setup: EngineSetup, world: World) -> None:
         assert COMPUTE[setup.precision] == torch.bfloat16
         self.lower_halves = split_weights(model, host_mapped=setup.optimizer.host_mapped)
@@ -64,6 +68,7 @@ class SplitWeightEngine(NativeEngine):
             world,
             gradients=SplitWeightGradients(parameters, torch.device(world.device)),
             training_state=self.split_state,
+            captures=True,
         )
 
     def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
@@ -76,6 +81,13 @@ class SplitWeightEngine(NativeEngine):
             size_of(each) for each in self.lower_halves.values()
         )
         return Held({**found, ("optim", "cpu" if self.setup.optimizer.host_mapped else home): size})
+
+    def _backward(self, microbatches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        self._one_micro_batch = len(microbatches) == 1
+        return super()._backward(microbatches, scale)
+
+    def _replayed(self, batch: MicroBatch, scale: Tensor) -> Tensor | None:
+        return super()._replayed(batch, scale) if self._one_micro_batch else None
 
     def _pass(self, batch: MicroBatch, scale: Tensor | float, *, last: bool) -> Tensor:
         loss = super()._pass(batch, scale, last=last)
