@@ -31,7 +31,10 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load import check_fits_data, check_weights
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import describe_attention, same_on_all_ranks
-from shardtune.models.packing_check import require_document_isolation
+from shardtune.models.packing_check import (
+    require_document_isolation,
+    require_isolating_layers,
+)
 from shardtune.models.quantization.fp8_linear import describe_fp8_matmul
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
@@ -93,8 +96,14 @@ def train(
             steps, shown=world.is_main, quiet=quiet, forecast=_shown_forecast(predicted, world)
         )
         view.say(how_loaded(job))
+        if not data.packing:
+            view.say(
+                f"one document a row: {data.padding_share():.0%} of what is computed is padding"
+            )
         intervals = {each.name: each.every for each in inputs.tasks}
         clock = TimeLeft(steps, int(job.evaluate.every), intervals)
+        if data.packing:
+            require_isolating_layers(inputs.model.config, job.model.attn_implementation)
         with clock.timed("load"):
             engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
         if data.packing:

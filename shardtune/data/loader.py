@@ -23,6 +23,7 @@ from shardtune.data.micro_batches import micro_batches
 from shardtune.data.packing import pack
 from shardtune.data.sampler import BatchRow, DocumentRef, Sampler
 
+LOOKED_AT = 8  # steps whose padding is counted
 PREFETCH_STEPS = 2  # steps that lie ready before they are asked for
 
 
@@ -128,6 +129,18 @@ class Loader:
     def fill(self) -> float:
         """The share of the training rows' space that holds tokens."""
         return self._sampler.fill()
+
+    def padding_share(self, steps: int = LOOKED_AT) -> float:
+        """The share of what the first steps compute, over all ranks, that is padding."""
+        tokens = computed = 0
+        for step in range(steps):
+            rows = self._sampler.rows(step, self._last)
+            dealt = micro_batches(rows, self._ranks, self._micro_batch, turn=step)
+            for batch in (batch for share in dealt for batch in share if batch):
+                lengths = [sum(document.length for document in row) for row in batch]
+                tokens += sum(lengths)
+                computed += len(lengths) * max(lengths)
+        return 1 - tokens / max(computed, 1)
 
     def samples(self, step: int) -> tuple[str, ...]:
         """The ids of the documents that a step trains on, over all ranks, in the global order."""

@@ -23,6 +23,7 @@ from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
+from shardtune.models.document_isolation import isolate_documents
 from shardtune.models.fp32_routing import route_in_fp32
 from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
 from shardtune.models.fused_weights import FusedWeight, own_names
@@ -88,6 +89,7 @@ def build_model(
         names = TensorNames.of(model, files.weights, files.section)
     use_varlen_attention(model, device, compute)
     route_in_fp32(model)
+    isolate_documents(model)
     in_layers = divide is not None or quantized or speed.changes_layers
     layers = decoder_layers(model) if in_layers else []
     frame = Frame.of(model, layers, names, files.section, adapter, compute=compute, speed=speed)

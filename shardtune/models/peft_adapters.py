@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from shardtune.core.model.kind import kind_of
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.kernels.autocast_forward import autocast_forward
 from shardtune.models.added_tokens import ends
-from shardtune.models.expert_layers import expert_weights, names_taken_by_peft, router_names
+from shardtune.models.expert_layers import expert_weights
+from shardtune.models.lora_targets import is_linear, lora_target_modules
 
 ADAPTER_NAME = "default"
 """What peft calls an adapter that has no name of its own."""
@@ -227,17 +228,16 @@ def _lora(model: Any, adapter: LoRA) -> Any:
 
     targets = adapter.targets
     if targets != "all-linear":
-        _check_names("adapter.targets", targets, model, _is_linear, "linear layer")
+        _check_names("adapter.targets", targets, model, is_linear, "linear layer")
     _check_names("adapter.modules_to_save", adapter.modules_to_save, model, _any, "module")
-    experts = expert_weights(model)
     expert_rank = adapter.rank_of_experts(active_experts(model.config.to_dict()))
-    adapted = experts if adapter.adapts_experts else []
+    adapted = expert_weights(model) if adapter.adapts_experts else []
     return LoraConfig(
         task_type=_task(model),
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=_beside_experts(model, targets) if experts else _as_peft_writes(targets),
+        target_modules=lora_target_modules(model, targets),
         target_parameters=adapted or None,
         rank_pattern=dict.fromkeys(adapted, expert_rank),
         modules_to_save=list(adapter.modules_to_save) or None,
@@ -249,37 +249,11 @@ def _lora(model: Any, adapter: LoRA) -> Any:
     )
 
 
-def _as_peft_writes(targets: Literal["all-linear"] | tuple[str, ...]) -> str | list[str]:
-    return targets if targets == "all-linear" else list(targets)
-
-
-def _beside_experts(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
-    """The linear layers of a mixture of experts that are adapted: peft's own `all-linear` would
-    add the experts of some families, of their own rank, and the router."""
-    taken = names_taken_by_peft(model)
-    if targets != "all-linear":
-        if lost := sorted({_leaf(name) for name in targets} & taken):
-            fact = f"{', '.join(lost)}: peft takes these names for the experts of this family"
-            fix = "leave them out, and set adapter.experts: all to adapt the experts"
-            raise ModelError(Problem("adapter.targets", fact, fix))
-        return list(targets)
-    head, routers = model.get_output_embeddings(), router_names(model)
-    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    left_out = {name for name, each in linears.items() if each is head or name in routers}
-    ambiguous = {_leaf(name) for name in left_out}
-    found = [name for name in linears if name not in left_out and _leaf(name) not in taken]
-    return sorted({name if _leaf(name) in ambiguous else _leaf(name) for name in found})
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _ia3(model: Any, adapter: IA3) -> Any:
     from peft import IA3Config
 
     targets, feedforward = ia3_modules(model, adapter)
-    _check_names("adapter.targets", targets, model, _is_linear, "linear layer")
+    _check_names("adapter.targets", targets, model, is_linear, "linear layer")
     return IA3Config(
         task_type=_task(model),
         target_modules=list(targets),
@@ -301,7 +275,7 @@ def ia3_modules(model: Any, adapter: IA3) -> tuple[tuple[str, ...], tuple[str, .
     family = model.config.get_text_config().model_type
     targets, feedforward = adapter.targets, adapter.feedforward
     if targets == "auto":
-        targets = ia3_targets(family, _names_of(model, _is_linear))
+        targets = ia3_targets(family, _names_of(model, is_linear))
     if feedforward == "auto":
         feedforward = ia3_feedforward(family, targets)
     strangers = [name for name in feedforward if name not in targets]
@@ -326,10 +300,6 @@ def _saves_tied(model: Any, names: tuple[str, ...]) -> bool:
 def _transposed(model: nn.Module) -> bool:
     """GPT-2 keeps its matrices the other way round; peft wants to be told."""
     return any(type(module).__name__ == "Conv1D" for module in model.modules())
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _any(module: nn.Module) -> bool:

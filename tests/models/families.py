@@ -53,9 +53,34 @@ _GEMMA4_VISION = {
     "head_dim": 16,
 }
 
+_MAMBA = _PADDED | {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
+}
+_DELTA = _HEADS_OF_8 | {  # GatedDeltaNet
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_DELTA_EXPERTS = _DELTA | {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_SHORT = _PADDED | {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "apertus": _PADDED,
     "arcee": _LLAMA_LIKE,
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "bloom": {"vocab_size": 67, "hidden_size": 32, "n_layer": 3, "n_head": 4},
     "codegen": _GPT2_ENDS | {"n_ctx": 64, "rotary_dim": 4},
     "cohere": _PADDED,
@@ -73,6 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64, "head_dim": 8},
     "gemma": _HEADS_OF_8,
     "gemma2": _HEADS_OF_8 | {"sliding_window": 16},
     "gemma3_text": _HEADS_OF_8
@@ -107,14 +133,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptj": _GPT2_ENDS | {"rotary_dim": 4},
     "granite": _PADDED,
     "granitemoe": _LOCAL_EXPERTS,
+    "granitemoehybrid": _MAMBA
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
     "helium": _HEADS_OF_8,
     "hunyuan_v1_dense": _HEADS_OF_8,
+    "lfm2": _SHORT,
+    "lfm2_moe": _SHORT
+    | {
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+    },
     "llama": _LLAMA_LIKE,
     "ministral": _HEADS_OF_8,
     "mistral": _LLAMA_LIKE,
     "mixtral": _LOCAL_EXPERTS,
     "mpt": {"vocab_size": 67, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64},
     "nemotron": _PADDED,
+    "nemotron_h": _HEADS_OF_8
+    | {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "conv_kernel": 4,
+        "expand": 2,
+        "chunk_size": 8,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+    },
     "olmo": _PADDED,
     "olmo2": _PADDED,
     "olmo3": _PADDED | {"sliding_window": 16},
@@ -136,7 +188,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA_LIKE | {"tie_word_embeddings": True},
     "qwen2_moe": _MIXTURE | {"shared_expert_intermediate_size": 24},
     "qwen3": _LLAMA_LIKE | {"head_dim": 8},
+    "qwen3_5_moe_text": _DELTA_EXPERTS,
+    "qwen3_5_text": _DELTA,
     "qwen3_moe": _MIXTURE | {"head_dim": 8},
+    "qwen3_next": _DELTA_EXPERTS,
     "seed_oss": _HEADS_OF_8,
     "smollm3": _PADDED,
     "stablelm": _PADDED,

@@ -34,6 +34,10 @@ from tests.synthetic import Tokens, prepared
 STEPS, BATCH, LENGTH = 3, 4, 24
 FIGURES = ("loss", "grad_norm")
 RATE = 0.05
+MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+"""Their kernels multiply with the weight of `out_proj` themselves, past an adapter."""
+OWN_NAMES = (*MAMBA, "lfm2_moe", "qwen3_5_moe_text")
+"""Mixtures in which peft takes no names of MLPs for the experts'."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"type": "lora", "rank": 4, "alpha": 8},
     "full": {"type": "none"},
@@ -180,18 +184,21 @@ def plain_lora(model: Any) -> Any:
     from peft import LoraConfig
 
     named = [(name.split("."), each) for name, each in model.named_parameters()]
-    experts = {".".join(words[-2:]) for words, each in named if each.ndim == 3}
-    if not any(words[-2] == "experts" for words, _ in named if len(words) > 1):
+    stacks = [words[-2:] for words, each in named if each.ndim == 3]
+    experts = {".".join(words) for words in stacks if words[0] == "experts"}
+    if not experts and model.config.model_type not in MAMBA:
         conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
         return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=conv1d)
     linear = (n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear))
     names = {name.rpartition(".")[2] for name in linear} - {"lm_head"}
-    if model.config.model_type != "qwen2_moe":
+    if model.config.model_type not in ("qwen2_moe", *OWN_NAMES):
         names -= {"gate_proj", "up_proj", "down_proj"}
+    if model.config.model_type in MAMBA:
+        names -= {"out_proj"}
     return LoraConfig(
         r=4,
         lora_alpha=8,
         target_modules=sorted(names),
-        target_parameters=sorted(experts),
+        target_parameters=sorted(experts) or None,
         rank_pattern=dict.fromkeys(experts, 2),
     )

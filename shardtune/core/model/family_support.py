@@ -50,27 +50,33 @@ _OWN_POSITIONS = "it counts positions by itself, over the whole row"
 _PLAIN = (
     "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4",
     "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_neox", "granite",
-    "granitemoe", "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral",
-    "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "starcoder2",
+    "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama",
+    "ministral", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "phi",
+    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
-"""Those that have every implementation and make their masks from positions."""
+"""Those that have every implementation and keep documents apart: their masks are made from
+positions, by transformers or by `models/document_isolation.py`, which resets recurrent layers."""
 
 FAMILY_SUPPORT: Mapping[str, FamilySupport] = {
     **dict.fromkeys(_PLAIN, FamilySupport()),
+    "bamba": FamilySupport(_UNFLEXED),
     "bloom": FamilySupport(_EAGER, _ALIBI),
     "codegen": FamilySupport(_EAGER),
     "falcon": FamilySupport(_UNFLEXED, _NO_POSITIONS),
+    "falcon_h1": FamilySupport(_UNFLEXED),
     "gemma2": FamilySupport(_NO_SDPA),
     "gpt2": FamilySupport(_UNFLEXED),
     "gpt_bigcode": FamilySupport(_UNFLEXED),
     "gpt_neo": FamilySupport(_FLASH),
-    "gpt_oss": FamilySupport(_NO_SDPA, _NO_POSITIONS),
+    "gpt_oss": FamilySupport(_NO_SDPA),
     "gptj": FamilySupport(_FLASH),
     "mpt": FamilySupport(_EAGER, _ALIBI),
     "olmoe": FamilySupport(_UNFLEXED),
     "opt": FamilySupport(mixes_documents=_OWN_POSITIONS),
     "persimmon": FamilySupport(_UNFLEXED),
+    "qwen3_5_moe_text": FamilySupport(_UNFLEXED),
+    "qwen3_5_text": FamilySupport(_UNFLEXED),
+    "qwen3_next": FamilySupport(_UNFLEXED),
     "stablelm": FamilySupport(_UNFLEXED),
     "xglm": FamilySupport(_EAGER, _OWN_POSITIONS),
 }

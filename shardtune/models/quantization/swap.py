@@ -20,15 +20,23 @@ from shardtune.models.quantization.fp8_linear import FP8Linear
 def quantizable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Module]:
     """The linear layers in `parts`, without those that lie in a module called as one of `kept`.
 
-    The output head lies in no part, so it is never among them.
+    The output head lies in no part, so it is never among them. Nor is the last projection of a
+    state-space layer (Mamba), whose kernels multiply with its weight themselves.
     """
+    parts = list(parts)
+    read_by_kernels = {
+        layer.out_proj
+        for part in parts
+        for layer in part.modules()
+        if hasattr(layer, "A_log") and hasattr(layer, "D") and hasattr(layer, "out_proj")
+    }
     names = frozenset(name.rsplit(".", 1)[-1] for name in kept)
     found: set[nn.Module] = {
         module
         for part in parts
         for name, module in part.named_modules()
         if isinstance(module, nn.Linear) and names.isdisjoint(name.split("."))
-    }
+    } - read_by_kernels
     require_quantizable(len(found))
     return found
 
