@@ -23,7 +23,7 @@ from shardtune.data.micro_batches import micro_batches
 from shardtune.data.packing import pack
 from shardtune.data.sampler import BatchRow, DocumentRef, Sampler
 
-LOOKED_AT = 8  # steps whose padding is counted
+PADDING_STEPS = 8  # steps whose padding is counted
 PREFETCH_STEPS = 2  # steps that lie ready before they are asked for
 
 
@@ -130,7 +130,7 @@ class Loader:
         """The share of the training rows' space that holds tokens."""
         return self._sampler.fill()
 
-    def padding_share(self, steps: int = LOOKED_AT) -> float:
+    def padding_share(self, steps: int = PADDING_STEPS) -> float:
         """The share of what the first steps compute, over all ranks, that is padding."""
         tokens = computed = 0
         for step in range(steps):
