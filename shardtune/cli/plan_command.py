@@ -39,6 +39,9 @@ def add_parser(commands: Commands) -> None:
         "--minimise", choices=("time", "cost", "memory"), default="time", help="what to rank by"
     )
     command.add_argument("--write", type=Path, metavar="FILE", help="write the best job here")
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw all strategies: a .svg or .html file"
+    )
     add_job(command)
 
     command = add_command(
@@ -54,6 +57,15 @@ def add_parser(commands: Commands) -> None:
     _add_cluster(command)
     command.add_argument(
         "--dry-run", action="store_true", help="also replay a step on tensors without memory"
+    )
+    command.add_argument(
+        "--sweep",
+        nargs="+",
+        metavar="KEY=VALUES",
+        help="one forecast for each value: KEY=1,2,4 or KEY=512..65536, which doubles",
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the sweep: a .svg or .html file"
     )
     add_states_options(command, "estimate")
     add_job(command, optional=True)
@@ -81,6 +93,8 @@ def estimate(arguments: argparse.Namespace) -> int:
     if (option := asked_tables(arguments)) is not None:
         print_states_tables(option, getattr(arguments, option.key), _cluster(arguments))
         return 0
+    if arguments.sweep or arguments.plot:
+        return _sweep(arguments)
     loaded, shape, cluster = _given(arguments)
     resolved = resolve_as_asked(loaded.job, shape, cluster)
     check(resolved.job, _place(loaded))
@@ -104,6 +118,40 @@ def estimate(arguments: argparse.Namespace) -> int:
     if not found.fits:
         print(f"{shortage(found)}\n    fix: {fix}", file=sys.stderr)
     return int(not found.fits)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    """The job with every choice of the swept values. Exit code 1 if none of them fits."""
+    from shardtune.config.job import Job
+    from shardtune.config.job_file import load_job
+    from shardtune.config.model_config import shape_of
+    from shardtune.errors import JobError, Problem
+    from shardtune.plan.sweep import SWEEP_OPTION, parse_sweep, sweep
+    from shardtune.report.plan_plots import sweep_drawings
+    from shardtune.report.plot_file import OPTION, require_plot, write_plot
+    from shardtune.report.sweep_table import print_sweep, sweep_summary
+
+    if not arguments.sweep:
+        fix = f"say over what to draw: {SWEEP_OPTION} data.sequence_length=512..8192"
+        raise JobError(Problem(OPTION, "one forecast is no picture", fix))
+    if arguments.plot is not None:
+        require_plot(arguments.plot)
+    keys, (_, _, cluster) = parse_sweep(arguments.sweep), _given(arguments)
+
+    def changed(words: list[str]) -> tuple[Job, ModelShape]:
+        job = load_job(arguments.job, [*arguments.overrides, *words]).job
+        return job, shape_of(job.model)
+
+    swept = sweep(keys, changed, cluster)
+    if arguments.json:
+        print(sweep_summary(swept).to_json(indent=2, ascii_only=True))
+    else:
+        print_sweep(swept)
+    if arguments.plot is not None:
+        title = f"{arguments.job.name} on {cluster.name}"
+        write_plot(arguments.plot, title, *sweep_drawings(swept))
+        print(f"wrote {arguments.plot}", file=sys.stderr)
+    return int(not any(each.found is not None and each.found.fits for each in swept.points))
 
 
 def _result(
@@ -167,7 +215,11 @@ def plan(arguments: argparse.Namespace) -> int:
     from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked, resolve_on
     from shardtune.plan.search import rank
     from shardtune.plan.this_machine import offer
+    from shardtune.report.plan_plots import ranking_drawings
+    from shardtune.report.plot_file import require_plot, write_plot
 
+    if arguments.plot is not None:
+        require_plot(arguments.plot)
     loaded, shape, cluster = _given(arguments)
     resolved = resolve_on(loaded.job, cluster)
     ranking = rank(resolved.job, shape, cluster, arguments.minimise)
@@ -190,6 +242,10 @@ def plan(arguments: argparse.Namespace) -> int:
 
         print_ranking(ranking, Console())
         print(*chosen_precision(resolved), sep="\n")
+    if arguments.plot is not None:
+        title = f"{arguments.job.name} on {cluster.name}"
+        write_plot(arguments.plot, title, *ranking_drawings(ranking))
+        print(f"wrote {arguments.plot}", file=sys.stderr)
     if best is None or best.found is None:
         print(f"nothing fits on {cluster.name}\n    fix: {fix}", file=sys.stderr)
         return 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardtune.report.chart_scale import short
-from shardtune.report.line_chart import SERIES_COLOURS, figure
+from shardtune.report.line_chart import SERIES_COLOURS, Drawing, figure
 from shardtune.report.markup import Markup, element
 
 _WIDTH, _ROW, _NAME = 760, 26, 74
@@ -15,14 +15,36 @@ def draw_stacks(
     title: str, stacks: Mapping[str, Mapping[str, float]], unit: str, order: Sequence[str]
 ) -> Markup:
     """One bar for each of `stacks`, cut into its parts in the `order`; all in one scale."""
+    found = stacks_drawing(title, stacks, unit, order)
+    keys = [
+        element("li", element("span", class_=f"key c{colour % SERIES_COLOURS}"), part)
+        for part, colour in found.keys
+    ]
+    legend = element("ul", *keys, class_="legend")
+    return figure(found.title, found.words, found.shapes, found.size, legend)
+
+
+def stacks_drawing(
+    title: str,
+    stacks: Mapping[str, Mapping[str, float]],
+    unit: str,
+    order: Sequence[str],
+    limit: tuple[str, float] | None = None,
+) -> Drawing:
+    """The same without its caption and its legend; `limit` is a line across all bars, with its
+    name."""
     longest = max((sum(parts.values()) for parts in stacks.values()), default=0.0) or 1.0
+    if limit is not None:
+        longest = max(longest, limit[1])
+    left = max(_NAME, 7 * max(map(len, stacks), default=0) + 12)
+    scale = (_WIDTH - left - 90) / longest
     shown = [part for part in order if any(parts.get(part, 0.0) > 0 for parts in stacks.values())]
-    shapes: list[str] = []
+    shapes: list[Markup] = []
     for row, (name, parts) in enumerate(stacks.items()):
-        top, at = row * _ROW + 4, float(_NAME)
-        shapes.append(element("text", name, x=_NAME - 8, y=top + 9, dy="0.35em", class_="y"))
+        top, at = row * _ROW + 4, float(left)
+        shapes.append(element("text", name, x=left - 8, y=top + 9, dy="0.35em", class_="y"))
         for part in shown:
-            length = parts.get(part, 0.0) / longest * (_WIDTH - _NAME - 90)
+            length = parts.get(part, 0.0) * scale
             label = f"{name}, {part}: {short(parts.get(part, 0.0))} {unit}"
             shapes.append(
                 element(
@@ -33,13 +55,15 @@ def draw_stacks(
             at += length
         whole = f"{short(sum(parts.values()))} {unit}"
         shapes.append(element("text", whole, x=f"{at + 6:.1f}", y=top + 9, dy="0.35em"))
+    height = len(stacks) * _ROW + 8
     words = " ".join(_stack_words(name, parts, shown, unit) for name, parts in stacks.items())
-    keys = [
-        element("li", element("span", class_=f"key c{order.index(part) % SERIES_COLOURS}"), part)
-        for part in shown
-    ]
-    size = (_WIDTH, len(stacks) * _ROW + 8)
-    return figure(title, words, shapes, size, element("ul", *keys, class_="legend"))
+    if limit is not None:
+        place = f"{left + limit[1] * scale:.1f}"
+        shapes.append(element("path", d=f"M{place} 0V{height}", class_="level"))
+        shapes.append(element("text", limit[0], x=place, y=height + 8, class_="x"))
+        words, height = f"{limit[0]}: {short(limit[1])} {unit}. {words}", height + 12
+    keys = [(part, order.index(part)) for part in shown]
+    return Drawing(title, words, shapes, (_WIDTH, height), keys)
 
 
 def draw_histogram(title: str, counts: Sequence[int], upper: float, unit: str) -> Markup:

@@ -12,6 +12,7 @@ from shardtune.report.markup import Markup, element, plain
 
 SERIES_COLOURS = 9  # that the style sheet has
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34
+LABEL_RIGHT = 30  # room for half of the last label
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Band:
     name: str
     points: Sequence[tuple[float, float, float]]
     colour: int = 0
+    solid: bool = False
+    """For areas that are stacked; what shows how far values spread lies under their line."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +72,49 @@ class Chart:
     levels: Sequence[ForecastLevel] = ()
     wide: bool = False
     from_zero: bool = False
+    x_labels: Sequence[str] = ()
+    """What stands at 0, 1, 2 and so on, where values of the x axis are names, or double."""
+
+    def label(self, x: float) -> str:
+        """How a place of the x axis is called."""
+        return self.x_labels[round(x)] if self.x_labels else short(x)
 
     @property
     def size(self) -> tuple[int, int]:
         return (760, 300) if self.wide else (370, 190)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """Shapes with a title, with words for those who don't see them, and the keys to colours."""
+
+    title: str
+    words: str
+    shapes: Sequence[Markup]
+    size: tuple[int, int]
+    keys: Sequence[tuple[str, int]] = ()
+
+
 def draw_chart(chart: Chart) -> Markup:
     """A figure with its caption and its legend. One without a point says so."""
+    found = chart_drawing(chart)
+    return figure(found.title, found.words, found.shapes, found.size, _legend(chart))
+
+
+def chart_drawing(chart: Chart) -> Drawing:
+    """The chart without its caption and its legend."""
     width, height = chart.size
     across, up = _scales(chart)
     shapes = [
         *_axes(chart, across, up),
         *(_band(band, across, up) for band in chart.bands),
         *(_mark(mark, across, height) for mark in chart.marks),
-        *(_level(level, up, width) for level in chart.levels),
+        *(_level(level, up, width, any(b.solid for b in chart.bands)) for level in chart.levels),
         *(_line(line, across, up) for line in chart.lines if line.points),
     ]
     if not any(line.points for line in chart.lines):
         shapes.append(element("text", "no values", x=width / 2, y=height / 2, class_="none"))
-    return figure(chart.title, describe(chart), shapes, (width, height), _legend(chart))
+    return Drawing(chart.title, describe(chart), shapes, (width, height), _series(chart))
 
 
 def figure(
@@ -113,22 +139,23 @@ def figure(
 
 def describe(chart: Chart) -> str:
     """The chart in words: where each line begins and ends, and its extremes."""
-    said = [_words(line, chart.x_name) for line in chart.lines if line.points and not line.faint]
+    said = [_words(line, chart) for line in chart.lines if line.points and not line.faint]
     said += [f"{level.name}: {short(level.y)}." for level in chart.levels]
     said += [f"At {chart.x_name} {short(mark.x)}: {mark.name}." for mark in chart.marks[:12]]
     return " ".join(said) or "There are no values."
 
 
-def _words(line: Line, x_name: str) -> str:
+def _words(line: Line, chart: Chart) -> str:
     (first_x, first), (last_x, last) = line.points[0], line.points[-1]
+    x_name, label = chart.x_name, chart.label
     if len(line.points) == 1:
-        return f"{line.name}: {short(first)} at {x_name} {short(first_x)}."
+        return f"{line.name}: {short(first)} at {x_name} {label(first_x)}."
     low_x, low = min(line.points, key=lambda point: point[1])
     high_x, high = max(line.points, key=lambda point: point[1])
     return (
-        f"{line.name}: from {short(first)} at {x_name} {short(first_x)} to {short(last)} at "
-        f"{short(last_x)}; lowest {short(low)} at {short(low_x)}, highest {short(high)} at "
-        f"{short(high_x)}."
+        f"{line.name}: from {short(first)} at {x_name} {label(first_x)} to {short(last)} at "
+        f"{label(last_x)}; lowest {short(low)} at {label(low_x)}, highest {short(high)} at "
+        f"{label(high_x)}."
     )
 
 
@@ -139,8 +166,11 @@ def _scales(chart: Chart) -> tuple[ChartScale, ChartScale]:
     ys += [y for band in chart.bands for _, low, high in band.points for y in (low, high)]
     ys += [level.y for level in chart.levels]
     low, high = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    if chart.x_labels:
+        low, high = 0.0, len(chart.x_labels) - 1.0
     bottom, top = bounds(ys, from_zero=chart.from_zero)
-    across = ChartScale(low, high if high > low else low + 1, LEFT, width - RIGHT)
+    right = width - (LABEL_RIGHT if chart.x_labels else RIGHT)
+    across = ChartScale(low, high if high > low else low + 1, LEFT, right)
     return across, ChartScale(bottom, top, height - BOTTOM, TOP)
 
 
@@ -151,9 +181,12 @@ def _axes(chart: Chart, across: ChartScale, up: ChartScale) -> list[Markup]:
         y = f"{up.at(tick):.1f}"
         shapes.append(element("path", d=f"M{LEFT} {y}H{width - RIGHT}", class_="grid"))
         shapes.append(element("text", short(tick), x=LEFT - 6, y=y, dy="0.32em", class_="y"))
-    for tick in round_ticks(across.low, across.high, about=width // 90):
-        place = f"{across.at(tick):.1f}"
-        shapes.append(element("text", short(tick), x=place, y=height - BOTTOM + 14, class_="x"))
+    places = round_ticks(across.low, across.high, about=width // 90)
+    if chart.x_labels:
+        places = [float(number) for number in range(len(chart.x_labels))]
+    for tick in places:
+        place, name = f"{across.at(tick):.1f}", chart.label(tick)
+        shapes.append(element("text", name, x=place, y=height - BOTTOM + 14, class_="x"))
     base = f"M{LEFT} {height - BOTTOM}H{width - RIGHT}"
     shapes.append(element("path", d=base, class_="axis"))
     shapes.append(element("text", chart.x_name, x=width - RIGHT, y=height - 5, class_="x name"))
@@ -190,7 +223,8 @@ def _band(band: Band, across: ChartScale, up: ChartScale) -> Markup:
     above = [f"{across.at(x):.1f} {up.at(high):.1f}" for x, _, high in band.points]
     below = [f"{across.at(x):.1f} {up.at(low):.1f}" for x, low, _ in reversed(band.points)]
     path = f"M{'L'.join([*above, *below])}Z" if above else "M0 0"
-    return element("path", d=path, class_=f"band c{band.colour % SERIES_COLOURS}")
+    style = "bar" if band.solid else "band"
+    return element("path", d=path, class_=f"{style} c{band.colour % SERIES_COLOURS}")
 
 
 def _mark(mark: Mark, across: ChartScale, height: int) -> Markup:
@@ -199,16 +233,23 @@ def _mark(mark: Mark, across: ChartScale, height: int) -> Markup:
     return element("g", element("title", mark.name), rule)
 
 
-def _level(level: ForecastLevel, up: ChartScale, width: int) -> Markup:
+def _level(level: ForecastLevel, up: ChartScale, width: int, left: bool) -> Markup:
+    """With its name at the right, or at the left where areas may grow over it."""
     y = f"{up.at(level.y):.1f}"
     rule = element("path", d=f"M{LEFT} {y}H{width - RIGHT}", class_="level")
-    name = element("text", level.name, x=width - RIGHT, y=y, dy="-0.35em", class_="x name")
+    place, style = (LEFT + 4, "name") if left else (width - RIGHT, "x name")
+    name = element("text", level.name, x=place, y=y, dy="-0.35em", class_=style)
     return element("g", rule, name)
 
 
-def _legend(chart: Chart) -> Markup:
+def _series(chart: Chart) -> list[tuple[str, int]]:
+    """What has a colour, and which."""
     named = [(line.name, line.colour) for line in chart.lines if line.points and not line.faint]
-    named += [(band.name, band.colour) for band in chart.bands if band.name]
+    return named + [(band.name, band.colour) for band in chart.bands if band.name]
+
+
+def _legend(chart: Chart) -> Markup:
+    named = _series(chart)
     kinds = dict.fromkeys(mark.kind for mark in chart.marks)
     items = [
         element("li", element("span", class_=f"key c{colour % SERIES_COLOURS}"), name)

@@ -1,0 +1,113 @@
+"""Drawings as one file: an SVG picture that stands alone, or an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardtune.errors import JobError, Problem
+from shardtune.report.html_page import html_page
+from shardtune.report.line_chart import SERIES_COLOURS, Drawing, figure
+from shardtune.report.markup import Markup, element
+
+OPTION = "--plot"
+COLOURS = (
+    "#2563c9", "#b5480f", "#1a7f5a", "#8a3fbf", "#a8841a", "#b0326e", "#3a7d94", "#6b7280",
+    "#a3a9b3",
+)  # fmt: skip
+"""Of the page's style sheet, on white."""
+STYLE = (
+    "text{font:11px system-ui,sans-serif;fill:#5b626d}.title{font-size:13px;fill:#1c1f24}"
+    ".x,.none{text-anchor:middle}.x.name,.y{text-anchor:end}.grid{stroke:#d9dde3;stroke-width:.6}"
+    ".axis{stroke:#5b626d}.line{fill:none;stroke:currentColor;stroke-width:1.8}"
+    ".dashed{stroke-dasharray:7 4}.band{fill:currentColor;opacity:.16}"
+    ".bar,.dot{fill:currentColor}.level{stroke:#1c1f24;stroke-dasharray:5 4}"
+)
+GAP, HEADING, LINE = 24, 24, 16
+WIDTH = 800
+
+
+def require_plot(path: Path) -> None:
+    """Refuses a kind of picture that we don't write, before anything is computed."""
+    if path.suffix.lower() not in (".svg", ".html"):
+        kind = path.suffix or "no suffix"
+        fact = f"{path.name}: pictures are written as SVG or HTML, not as {kind}"
+        fix = f"write {path.with_suffix('.svg').name}, which every browser and editor opens"
+        raise JobError(Problem(OPTION, fact, fix))
+
+
+def write_plot(path: Path, title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> None:
+    """The drawings one below the other, with `notes` as lines of text at the end."""
+    require_plot(path)
+    page = _page if path.suffix.lower() == ".html" else _picture
+    try:
+        path.write_text(page(title, drawings, notes), encoding="utf-8")
+    except OSError as error:
+        fact = f"{path} can't be written: {error.strerror}"
+        raise JobError(Problem(OPTION, fact, "name a file in a folder that is there")) from None
+
+
+def _page(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
+    figures = [
+        figure(each.title, each.words, each.shapes, each.size, _html_keys(each))
+        for each in drawings
+    ]
+    return html_page(title, element("h1", title), *figures, *(element("p", note) for note in notes))
+
+
+def _html_keys(drawing: Drawing) -> Markup:
+    keys = [
+        element("li", element("span", class_=f"key c{colour % SERIES_COLOURS}"), name)
+        for name, colour in drawing.keys
+    ]
+    return element("ul", *keys, class_="legend")
+
+
+def _picture(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
+    colours = "".join(f".c{number}{{color:{value}}}" for number, value in enumerate(COLOURS))
+    parts, top = [element("text", title, x=10, y=22, class_="title")], 22.0 + GAP
+    for drawing in drawings:
+        width, height = drawing.size
+        parts.append(element("text", drawing.title, x=10, y=top, class_="title"))
+        parts += _svg_keys(drawing, top + LINE)
+        inner = element(
+            "svg", element("title", drawing.title), element("desc", drawing.words),
+            *drawing.shapes, x=10, y=top + HEADING + 4, width=width, height=height,
+            viewBox=f"0 0 {width} {height}",
+        )  # fmt: skip
+        parts.append(inner)
+        top += HEADING + height + GAP
+    for note in notes:
+        for line in _wrapped(note, WIDTH // 6):
+            parts.append(element("text", line, x=10, y=top))
+            top += LINE
+    style = element("style", Markup(STYLE + colours))
+    paper = element("rect", width="100%", height="100%", fill="#fff")
+    root = element(
+        "svg", element("title", title), style, paper, *parts,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {top:.0f}", width=WIDTH,
+    )  # fmt: skip
+    return f"{root}\n"
+
+
+def _svg_keys(drawing: Drawing, top: float) -> list[Markup]:
+    found, left = [], 10.0
+    for name, colour in drawing.keys:
+        found.append(
+            element(
+                "rect", x=f"{left:.0f}", y=top - 8, width=12, height=8,
+                class_=f"bar c{colour % SERIES_COLOURS}",
+            )
+        )  # fmt: skip
+        found.append(element("text", name, x=f"{left + 16:.0f}", y=top))
+        left += 16 + 6.5 * len(name) + 14
+    return found
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1].strip() else f"{lines[-1]}{word}"
+    return lines
