@@ -128,7 +128,7 @@ class ForecastSummary(Record):
     tokens_per_second: float
     tokens_per_second_per_gpu: float
     mfu: float
-    """Model FLOPs utilisation."""
+    """Model FLOPs utilisation: of the peak in 8 bits where frozen weights are multiplied so."""
     hours: float | None
     """Of the whole run; null where only the data tells how many steps it has."""
     cost: float | None

@@ -137,8 +137,7 @@ def _step(found: Forecast) -> Table:
             table.add_row(name, f"{seconds:.3f}")
     table.add_row("together", f"{step.total:.3f}")
     table.add_row("tokens a second", f"{found.speed.tokens_per_second:,.0f}")
-    of = ", of bf16" if found.job.model.quantization == "fp8" else ""
-    table.add_row(f"MFU{of}", f"{found.speed.mfu:.1%}")
+    table.add_row("MFU", f"{found.speed.mfu:.1%}")
     if found.hours is not None:
         table.add_row(f"{found.job.train.steps:,} steps", duration(found.hours * 3600))
     if found.cost is not None:

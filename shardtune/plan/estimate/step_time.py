@@ -69,6 +69,10 @@ class Wait:
     seconds: float
 
 
+EIGHT_BIT_PEAK = 2.0
+"""What data sheets say of dense 8-bit products against 16-bit ones, of every GPU that has them."""
+
+
 @dataclass(frozen=True)
 class SpeedEstimate:
     """How fast a job trains."""
@@ -80,7 +84,7 @@ class SpeedEstimate:
     flops: float
     """Of a step, on all ranks: what the model needs, whatever is computed again."""
     peak: float
-    """FLOP/s of one GPU by its data sheet."""
+    """FLOP/s of one GPU by its data sheet, in the width that it multiplies in."""
     sent: tuple[Sent, ...]
     waits: tuple[Wait, ...] = ()
     """The parts of `step.communication`."""
@@ -128,6 +132,11 @@ class _Step:
     cut: RankShare
     on: GpuRates
 
+    @property
+    def _in_eight_bits(self) -> bool:
+        """Whether frozen weights are multiplied in 8 bits, by a GPU that can."""
+        return self.work.fp8 and self.on.chip.fp8_rows > 1
+
     def speed(self) -> SpeedEstimate:
         work, micro, layers = self.work, self.work.microbatches, self._layers
         layer, loss = self._layer(), loss_seconds(self.shape, work, self.cut, self.on)
@@ -152,7 +161,7 @@ class _Step:
             work.micro_batch * work.row_tokens * micro * self._replicas,
             self.mesh.size,
             self._flops(),
-            self.on.peak,
+            self.on.peak * (EIGHT_BIT_PEAK if self._in_eight_bits else 1.0),
             on_links(messages, self.mesh, self.cluster),
             waits,
         )
