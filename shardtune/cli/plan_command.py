@@ -128,12 +128,12 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from shardtune.errors import JobError, Problem
     from shardtune.plan.sweep import SWEEP_OPTION, parse_sweep, sweep
     from shardtune.report.plan_plots import sweep_drawings
-    from shardtune.report.plot_file import OPTION, require_plot, write_plot
+    from shardtune.report.plot_file import PLOT_OPTION, require_plot, write_plot
     from shardtune.report.sweep_table import print_sweep, sweep_summary
 
     if not arguments.sweep:
         fix = f"say over what to draw: {SWEEP_OPTION} data.sequence_length=512..8192"
-        raise JobError(Problem(OPTION, "one forecast is no picture", fix))
+        raise JobError(Problem(PLOT_OPTION, "one forecast is no picture", fix))
     if arguments.plot is not None:
         require_plot(arguments.plot)
     keys, (_, _, cluster) = parse_sweep(arguments.sweep), _given(arguments)

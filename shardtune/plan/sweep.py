@@ -17,7 +17,7 @@ from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.on_cluster import resolve_as_asked
 
 SWEEP_OPTION = "--sweep"
-MOST_POINTS = 400
+MOST_JOBS = 400
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
@@ -60,8 +60,8 @@ def parse_sweep(words: Sequence[str]) -> tuple[SweptKey, ...]:
     count = 1
     for each in found:
         count *= len(each.values)
-    if count > MOST_POINTS:
-        fact = f"{count:,} jobs are more than {MOST_POINTS}"
+    if count > MOST_JOBS:
+        fact = f"{count:,} jobs are more than {MOST_JOBS}"
         raise JobError(Problem(SWEEP_OPTION, fact, "sweep fewer values"))
     return tuple(found)
 

@@ -12,10 +12,18 @@ from shardtune.plan.sweep import Sweep, SweepPoint
 from shardtune.report.bar_chart import stacks_drawing
 from shardtune.report.line_chart import Band, Chart, Drawing, ForecastLevel, Line, chart_drawing
 
-CLASSES = ("params", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
-CUT = 2.0
+MEMORY_CLASSES = (
+    "params",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "overhead",
+)
+DRAWN_ABOVE = 2.0
 """Times a card's memory; what is above isn't drawn: what fits would not be seen."""
-PARTS = ("compute", "communication", "optimizer", "offload", "bubble", "data")
+STEP_PARTS = ("compute", "communication", "optimizer", "offload", "bubble", "data")
 
 
 def classes_of(found: Forecast) -> dict[str, float]:
@@ -27,7 +35,7 @@ def classes_of(found: Forecast) -> dict[str, float]:
 
 def parts_of(found: Forecast) -> dict[str, float]:
     """Seconds of a step, by part."""
-    return {name: getattr(found.speed.step, name) for name in PARTS}
+    return {name: getattr(found.speed.step, name) for name in STEP_PARTS}
 
 
 def sweep_drawings(swept: Sweep) -> tuple[list[Drawing], list[str]]:
@@ -61,10 +69,10 @@ def _memory(
     named: str, key: str, labels: Sequence[str], found: Sequence[tuple[int, Forecast]]
 ) -> Drawing:
     first = found[0][1]
-    most = CUT * first.capacity / GIB
+    most = DRAWN_ABOVE * first.capacity / GIB
     bands, below = [], [0.0] * len(found)
     sizes = [classes_of(each) for _, each in found]
-    for colour, name in enumerate(CLASSES):
+    for colour, name in enumerate(MEMORY_CLASSES):
         above = [min(most, low + each[name]) for low, each in zip(below, sizes, strict=True)]
         if above != below:
             places = [float(x) for x, _ in found]
@@ -96,8 +104,8 @@ def ranking_drawings(ranking: Ranking) -> tuple[list[Drawing], list[str]]:
     first = tried[0][1]
     limit = (f"{first.cluster.gpu.name}: {first.capacity / GIB:.0f} GiB", first.capacity / GIB)
     memory = {each.name: classes_of(found) for each, found in tried}
-    drawings = [stacks_drawing("Memory of a GPU", memory, "GiB", CLASSES, limit)]
+    drawings = [stacks_drawing("Memory of a GPU", memory, "GiB", MEMORY_CLASSES, limit)]
     times = {each.name: parts_of(found) for each, found in tried if each.fits}
     if times:
-        drawings.append(stacks_drawing("A step, of those that fit", times, "s", PARTS))
+        drawings.append(stacks_drawing("A step, of those that fit", times, "s", STEP_PARTS))
     return drawings, notes

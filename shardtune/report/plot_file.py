@@ -10,8 +10,8 @@ from shardtune.report.html_page import html_page
 from shardtune.report.line_chart import SERIES_COLOURS, Drawing, figure
 from shardtune.report.markup import Markup, element
 
-OPTION = "--plot"
-COLOURS = (
+PLOT_OPTION = "--plot"
+PAPER_COLOURS = (
     "#2563c9", "#b5480f", "#1a7f5a", "#8a3fbf", "#a8841a", "#b0326e", "#3a7d94", "#6b7280",
     "#a3a9b3",
 )  # fmt: skip
@@ -23,8 +23,8 @@ STYLE = (
     ".dashed{stroke-dasharray:7 4}.band{fill:currentColor;opacity:.16}"
     ".bar,.dot{fill:currentColor}.level{stroke:#1c1f24;stroke-dasharray:5 4}"
 )
-GAP, HEADING, LINE = 24, 24, 16
-WIDTH = 800
+PANEL_GAP, PANEL_HEADING, TEXT_LINE = 24, 24, 16
+PICTURE_WIDTH = 800
 
 
 def require_plot(path: Path) -> None:
@@ -33,7 +33,7 @@ def require_plot(path: Path) -> None:
         kind = path.suffix or "no suffix"
         fact = f"{path.name}: pictures are written as SVG or HTML, not as {kind}"
         fix = f"write {path.with_suffix('.svg').name}, which every browser and editor opens"
-        raise JobError(Problem(OPTION, fact, fix))
+        raise JobError(Problem(PLOT_OPTION, fact, fix))
 
 
 def write_plot(path: Path, title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> None:
@@ -44,7 +44,9 @@ def write_plot(path: Path, title: str, drawings: Sequence[Drawing], notes: Seque
         path.write_text(page(title, drawings, notes), encoding="utf-8")
     except OSError as error:
         fact = f"{path} can't be written: {error.strerror}"
-        raise JobError(Problem(OPTION, fact, "name a file in a folder that is there")) from None
+        raise JobError(
+            Problem(PLOT_OPTION, fact, "name a file in a folder that is there")
+        ) from None
 
 
 def _page(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
@@ -64,28 +66,28 @@ def _html_keys(drawing: Drawing) -> Markup:
 
 
 def _picture(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
-    colours = "".join(f".c{number}{{color:{value}}}" for number, value in enumerate(COLOURS))
-    parts, top = [element("text", title, x=10, y=22, class_="title")], 22.0 + GAP
+    colours = "".join(f".c{number}{{color:{value}}}" for number, value in enumerate(PAPER_COLOURS))
+    parts, top = [element("text", title, x=10, y=22, class_="title")], 22.0 + PANEL_GAP
     for drawing in drawings:
         width, height = drawing.size
         parts.append(element("text", drawing.title, x=10, y=top, class_="title"))
-        parts += _svg_keys(drawing, top + LINE)
+        parts += _svg_keys(drawing, top + TEXT_LINE)
         inner = element(
             "svg", element("title", drawing.title), element("desc", drawing.words),
-            *drawing.shapes, x=10, y=top + HEADING + 4, width=width, height=height,
+            *drawing.shapes, x=10, y=top + PANEL_HEADING + 4, width=width, height=height,
             viewBox=f"0 0 {width} {height}",
         )  # fmt: skip
         parts.append(inner)
-        top += HEADING + height + GAP
+        top += PANEL_HEADING + height + PANEL_GAP
     for note in notes:
-        for line in _wrapped(note, WIDTH // 6):
+        for line in _wrapped(note, PICTURE_WIDTH // 6):
             parts.append(element("text", line, x=10, y=top))
-            top += LINE
+            top += TEXT_LINE
     style = element("style", Markup(STYLE + colours))
     paper = element("rect", width="100%", height="100%", fill="#fff")
     root = element(
         "svg", element("title", title), style, paper, *parts,
-        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {top:.0f}", width=WIDTH,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {PICTURE_WIDTH} {top:.0f}", width=PICTURE_WIDTH,
     )  # fmt: skip
     return f"{root}\n"
 

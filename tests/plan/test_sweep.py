@@ -15,7 +15,7 @@ from shardtune.errors import JobError
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.search import rank
 from shardtune.plan.sweep import SweptKey, parse_sweep
-from shardtune.report.plan_plots import CLASSES, classes_of, ranking_drawings
+from shardtune.report.plan_plots import MEMORY_CLASSES, classes_of, ranking_drawings
 from tests.plan.test_search import LORA, job, known_model
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -114,13 +114,13 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
     pieces = re.findall(
         r"<title>([^,]+(?:, [a-z A-Z]+ in CPU memory)?), (\w+): ", "".join(memory.shapes)
     )
-    assert {name for _, name in pieces} <= set(CLASSES)
+    assert {name for _, name in pieces} <= set(MEMORY_CLASSES)
     lengths = [float(x) for x in re.findall(r'width="([\d.]+)"', "".join(memory.shapes))]
     best = ranking.best
     assert best is not None
     assert best.found is not None
     assert sum(classes_of(best.found).values()) * GIB == pytest.approx(best.found.memory.required)
-    shown = len([name for name in CLASSES if any(n == name for _, n in pieces)])
+    shown = len([name for name in MEMORY_CLASSES if any(n == name for _, n in pieces)])
     scale = sum(lengths[:shown]) / best.found.memory.required
     second = next(each.found for each in ranking.candidates[1:] if each.found)
     assert sum(lengths[shown : 2 * shown]) / second.memory.required == pytest.approx(
