@@ -38,6 +38,7 @@ def copy(runs: Path, target: Path, *steps: int) -> Path:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CORRUPTIONS)))
 def test_every_corruption_is_refused_and_the_one_before_is_used(
     runs: Path, tmp_path: Path, number: int

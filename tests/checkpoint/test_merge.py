@@ -164,6 +164,7 @@ def _named(projection: str, layer: int) -> str:
     return f"base_model.model.model.layers.{layer}.self_attn.{projection}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoil",
     [_half_the_scale, _one_layer_omitted, _two_layers_swapped, _transposed, _not_a_number],

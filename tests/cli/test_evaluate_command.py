@@ -179,6 +179,11 @@ def test_an_encoder_decoder_is_refused_before_it_is_loaded(
         open_model(str(tmp_path / "model"))
 
 
+def test_the_folder_of_an_adapter_is_refused(run_folder: Path) -> None:
+    with pytest.raises(ModelError, match="folder of an adapter"):
+        open_model(str(run_folder / "result"))
+
+
 def test_what_is_wrong_is_said_before_a_model_is_loaded(
     tmp_path: Path, endpoint: Endpoint,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

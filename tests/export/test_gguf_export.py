@@ -54,6 +54,7 @@ def written(folder: Path, model: Any, kind: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", READABLE)
 def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def test_a_scale_does_not_lose_a_gradient_that_is_not_contiguous() -> None:
 # In a model --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore")  # of torch's own, when its compiler is imported
 def test_the_loss_is_near_to_that_in_bf16(

@@ -56,6 +56,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)

@@ -137,6 +137,7 @@ def test_head_and_saved_modules_keep_their_digits(tmp_path: Path, kind: str) -> 
     assert len(names) == 3 * 6
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize(
