@@ -24,6 +24,7 @@ from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
 from shardtune.models.document_isolation import isolate_documents
+from shardtune.models.experts.grouped_experts import expert_matrices
 from shardtune.models.fp32_routing import route_in_fp32
 from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
 from shardtune.models.fused_weights import FusedWeight, own_names
@@ -35,6 +36,7 @@ from shardtune.models.peft_adapters import (
     initialize_adapters,
     insert_adapters,
     reset_dora_magnitudes,
+    share_factors,
 )
 from shardtune.models.quantization.bitsandbytes_linear import QuantizedLinear
 from shardtune.models.quantization.calibration import (
@@ -44,6 +46,7 @@ from shardtune.models.quantization.calibration import (
     weight_holders,
 )
 from shardtune.models.quantization.fp8_linear import FP8Linear
+from shardtune.models.quantization.nf4_experts import NF4Experts
 from shardtune.models.quantization.swap import quantizable, swap
 from shardtune.models.required_weights import (
     LEFTOVER_BUFFERS,
@@ -130,12 +133,13 @@ class Frame:
             adapter = NoAdapter()
         kind = section.quantization
         saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
-        linears = quantizable(layers, saved) if kind != "none" else set()
+        linears = quantizable(layers, saved, kind) if kind != "none" else set()
         adapted = insert_adapters(model, adapter)
         autocast_answers(adapted, adapter, compute)
         if kind != "none":
             # After the adapters: some look at the weights' shape, which 4-bit ones don't have.
             swap(adapted, linears, kind, compute)
+        share_factors(adapted, adapter, compute)
         apply_fused_layers(model, layers, adapter, speed)
         return cls(adapted, tuple(layers), names, adapter, compute)
 
@@ -367,6 +371,9 @@ def _place(
                 require_finite(model, [(name, copy)])
             if isinstance(module, QuantizedLinear) and leaf == "weight":
                 module.quantize(copy)
+                continue
+            if isinstance(module, NF4Experts) and leaf in expert_matrices(module):
+                module.quantize(leaf, copy)
                 continue
             made[old] = nn.Parameter(copy, requires_grad=old.requires_grad)
         setattr(module, leaf, made[old])

@@ -49,6 +49,14 @@ def insert_adapters(model: nn.Module, adapter: Adapter) -> nn.Module:
     return adapted
 
 
+def share_factors(adapted: nn.Module, adapter: Adapter, compute: torch.dtype) -> None:
+    """Lets adapted experts be multiplied by groups, beside the factors of their adapters."""
+    if isinstance(adapter, LoRA):
+        from shardtune.models.experts.expert_lora import hand_over_factors  # peft: slow to import
+
+        hand_over_factors(adapted, compute)
+
+
 def autocast_answers(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None:
     """Lets a model with trained copies of whole modules answer: those are in fp32, what is around
     them in `dtype`."""

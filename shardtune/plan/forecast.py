@@ -206,7 +206,8 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     require_isolation(shape.family, packing=job.data.packing is True)
     require_short_rows(shape, job.data.sequence_length)
     if job.model.quantization != "none":
-        require_quantizable(quantizable(shape))
+        kind, experts = job.model.quantization, shape.experts is not None
+        require_quantizable(quantizable(shape), kind, experts=experts)
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)

@@ -159,13 +159,13 @@ ROWS: tuple[Row, ...] = (
         Row(f"moe-{name}", *STRATEGIES[name][:1], adapter, *STRATEGIES[name][1:], model=family)
         for family in MIXTURES
         for name in WITH_EXPERTS
-        for adapter in ("full", "lora")
+        for adapter in ("full", "lora", "qlora")
     ),
     *(
         Row(f"moe-{name}", *STAGES[name][:1], adapter, STAGES[name][1], model=family)
         for family in MIXTURES
         for name in STAGED_EXPERTS
-        for adapter in ("full", "lora")
+        for adapter in ("full", "lora", "qlora")
     ),
     *(
         Row("zero3-nvme", SWAPPED, adapter, 2, "deepspeed", build=True)

@@ -28,6 +28,7 @@ UNHEARD = {
     "fsdp2-pipeline2-tensor2": {"all_gather": 0.002, "reduce_scatter": 0.002, "all_reduce": 0.002},
     "fsdp2-pipeline": {"all_gather": 0.002, "reduce_scatter": 0.002},
     "moe-zero3-lora": {"all_gather": 0.1},
+    "moe-zero3-qlora": {"all_gather": 0.15},
     "moe-zero3": {"all_gather": 0.01},
 }
 """By how much less may be heard. The last stage gathers the final norm by itself, and slices add up
@@ -36,7 +37,7 @@ ranks agree on something. ZeRO-3 gathers what experts and routers read for thems
 and doesn't gather an adapter of experts again that no gradient needs."""
 
 
-MIXED = ("moe-fsdp-lora", "moe-pipeline2-1f1b-lora")
+MIXED = ("moe-fsdp-qlora", "moe-pipeline2-1f1b-lora")
 """Rows of mixtures of experts that the gate has."""
 PAIRED = ("flan_t5-fsdp-full",)
 """Rows of models with an encoder that the gate has."""

@@ -21,16 +21,26 @@ NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 def quantizable(shape: ModelShape, kept: Collection[str] = ()) -> int:
-    """Numbers in the linear modules that can be stored in 4 or 8 bits, biases not counted."""
+    """Numbers in the linear modules and experts that can be stored in 4 or 8 bits, biases not
+    counted."""
     return sum(weight.total for weight in _packed(shape, kept))
 
 
-def require_quantizable(linears: int) -> None:
+def largest_packed(shape: ModelShape) -> int:
+    """Numbers in the largest quantized weight: it is whole for a moment in each product."""
+    return max((weight.size for weight in _packed(shape, ())), default=0)
+
+
+def require_quantizable(linears: int, kind: str = "nf4", *, experts: bool = False) -> None:
     """Refuses to quantize a model without ordinary linear layers; the planner counts their numbers,
-    the trainer the layers."""
+    the trainer the layers. Experts, most of a model that has them, are stored in NF4 alone."""
     if not linears:
         fact = "the model's layers have no ordinary linear layers that could be quantized"
         raise ModelError(Problem("model.quantization", fact, "set model.quantization: none"))
+    if experts and kind != "nf4":
+        fact = f"is {kind}, which would leave the experts, most of the model, in 16 bits"
+        fix = "set model.quantization: nf4, which packs experts too, or none"
+        raise ModelError(Problem("model.quantization", fact, fix))
 
 
 def fp8_bytes(shape: ModelShape) -> int:
@@ -60,13 +70,13 @@ def gptq_bytes(shape: ModelShape) -> int:
 
 
 def _packed(shape: ModelShape, kept: Collection[str]) -> list[Weight]:
-    """Linear modules in layers, without those in modules called as one of `kept`; GPT-2's
-    transposed ones and experts can't be stored so."""
+    """Linear modules and experts in layers, without those in modules called as one of `kept`;
+    GPT-2's transposed ones can't be stored so, nor routers."""
     names = {name.rpartition(".")[2] for name in kept}
     return [
         weight
         for weight in shape.weights
-        if weight.kind == "linear"
+        if (weight.kind == "linear" or (weight.routed and weight.kind == "matrix"))
         and weight.part in LAYER_PARTS
         and names.isdisjoint(weight.module.split("."))
     ]

@@ -66,31 +66,17 @@ class NF4Linear(QuantizedLinear):
     state: Any = None
 
     def quantize(self, weight: Tensor) -> None:
-        packed, self.state = _bitsandbytes().functional.quantize_4bit(
-            weight.to(self.compute_dtype).contiguous(), compress_statistics=True, quant_type="nf4"
-        )
+        packed, self.state = pack_nf4(weight.to(self.compute_dtype))
         self.weight = nn.Parameter(packed, requires_grad=False)
 
     def dequantize(self) -> Tensor:
-        return self._restored(self.weight, self.state.absmax)
+        return restore_nf4(self.weight, self.state.absmax, self.state)
 
     def dequantize_for_backward(self, gradient: Tensor) -> Tensor:
-        return self._restored(
-            _for_backward(self.weight, gradient), _for_backward(self.state.absmax, gradient)
+        packed, scales = self.weight, self.state.absmax
+        return restore_nf4(
+            for_backward(packed, gradient), for_backward(scales, gradient), self.state
         )
-
-    def _restored(self, packed: Tensor, scales: Tensor) -> Tensor:
-        functional, state = _bitsandbytes().functional, self.state
-        exact = functional.dequantize_blockwise(scales, state.state2) + state.offset
-        plain = functional.QuantState(
-            exact.float(),
-            shape=state.shape,
-            dtype=state.dtype,
-            blocksize=state.blocksize,
-            quant_type=state.quant_type,
-        )
-        dequantized: Tensor = functional.dequantize_4bit(packed, plain)
-        return dequantized
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NF4Linear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -121,7 +107,7 @@ class Int8Linear(QuantizedLinear):
         return self.weight.to(self.compute_dtype) * self.scale.to(self.compute_dtype)
 
     def dequantize_for_backward(self, gradient: Tensor) -> Tensor:
-        return _for_backward(self.weight, gradient).to(self.compute_dtype) * self.scale.to(
+        return for_backward(self.weight, gradient).to(self.compute_dtype) * self.scale.to(
             self.compute_dtype
         )
 
@@ -157,7 +143,30 @@ class _DequantizedMatmul(torch.autograd.Function):
         return gradient.to(layer.compute_dtype) @ layer.dequantize_for_backward(gradient), None
 
 
-def _for_backward(stored: Tensor, gradient: Tensor) -> Tensor:
+def pack_nf4(weight: Tensor) -> tuple[Tensor, Any]:
+    """A weight in NF4 with double quantization, and what bitsandbytes needs to restore it."""
+    packed, state = _bitsandbytes().functional.quantize_4bit(
+        weight.contiguous(), compress_statistics=True, quant_type="nf4"
+    )
+    return packed, state
+
+
+def restore_nf4(packed: Tensor, scales: Tensor, state: Any) -> Tensor:
+    """The weight that was packed; `scales` are those of `state`, or a copy of them."""
+    functional = _bitsandbytes().functional
+    exact = functional.dequantize_blockwise(scales, state.state2) + state.offset
+    plain = functional.QuantState(
+        exact.float(),
+        shape=state.shape,
+        dtype=state.dtype,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+    )
+    dequantized: Tensor = functional.dequantize_4bit(packed, plain)
+    return dequantized
+
+
+def for_backward(stored: Tensor, gradient: Tensor) -> Tensor:
     """`stored` itself; where a compiler looks on, a copy that can't be had before `gradient`."""
     return _clone_for_backward(stored, gradient) if torch.compiler.is_compiling() else stored
 

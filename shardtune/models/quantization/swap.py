@@ -9,16 +9,21 @@ from torch import nn
 
 from shardtune.core.model.quantized_size import require_quantizable
 from shardtune.core.setup import Quantization
+from shardtune.models.experts.grouped_experts import expert_matrices, require_known_experts
 from shardtune.models.quantization.bitsandbytes_linear import (
     Int8Linear,
     NF4Linear,
     QuantizedLinear,
 )
 from shardtune.models.quantization.fp8_linear import FP8Linear
+from shardtune.models.quantization.nf4_experts import NF4Experts, pack_experts
 
 
-def quantizable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Module]:
-    """The linear layers in `parts`, without those that lie in a module called as one of `kept`.
+def quantizable(
+    parts: Iterable[nn.Module], kept: Iterable[str], kind: Quantization = "nf4"
+) -> set[nn.Module]:
+    """The linear layers and the experts in `parts`, without those that lie in a module called as
+    one of `kept`.
 
     The output head lies in no part, so it is never among them. Nor is the last projection of a
     state-space layer (Mamba), whose kernels multiply with its weight themselves.
@@ -35,9 +40,12 @@ def quantizable(parts: Iterable[nn.Module], kept: Iterable[str]) -> set[nn.Modul
         module
         for part in parts
         for name, module in part.named_modules()
-        if isinstance(module, nn.Linear) and names.isdisjoint(name.split("."))
+        if (isinstance(module, nn.Linear) or expert_matrices(module))
+        and names.isdisjoint(name.split("."))
     } - read_by_kernels
-    require_quantizable(len(found))
+    experts = [each for each in found if not isinstance(each, nn.Linear)]
+    require_quantizable(len(found), kind, experts=bool(experts))
+    require_known_experts(parts)
     return found
 
 
@@ -46,10 +54,11 @@ def swap(
 ) -> None:
     """Puts an empty quantized layer in the place of each one that was chosen."""
     make = {"nf4": NF4Linear, "int8": Int8Linear, "fp8": FP8Linear}[kind]
+    for experts in (each for each in chosen if not isinstance(each, nn.Linear)):
+        pack_experts(experts, compute_dtype)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child in chosen:
-                assert isinstance(child, nn.Linear)
+            if child in chosen and isinstance(child, nn.Linear):
                 setattr(parent, name, make(child, compute_dtype))
 
 
@@ -57,6 +66,8 @@ def dequantize(model: nn.Module) -> nn.Module:
     """Puts an ordinary linear layer with the dequantized weights in the place of each quantized
     one."""
     for parent in list(model.modules()):
+        if isinstance(parent, NF4Experts):
+            parent.unpack()
         for name, child in list(parent.named_children()):
             if isinstance(child, QuantizedLinear):
                 plain = nn.Linear(child.in_features, child.out_features, False, device="meta")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.quantized_size import largest_packed
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.rank_share import WEIGHTS, RankShare, end_parameters, held_share
 from shardtune.plan.estimate.workload import Workload, sent_bytes
@@ -52,7 +53,7 @@ def gathered_bytes(
     from others, or unpacked."""
     unpacked = 0.0
     if work.packed_bits is not None:
-        unpacked = shape.largest_linear * work.widths.compute / cut.tensor
+        unpacked = largest_packed(shape) * work.widths.compute / cut.tensor
     here = layout.divisor("params", mesh) == 1 and layout.home.get("params", "gpu") == "gpu"
     if here and not in_shares(layout, work):
         return unpacked, unpacked

@@ -1,0 +1,54 @@
+"""LoRA beside grouped experts: peft's wrappers of their weights hand over the two factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from shardtune.models.experts.grouped_experts import (
+    GroupedExperts,
+    LoraFactors,
+    become,
+    expert_matrices,
+)
+
+
+class FactoredParamWrapper(ParamWrapper):  # type: ignore[misc]
+    """peft's adapter of one of the experts' weights. While the experts run it shows them its
+    factors, instead of a sum of weights and correction in the weights' place."""
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        chosen = [name for name in active_adapters if name in self.lora_A]
+        experts: GroupedExperts = self.get_base_layer()
+        if chosen:
+            experts.factors[self.parameter_name] = self._factors(chosen[0])
+        try:
+            yield
+        finally:
+            experts.factors.pop(self.parameter_name, None)
+
+    def _factors(self, name: str) -> LoraFactors:
+        """As peft lays them out: A by expert and rank, B by rank and expert."""
+        lora_a, lora_b = self.lora_A[name].weight, self.lora_B[name].weight
+        by_expert = lora_a.reshape(self.num_experts, -1, lora_a.shape[-1])
+        outputs = lora_b.reshape(lora_b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        return LoraFactors(by_expert, outputs, self.scaling[name])
+
+
+def hand_over_factors(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Changes peft's wrappers around frozen experts, and the experts with them where they are as
+    transformers has them."""
+    for module in model.modules():
+        if not isinstance(module, ParamWrapper):
+            continue
+        experts = module.get_base_layer()
+        names = expert_matrices(experts)
+        if names and not any(getattr(experts, name).requires_grad for name in names):
+            if not isinstance(experts, GroupedExperts):
+                become(experts, GroupedExperts, compute_dtype)
+            module.__class__ = FactoredParamWrapper

@@ -1,0 +1,153 @@
+"""Grouped matmuls of frozen experts: rows sorted by expert, one product for all experts of a layer.
+
+transformers keeps the experts of a layer in tensors of three dimensions. Here they are multiplied
+as they are stored, in 16 bits or packed, and a LoRA correction is two small products beside them:
+`y = x W^T + s (x A^T) B^T`. peft would add `s B A` to the weights of all experts first, and
+autograd would keep the sum of every layer until the backward pass.
+
+Nothing here saves a weight for the backward pass. An engine that gathers weights again puts them
+into the module, and nothing else holds them longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardtune.errors import ModelError, Problem
+
+RANK_MULTIPLE = 8
+"""Ranks are filled up with zeros to a multiple of it: GPUs read 16 bytes at once."""
+
+
+class LoraFactors(NamedTuple):
+    """The correction `scale * B A` of every expert's matrix."""
+
+    lora_a: Tensor
+    """(experts, rank, inputs)"""
+    lora_b: Tensor
+    """(experts, outputs, rank)"""
+    scale: float
+
+
+class Routed(NamedTuple):
+    """Rows sorted by the expert that they are sent to."""
+
+    experts: Tensor
+    """Of each row."""
+    ends: Tensor
+    """Behind the last row of each expert."""
+
+
+class GroupedExperts(nn.Module):
+    """What becomes of a module of experts of transformers (`use_experts_implementation`); it keeps
+    its own gate, activation and biases."""
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    has_post_expert_norm: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: nn.Module
+    _apply_gate: Callable[[Tensor], Tensor]
+    plain_class: type[nn.Module]
+    """What it was."""
+    compute_dtype: torch.dtype
+    factors: dict[str, LoraFactors]
+    """By the weight's name, while an adapter's wrapper runs the module."""
+
+    def matrix(self, name: str) -> Tensor:
+        """All experts' matrices, (experts, outputs, inputs), in the dtype of the computation."""
+        stored: Tensor = getattr(self, name).to(self.compute_dtype)
+        return stored.transpose(-2, -1) if self.is_transposed else stored
+
+    def matrix_for_backward(self, name: str, gradient: Tensor) -> Tensor:
+        """The same once more, for the backward pass."""
+        return self.matrix(name)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens, chosen = top_k_index.shape
+        experts, order = torch.sort(top_k_index.reshape(-1))
+        bounds = torch.arange(self.num_experts, device=experts.device)
+        ends = torch.searchsorted(experts, bounds, right=True).to(torch.int32)
+        routed = Routed(experts, ends)
+        rows = hidden_states[order // chosen].to(self.compute_dtype)
+        first = "gate_up_proj" if self.has_gate else "up_proj"
+        inner = self._project(first, rows, routed)
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+        found = self._project("down_proj", inner.to(self.compute_dtype), routed)
+        if self.has_post_expert_norm:
+            found = self.post_expert_norm(found)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        weighted = found[back] * top_k_weights.reshape(-1, 1)
+        return weighted.view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+
+    def _project(self, name: str, rows: Tensor, routed: Routed) -> Tensor:
+        found: Tensor = _FrozenGroupedMatmul.apply(rows, routed.ends, self, name)  # type: ignore[no-untyped-call]
+        if self.has_bias:
+            found = found + getattr(self, f"{name}_bias").to(found.dtype)[routed.experts]
+        if name in self.factors:
+            found = found + self._correction(self.factors[name], rows, routed)
+        return found
+
+    def _correction(self, factors: LoraFactors, rows: Tensor, routed: Routed) -> Tensor:
+        lora_a, lora_b = (each.to(rows.dtype) for each in factors[:2])
+        missing = -lora_a.shape[1] % RANK_MULTIPLE
+        lora_a = functional.pad(lora_a, (0, 0, 0, missing))
+        lora_b = functional.pad(lora_b, (0, missing)).contiguous()
+        hidden = _grouped_matmul(rows, lora_a, routed.ends)
+        return factors.scale * _grouped_matmul(hidden, lora_b, routed.ends)
+
+
+def _grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """`x W^T` of each row with its expert's matrix."""
+    return functional.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
+
+
+class _FrozenGroupedMatmul(torch.autograd.Function):
+    """The product with frozen matrices, which are asked for again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, holder: GroupedExperts, name: str) -> Tensor:
+        ctx.ends, ctx.holder, ctx.name = ends, holder, name
+        return _grouped_matmul(rows, holder.matrix(name), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0].contiguous()
+        matrices = ctx.holder.matrix_for_backward(ctx.name, gradient)
+        return functional.grouped_mm(gradient, matrices, offs=ctx.ends), None, None, None
+
+
+def expert_matrices(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's weights if it is all experts of a layer, as transformers marks them;
+    else none."""
+    if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
+        return ()
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    return names if all(name in module._parameters for name in names) else ()
+
+
+def require_known_experts(parts: Iterable[nn.Module]) -> None:
+    """Refuses to pack a model whose experts are multiplied in a way of their own: they would stay
+    in 16 bits, and they are most of it."""
+    for module in (each for part in parts for each in part.modules()):
+        fused = any(each.ndim == 3 for each in module.parameters(recurse=False))
+        counted = isinstance(getattr(module, "num_experts", None), int)
+        if fused and counted and not expert_matrices(module):
+            fact = f"{type(module).__name__} keeps experts in a way that can't be quantized yet"
+            raise ModelError(Problem("model.quantization", fact, "set model.quantization: none"))
+
+
+def become(module: Any, kind: type[GroupedExperts], compute_dtype: torch.dtype) -> None:
+    """Lets a module of experts multiply as `kind` does; all else of it stays as it is."""
+    own = type(module)
+    module.__class__ = type(f"{kind.__name__}Of{own.__name__}", (kind, own), {"plain_class": own})
+    module.compute_dtype = compute_dtype
+    module.factors = {}

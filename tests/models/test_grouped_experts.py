@@ -1,0 +1,106 @@
+"""Grouped experts, plain and in NF4, are those of transformers and peft, forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+
+from shardtune.config.job import LoRA, ModelSection, TrainSection
+from shardtune.errors import ModelError
+from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.experts.expert_lora import FactoredParamWrapper
+from shardtune.models.experts.grouped_experts import GroupedExperts
+from shardtune.models.model_files import ModelFiles
+from shardtune.models.quantization.nf4_experts import NF4Experts
+from shardtune.models.quantization.swap import dequantize
+from tests.models.families import write
+
+IDS = torch.arange(12).view(1, 12) * 5
+FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
+"""Plain; transposed with biases and a gate of their own; beside shared experts."""
+
+
+def build(folder: Path, quantization: str) -> Any:
+    section = ModelSection(name=str(folder), quantization=quantization)
+    builder = PretrainedModelBuilder(
+        ModelFiles(section), LoRA(rank=4), TrainSection(precision="fp32")
+    )
+    model = builder.whole("cpu")
+    draw = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros at first, which would hide the gradient of A
+            nn.init.normal_(parameter, std=0.1, generator=draw)
+    return model
+
+
+def answer(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    logits: Tensor = model(input_ids=IDS, use_cache=False).logits
+    logits.square().mean().backward()  # type: ignore[no-untyped-call]
+    named = model.named_parameters()
+    return logits.detach(), {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+def as_transformers_has_it(model: Any) -> None:
+    """The same weights in the modules of transformers and peft."""
+    dequantize(model)
+    for module in model.modules():
+        if isinstance(module, FactoredParamWrapper):
+            module.__class__ = ParamWrapper
+        if isinstance(module, GroupedExperts):
+            module.__class__ = module.plain_class
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_compute_what_transformers_and_peft_compute(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    if quantization == "nf4":
+        pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    write(tmp_path, family)
+    model = build(tmp_path, quantization)
+    kind = NF4Experts if quantization == "nf4" else GroupedExperts
+    assert any(isinstance(each, kind) for each in model.modules()) or family == "gpt_oss"
+    found, gradients = answer(model)
+    as_transformers_has_it(model)
+    expected, right = answer(model)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert gradients.keys() == right.keys()
+    for name, gradient in right.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+def test_experts_in_nf4_take_half_a_byte_a_weight(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    write(tmp_path, "qwen3_moe")
+    layers = [each for each in build(tmp_path, "nf4").modules() if isinstance(each, NF4Experts)]
+    assert len(layers) == 3
+    for experts in layers:
+        packed = experts.gate_up_proj
+        assert packed.dtype == torch.uint8
+        assert packed.shape == (4, 2 * 24 * 32 // 2)  # a row for each expert
+
+
+def test_an_adapter_keeps_no_copy_of_the_experts(tmp_path: Path) -> None:
+    """peft's own way saves weights plus correction of each layer for the backward pass."""
+    write(tmp_path, "qwen3_moe")
+    model = build(tmp_path, "none")
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor.numel()), tensor)[1], lambda tensor: tensor
+    ):
+        model(input_ids=IDS[:, :2], use_cache=False)
+    assert max(saved) < 4 * 2 * 24 * 32  # all experts' first matrices
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_what_would_leave_experts_in_16_bits_is_refused(quantization: str, tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe")
+    with pytest.raises(ModelError, match="would leave the experts"):
+        build(tmp_path, quantization)
