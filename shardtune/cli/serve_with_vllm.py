@@ -78,7 +78,7 @@ def _adapters(adapters: Sequence[ModelSource]) -> list[str]:
     """LoRA modules, with the one chat template and the one set of stop tokens that vLLM has."""
     from shardtune.data.formats import learnt_plain
     from shardtune.export.source import ExportSource
-    from shardtune.export.vllm_export import lora_rank_words, require_servable
+    from shardtune.export.vllm_export import adapts_experts, lora_rank_words, require_servable
 
     sources: list[ExportSource] = []
     for each in adapters:
@@ -87,6 +87,10 @@ def _adapters(adapters: Sequence[ModelSource]) -> list[str]:
         source = ExportSource(each.run, each.job, ())
         if learnt_plain(each.job.data, source.tokenizer):
             raise _refuse(f"{each.name} learnt plain headings, which vLLM's chats don't write")
+        if adapts_experts(source):
+            fact = f"{each.name} adapts experts, in peft's layout; vLLM has its own"
+            fix = f"shardtune export {source.run.path} --to vllm writes it; start what it prints"
+            raise RunError(Problem(_PLACE, fact, fix))
         _ = source.parity  # refuses a template or stop tokens other than those of training
         sources.append(source)
     if len({(each.stops, each.tokenizer.chat_template) for each in sources}) > 1:

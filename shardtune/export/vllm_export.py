@@ -7,19 +7,29 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shardtune.checkpoint.manifest import MANIFEST_FILE
 from shardtune.data.template_parity import folder_reader, require_parity, training_reader
 from shardtune.errors import Problem, RunError
+from shardtune.export.expert_layouts import (
+    has_experts,
+    peft_deltas,
+    require_known,
+    require_same_deltas,
+    vllm_deltas,
+    vllm_settings,
+    vllm_tensors,
+)
 from shardtune.export.folder import ExportFacts, export_folder
 from shardtune.export.hf_folder_export import export_hf
 from shardtune.export.source import ExportSource
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `--max-lora-rank`."""
-_WEIGHTS = "adapter_model.safetensors"
+_WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _MERGED = "export the merged model: --to hf, then `vllm serve DIR`"
 
 
@@ -46,7 +56,10 @@ def export_vllm(source: ExportSource, target: Path) -> VllmExport:
         for file in sorted(source.run.result.iterdir()):
             if file.name != MANIFEST_FILE:
                 shutil.copyfile(file, partial / file.name)
-        _compare_weights(source.run.result / _WEIGHTS, partial / _WEIGHTS)
+        if adapts_experts(source):
+            _write_experts(source, partial)
+        else:
+            _compare_weights(source.run.result / _WEIGHTS, partial / _WEIGHTS)
         trained = training_reader(source.files.tokenizer, source.files.stop_ids)
         require_parity(trained, [folder_reader(partial)], source.files.tokenizer)
     return VllmExport(serve_command(source, target, rank), adapter=True)
@@ -75,7 +88,7 @@ def lora_rank_words(rank: int) -> list[str]:
 
 def require_servable(source: ExportSource) -> int:
     """The adapter's largest rank; RunError for what vLLM's loader has no place for."""
-    settings = json.loads((source.run.result / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = json.loads((source.run.result / _SETTINGS).read_text(encoding="utf-8"))
     adapter = source.job.adapter
     if adapter.type != "lora":
         raise _refuse(f"vLLM serves LoRA, not {adapter.type}")
@@ -85,13 +98,47 @@ def require_servable(source: ExportSource) -> int:
         raise _refuse("the adapter brings whole weights (modules_to_save or new tokens)")
     if source.job.model.quantization == "int8":
         raise _refuse("the adapter belongs to int8 weights, which vLLM doesn't make by itself")
-    names = _names(source.run.result / _WEIGHTS)
-    if experts := [name for name in names if ".experts." in name]:
-        raise _refuse(f"{experts[0]} is a stacked adapter of experts, in peft's layout")
+    if adapts_experts(source):
+        require_known(source.files.config.model_type, settings)
     ranks = [settings["r"], *(settings.get("rank_pattern") or {}).values()]
     if max(ranks) > RANKS[-1]:
         raise _refuse(f"the adapter has rank {max(ranks)}, and vLLM takes at most {RANKS[-1]}")
     return int(max(ranks))
+
+
+def adapts_experts(source: ExportSource) -> bool:
+    """Whether the adapter has routed experts, which vLLM reads in its own layout only."""
+    return has_experts(_names(source.run.result / _WEIGHTS))
+
+
+def _write_experts(source: ExportSource, folder: Path) -> None:
+    """Replaces the adapter's files by those in vLLM's layout, and reads both back."""
+    from safetensors.torch import load_file, save_file
+
+    family = source.files.config.model_type
+    experts = _expert_count(source.files.config)
+    settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+    trained = load_file(source.run.result / _WEIGHTS)
+    save_file(vllm_tensors(trained, settings, experts, family), folder / _WEIGHTS, {"format": "pt"})
+    for_vllm = vllm_settings(settings, family)
+    (folder / _SETTINGS).write_text(json.dumps(for_vllm, indent=2) + "\n", encoding="utf-8")
+    written = load_file(folder / _WEIGHTS)
+    read_back = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+    require_same_deltas(
+        peft_deltas(trained, settings, experts, family),
+        vllm_deltas(written, read_back, experts, family),
+    )
+    if any(
+        not torch.equal(tensor, written[name])
+        for name, tensor in trained.items()
+        if ".experts." not in name
+    ):
+        raise _refuse("read back, the weights differ from the run's")
+
+
+def _expert_count(config: Any) -> int:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return int(next(found for name in names if (found := getattr(config, name, None))))
 
 
 def _names(path: Path) -> list[str]:

@@ -24,6 +24,7 @@ from shardtune.errors import LaunchError, RunError
 from shardtune.models import tiny
 from shardtune.serve.vllm_process import Patience, run_vllm
 from tests.checkpoint.test_merge import STOPS, finished_run
+from tests.export.tuned import finished
 
 pytestmark = pytest.mark.process
 
@@ -175,6 +176,14 @@ def test_what_vllm_can_not_serve_is_refused(tmp_path: Path) -> None:
     finished_run(tmp_path / "one", LoRA(rank=4), TINY)
     with pytest.raises(RunError, match="no 8-bit weights"):
         words(str(tmp_path / "one"), load="8bit")
+
+
+@pytest.mark.usefixtures("vllm")
+def test_experts_have_to_be_exported_first(tmp_path: Path) -> None:
+    run = finished(tmp_path, "qwen3_moe", LoRA(rank=4)).run.path
+    with pytest.raises(RunError, match="in peft's layout") as caught:
+        words(str(run))
+    assert "--to vllm" in caught.value.problems[0].fix
 
 
 @pytest.mark.usefixtures("vllm")
