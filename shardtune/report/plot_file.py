@@ -87,7 +87,8 @@ def _picture(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> s
     paper = element("rect", width="100%", height="100%", fill="#fff")
     root = element(
         "svg", element("title", title), style, paper, *parts,
-        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {PICTURE_WIDTH} {top:.0f}", width=PICTURE_WIDTH,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {PICTURE_WIDTH} {top:.0f}",
+        width=PICTURE_WIDTH,
     )  # fmt: skip
     return f"{root}\n"
 

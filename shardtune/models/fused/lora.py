@@ -165,13 +165,14 @@ def _fuse_stacked_mlp(module: Any) -> None:
     if not all(isinstance(layer, FusedLoRALinear) for layer in layers):
         return
     first, last = layers
+    kind: type = type(module)
     lost = "SwiGLU is not fused with LoRA"
     if (
         is_silu(module)
-        and forward_is(type(module), STACKED_MLP_FORWARD, lost=lost)
+        and forward_is(kind, STACKED_MLP_FORWARD, lost=lost)
         and _fits_swiglu((first, first, last))
     ):
-        module.__class__ = fused_class(StackedLoRAMLP, type(module))
+        module.__class__ = fused_class(StackedLoRAMLP, kind)
         module.shared_input = STACKED_GATE_UP
 
 
