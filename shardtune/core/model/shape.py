@@ -72,7 +72,7 @@ class ModelShape:
     qk_norm: bool = False
     parallel: bool = False
     """Whether attention and MLP read the same input, instead of one the other's output."""
-    positions: Literal["rotary", "learned", "alibi", "relative"] = "rotary"
+    positions: Literal["rotary", "learned", "sinusoidal", "alibi", "relative"] = "rotary"
     max_positions: int = 0
     """The longest sequence that the config names; 0 if it names none."""
     dropout: float = 0.0
@@ -135,7 +135,11 @@ class ModelShape:
 
     def layer_parameters(self, part: ModelPart) -> int:
         """Parameters of one layer of a kind; where layers differ, of the largest."""
-        return sum(weight.size for weight in self.in_part(part) if weight.parameter)
+        sizes: dict[str, int] = {}
+        for weight in self.in_part(part):
+            if weight.parameter:
+                sizes[weight.name] = max(weight.size, sizes.get(weight.name, 0))
+        return sum(sizes.values())
 
     def layers_in(self, part: ModelPart) -> int:
         """How many layers of a kind there are."""

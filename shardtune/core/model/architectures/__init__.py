@@ -7,8 +7,10 @@ from typing import Any
 
 from shardtune.core.model.architectures.deepseek import deepseek
 from shardtune.core.model.architectures.fields import Fields
+from shardtune.core.model.architectures.gemma4 import gemma4_text
 from shardtune.core.model.architectures.gpt import (
     bloom,
+    codegen,
     falcon,
     gpt2,
     gpt_neo,
@@ -16,7 +18,9 @@ from shardtune.core.model.architectures.gpt import (
     gptj,
     mpt,
     opt,
+    persimmon,
     phi,
+    xglm,
 )
 from shardtune.core.model.architectures.ia3 import ia3_modules
 from shardtune.core.model.architectures.llama import llama_like
@@ -32,9 +36,11 @@ SHAPE_READERS: dict[str, Callable[[Fields, str], ModelShape]] = {
     **dict.fromkeys(TRAITS, llama_like),
     "bart": bart,
     "bloom": bloom,
+    "codegen": codegen,
     "deepseek_v2": deepseek,
     "deepseek_v3": deepseek,
     "falcon": falcon,
+    "gemma4_text": gemma4_text,
     "gpt2": gpt2,
     "gpt_bigcode": gpt2,
     "gpt_neo": gpt_neo,
@@ -43,8 +49,10 @@ SHAPE_READERS: dict[str, Callable[[Fields, str], ModelShape]] = {
     "mpt": mpt,
     "mt5": t5,
     "opt": opt,
+    "persimmon": persimmon,
     "phi": phi,
     "t5": t5,
+    "xglm": xglm,
 }
 """By transformers' model_type."""
 

@@ -52,7 +52,7 @@ class GptSizes:
 
 _HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
@@ -137,6 +137,35 @@ def gptj(fields: Fields, family: str) -> ModelShape:
     )
 
 
+def codegen(fields: Fields, family: str) -> ModelShape:
+    """CodeGen: GPT-J with one matrix for queries, keys and values."""
+    sizes = _sizes(fields, "n_inner", tied=False)
+    h = sizes.hidden
+    layer = [
+        *norm("ln_1", h, bias=True),
+        *linear("attn.qkv_proj", sizes.fused, h),
+        *linear("attn.out_proj", h, h),
+        *linear("mlp.fc_in", sizes.ffn, h, bias=True),
+        *linear("mlp.fc_out", h, sizes.ffn, bias=True),
+    ]
+    weights = [
+        *placed("embedding", 1, table("wte", sizes.vocab, h)),
+        *placed("layer", sizes.layers, layer),
+        *placed("root", 1, norm("ln_f", h, bias=True)),
+        *head(sizes.vocab, h, tied=sizes.tied, bias=True),
+    ]
+    return sizes.shape(
+        fields,
+        family,
+        weights,
+        activation=fields.word("activation_function", default="gelu_new"),
+        parallel=True,
+        max_positions=fields.optional(*_POSITIONS, default=2048) or 0,
+        dropout=fields.share("resid_pdrop"),
+        attention_dropout=fields.share("attn_pdrop"),
+    )
+
+
 def gpt_neo(fields: Fields, family: str) -> ModelShape:
     """GPT-Neo: GPT-2 with separate projections; every second layer sees a window."""
     sizes = _sizes(fields, "intermediate_size", tied=True)
@@ -199,6 +228,39 @@ def gpt_neox(fields: Fields, family: str) -> ModelShape:
         activation=fields.word("hidden_act", default="gelu"),
         parallel=fields.flag("use_parallel_residual", True),
         max_positions=fields.optional(*_POSITIONS, default=2048) or 0,
+        dropout=fields.share("hidden_dropout"),
+        attention_dropout=fields.share("attention_dropout"),
+    )
+
+
+def persimmon(fields: Fields, family: str) -> ModelShape:
+    """Persimmon: fused projections, squared ReLUs, and norms of queries and keys."""
+    sizes = _sizes(fields, "intermediate_size", tied=False)
+    h = sizes.hidden
+    qk_norm = fields.flag("qk_layernorm", True)
+    names = ("q_layernorm", "k_layernorm") if qk_norm else ()
+    layer = [
+        *linear("self_attn.query_key_value", sizes.fused, h, bias=True),
+        *linear("self_attn.dense", h, h, bias=True),
+        *(w for name in names for w in norm(f"self_attn.{name}", sizes.head_dim, bias=True)),
+        *linear("mlp.dense_h_to_4h", sizes.ffn, h, bias=True),
+        *linear("mlp.dense_4h_to_h", h, sizes.ffn, bias=True),
+        *norm("input_layernorm", h, bias=True),
+        *norm("post_attention_layernorm", h, bias=True),
+    ]
+    weights = [
+        *placed("embedding", 1, table("embed_tokens", sizes.vocab, h)),
+        *placed("layer", sizes.layers, layer),
+        *placed("root", 1, norm("final_layernorm", h, bias=True)),
+        *head(sizes.vocab, h, tied=sizes.tied),
+    ]
+    return sizes.shape(
+        fields,
+        family,
+        weights,
+        activation=fields.word("hidden_act", default="relu2"),
+        qk_norm=qk_norm,
+        max_positions=fields.optional(*_POSITIONS, default=16384) or 0,
         dropout=fields.share("hidden_dropout"),
         attention_dropout=fields.share("attention_dropout"),
     )
@@ -355,6 +417,39 @@ def opt(fields: Fields, family: str) -> ModelShape:
         max_positions=positions,
         dropout=fields.share("dropout", default=0.1),
         attention_dropout=fields.share("attention_dropout"),
+    )
+
+
+def xglm(fields: Fields, family: str) -> ModelShape:
+    """XGLM: OPT's layers, with positions that are computed and not learned."""
+    sizes = _sizes(fields, "ffn_dim", tied=True)
+    h = sizes.hidden
+    layer = [
+        *(
+            weight
+            for name in ("k_proj", "v_proj", "q_proj", "out_proj")
+            for weight in linear(f"self_attn.{name}", h, h, bias=True)
+        ),
+        *norm("self_attn_layer_norm", h, bias=True),
+        *linear("fc1", sizes.ffn, h, bias=True),
+        *linear("fc2", h, sizes.ffn, bias=True),
+        *norm("final_layer_norm", h, bias=True),
+    ]
+    weights = [
+        *placed("embedding", 1, table("embed_tokens", sizes.vocab, h)),
+        *placed("layer", sizes.layers, layer),
+        *placed("root", 1, norm("layer_norm", h, bias=True)),
+        *head(sizes.vocab, h, tied=sizes.tied),
+    ]
+    return sizes.shape(
+        fields,
+        family,
+        weights,
+        activation=fields.word("activation_function", default="gelu"),
+        positions="sinusoidal",
+        max_positions=fields.optional(*_POSITIONS, default=2048) or 0,
+        dropout=fields.share("dropout", default=0.1),
+        attention_dropout=fields.share("attention_dropout", default=0.1),
     )
 
 

@@ -72,9 +72,11 @@ def ia3_modules(
 
 
 def ia3_targets(family: str, linear: Collection[str]) -> ModuleNames:
-    """The layers that IA3 scales in a model of `family`, which has these `linear` ones."""
-    if family in _TARGETS:
-        return _TARGETS[family]
+    """The layers that IA3 scales in a model of `family`, which has these `linear` ones. peft's
+    table also names modules that only older versions of a model had (Mixtral's experts)."""
+    known = (name for name in _TARGETS.get(family, ()) if name.rpartition(".")[2] in linear)
+    if here := tuple(known):
+        return here
     found = tuple(name for name in (*_SCALED_OUTPUTS, *_LAST) if name in linear)
     if not found:
         fact = f"nobody knows which layers of a {family!r} model IA3 should scale"

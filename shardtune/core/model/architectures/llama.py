@@ -8,6 +8,7 @@ from shardtune.core.model.architectures.fields import Fields
 from shardtune.core.model.architectures.mlp import mlp, routed
 from shardtune.core.model.architectures.tensors import (
     Tensors,
+    buffer,
     head,
     linear,
     norm,
@@ -35,6 +36,10 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
     experts = _experts(fields, traits, layers, ffn)
     attention = _attention(fields, traits, hidden, heads, kv_heads, head_dim)
     dense = mlp("mlp", traits, hidden, ffn, bias=traits.mlp_bias.of(fields))
+    activation = fields.word("hidden_activation", "hidden_act", default=traits.activation)
+    if activation == "xielu":  # learns its two slopes
+        dense += [*vector("mlp.act_fn.alpha_p", 1), *vector("mlp.act_fn.alpha_n", 1)]
+        dense += [*buffer("mlp.act_fn.beta"), *buffer("mlp.act_fn.eps")]
     parallel = traits.parallel.of(fields)
     names = traits.norms[:1] if parallel else traits.norms
     norms = [weight for name in names for weight in _norm(traits, name, hidden)]
@@ -57,7 +62,7 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
         value_dim=head_dim,
         ffn=ffn,
         gated=len(traits.mlp) == 3,
-        activation=fields.word("hidden_activation", "hidden_act", default=traits.activation),
+        activation=activation,
         tied=tied,
         norm=traits.norm,
         weights=tuple(weights),
@@ -68,7 +73,7 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
         attention_dropout=fields.share("attention_dropout"),
         window=window,
         windowed_layers=windowed,
-        experts=experts,
+        experts=experts if experts and experts.layers else None,
     )
 
 
@@ -145,6 +150,16 @@ def _experts(fields: Fields, traits: Traits, layers: int, ffn: int) -> Experts |
     if traits.mixture == "no":
         return None
     known = traits.defaults
+    if traits.mixture == "late":
+        width = fields.count("moe_intermediate_size", default=known["expert_ffn"])
+        dense = fields.optional("first_k_dense_replace", default=1) or 0
+        return Experts(
+            count=fields.count("n_routed_experts", "num_local_experts", default=known["experts"]),
+            per_token=fields.count("num_experts_per_tok", default=known["per_token"]),
+            ffn=width,
+            shared_ffn=width * fields.count("n_shared_experts", default=1),
+            layers=max(layers - dense, 0),
+        )
     shared = traits.mixture == "shared"
     return Experts(
         count=fields.count("num_local_experts", "num_experts", default=known["experts"]),
@@ -172,7 +187,10 @@ def _mixture(traits: Traits, experts: Experts, hidden: int, rest: Tensors) -> Te
         found += vector("mlp.experts.down_proj_bias", experts.count, hidden, routed=True)
     else:
         found = routed(traits.router, hidden, experts, traits.experts_as)
-    if experts.shared_ffn:
+    if traits.mixture == "late":
+        found += buffer("mlp.gate.e_score_correction_bias", experts.count)
+        found += mlp("mlp.shared_experts", traits, hidden, experts.shared_ffn)
+    elif experts.shared_ffn:
         found += mlp("mlp.shared_expert", traits, hidden, experts.shared_ffn)
         found += linear("mlp.shared_expert_gate", 1, hidden)
     return placed("moe_layer", experts.layers, rest, found)

@@ -39,8 +39,8 @@ def matrix(
     return [Weight(name, shape, "root", "matrix", routed=routed, stands_for=stands_for)]
 
 
-def buffer(name: str, size: int) -> Tensors:
-    return [Weight(name, (size,), "root", "buffer")]
+def buffer(name: str, *shape: int) -> Tensors:
+    return [Weight(name, shape, "root", "buffer")]
 
 
 def placed(part: ModelPart, times: int, *tensors: Tensors) -> Tensors:

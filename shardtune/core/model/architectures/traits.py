@@ -10,7 +10,7 @@ from shardtune.core.model.architectures.fields import Fields
 
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 _POST = ("post_attention_layernorm", "post_feedforward_layernorm")
-_SANDWICH = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+SANDWICH_NORMS = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Traits:
     """Layers with a sliding window: none, all, those that a switch and a number choose, or all but
     every n-th."""
     every: int = 2
-    mixture: Literal["no", "plain", "shared", "biased"] = "no"
+    mixture: Literal["no", "plain", "shared", "biased", "late"] = "no"
+    """Experts: none, alone, with one that all tokens share, with biases; `late` is DeepSeek's way,
+    shared experts beside the others, after the first few layers."""
     experts_as: tuple[str, ...] = ()
     """What the experts' three matrices were called when each was a module. peft still takes
     these names for the experts; not so where there are none."""
@@ -74,6 +76,12 @@ class Traits:
 
 
 TRAITS: dict[str, Traits] = {
+    "apertus": Traits(
+        activation="xielu",
+        norms=("attention_layernorm", "feedforward_layernorm"),
+        qk_norm="head",
+        mlp=("up_proj", "down_proj"),
+    ),
     "llama": Traits(mlp_bias=Flag(False, "mlp_bias")),
     "granite": Traits(mlp_bias=Flag(False, "mlp_bias")),
     "smollm3": Traits(
@@ -130,7 +138,7 @@ TRAITS: dict[str, Traits] = {
         tied=True,
         defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
         activation="gelu_pytorch_tanh",
-        norms=_SANDWICH,
+        norms=SANDWICH_NORMS,
         window="every",
     ),
     "gemma3_text": Traits(
@@ -143,7 +151,7 @@ TRAITS: dict[str, Traits] = {
             "sliding_window": 4096,
         },
         activation="gelu_pytorch_tanh",
-        norms=_SANDWICH,
+        norms=SANDWICH_NORMS,
         qk_norm="head",
         window="every",
         every=6,
@@ -238,6 +246,14 @@ TRAITS: dict[str, Traits] = {
         qkv_bias=Flag(True, "attention_bias"),
         output_bias=_NO,
         fused_mlp=True,
+    ),
+    "glm4_moe": Traits(
+        defaults={"num_key_value_heads": 8, "experts": 128, "per_token": 8, "expert_ffn": 1408},
+        qk_norm="head",
+        qk_norm_key="use_qk_norm",
+        output_bias=_NO,
+        mixture="late",
+        experts_as=EXPERT,
     ),
     "granitemoe": Traits(
         defaults={"experts": 8, "per_token": 2},

@@ -1,0 +1,163 @@
+"""Gemma 4's text model: layers whose heads differ, and a second embedding that feeds every layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shardtune.core.model.architectures.fields import Fields
+from shardtune.core.model.architectures.mlp import mlp
+from shardtune.core.model.architectures.tensors import (
+    Tensors,
+    buffer,
+    head,
+    linear,
+    matrix,
+    norm,
+    placed,
+    table,
+    vector,
+)
+from shardtune.core.model.architectures.traits import SANDWICH_NORMS, Traits
+from shardtune.core.model.shape import Experts, ModelPart, ModelShape
+
+FULL = "full_attention"
+PATTERN = 6
+"""Every sixth layer sees everything, where the config doesn't list them."""
+
+
+def gemma4_text(fields: Fields, family: str) -> ModelShape:
+    """Layers with a window have smaller heads than those that see everything. The last ones may
+    take keys and values from layers before them, and then may have an MLP twice as wide."""
+    hidden, vocab = fields.count("hidden_size"), fields.count("vocab_size", default=262144)
+    heads = fields.count("num_attention_heads", default=8)
+    kv_heads = fields.count("num_key_value_heads", default=4)
+    head_dim = fields.count("head_dim", default=256)
+    ffn = fields.count("intermediate_size")
+    kinds = _kinds(fields, fields.count("num_hidden_layers"))
+    layers = len(kinds)
+    shared = fields.optional("num_kv_shared_layers", default=0) or 0
+    tied = fields.flag("tie_word_embeddings", True)
+    experts = _experts(fields, layers, ffn)
+    part: ModelPart = "moe_layer" if experts else "layer"
+    own = Counter(kinds[: layers - shared])
+    reused = Counter(kinds[layers - shared :])
+    wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
+    weights = [
+        *placed("embedding", 1, table("embed_tokens", vocab, hidden)),
+        *(
+            tensor
+            for kind in dict.fromkeys(kinds)
+            for times, reuses in ((own[kind], False), (reused[kind], True))
+            for tensor in placed(
+                part, times, _attention(fields, hidden, full=kind == FULL, reuses=reuses)
+            )
+        ),
+        *placed(part, layers - shared, mlp("mlp", Traits(), hidden, ffn)),
+        *placed(part, shared, mlp("mlp", Traits(), hidden, wide * ffn)),
+        *placed(part, layers, *(norm(name, hidden) for name in SANDWICH_NORMS)),
+        *placed(part, layers, buffer("layer_scalar", 1)),
+        *placed(part, layers, _mixture(hidden, experts) if experts else []),
+        *_fed(fields, hidden, layers, part),
+        *placed("root", 1, norm("norm", hidden)),
+        *head(vocab, hidden, tied=tied),
+    ]
+    window = fields.count("sliding_window", default=512)
+    windowed = layers - kinds.count(FULL)
+    return ModelShape(
+        name=fields.name,
+        family=family,
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        ffn=ffn,
+        gated=True,
+        activation=fields.word("hidden_activation", default="gelu_pytorch_tanh"),
+        tied=tied,
+        norm="rms",
+        weights=tuple(weights),
+        qk_norm=True,
+        max_positions=fields.optional("max_position_embeddings", default=131072) or 0,
+        attention_dropout=fields.share("attention_dropout"),
+        window=window if windowed else None,
+        windowed_layers=windowed,
+        experts=experts,
+    )
+
+
+def _kinds(fields: Fields, layers: int) -> list[str]:
+    """The kind of attention of each layer; the last always sees everything."""
+    given = fields.items("layer_types")
+    if given is None:
+        given = ["" if (i + 1) % PATTERN else FULL for i in range(layers)]
+    return [*map(str, given[: layers - 1]), FULL]
+
+
+def _attention(fields: Fields, hidden: int, *, full: bool, reuses: bool) -> Tensors:
+    heads = fields.count("num_attention_heads", default=8)
+    kv_heads = fields.count("num_key_value_heads", default=4)
+    size = fields.count("head_dim", default=256)
+    bias = fields.flag("attention_bias", False)
+    one = full and fields.flag("attention_k_eq_v", False)  # keys are the values, too
+    if full:
+        size = fields.count("global_head_dim", default=512)
+        kv_heads = fields.count("num_global_key_value_heads", default=kv_heads) if one else kv_heads
+    found = [
+        *linear("self_attn.q_proj", heads * size, hidden, bias=bias),
+        *norm("self_attn.q_norm", size),
+        *linear("self_attn.o_proj", hidden, heads * size, bias=bias),
+    ]
+    if not reuses:
+        found += norm("self_attn.k_norm", size)
+        found += linear("self_attn.k_proj", kv_heads * size, hidden, bias=bias)
+        found += [] if one else linear("self_attn.v_proj", kv_heads * size, hidden, bias=bias)
+    return found
+
+
+def _fed(fields: Fields, hidden: int, layers: int, part: ModelPart) -> Tensors:
+    """The second embedding: a few numbers for each layer, added to what it gives."""
+    given = fields.optional("hidden_size_per_layer_input", default=256) or 0
+    if not given:
+        return []
+    vocab = fields.count("vocab_size_per_layer_input", default=262144)
+    layer = [
+        *linear("per_layer_input_gate", given, hidden),
+        *linear("per_layer_projection", hidden, given),
+        *norm("post_per_layer_input_norm", hidden),
+    ]
+    return [
+        *placed("embedding", 1, table("embed_tokens_per_layer", vocab, layers * given)),
+        *placed("root", 1, linear("per_layer_model_projection", layers * given, hidden)),
+        *placed("root", 1, norm("per_layer_projection_norm", given)),
+        *placed(part, layers, layer),
+    ]
+
+
+def _experts(fields: Fields, layers: int, ffn: int) -> Experts | None:
+    """Every layer has them beside its MLP, or none."""
+    if not fields.flag("enable_moe_block", False):
+        return None
+    return Experts(
+        count=fields.count("num_experts"),
+        per_token=fields.count("top_k_experts"),
+        ffn=fields.count("moe_intermediate_size"),
+        shared_ffn=ffn,
+        layers=layers,
+    )
+
+
+def _mixture(hidden: int, experts: Experts) -> Tensors:
+    count = experts.count
+    return [
+        *vector("router.scale", hidden),
+        *vector("router.per_expert_scale", count),
+        *linear("router.proj", count, hidden),
+        *matrix("experts.gate_up_proj", count, 2 * experts.ffn, hidden, routed=True),
+        *matrix("experts.down_proj", count, hidden, experts.ffn, routed=True),
+        *norm("post_feedforward_layernorm_1", hidden),
+        *norm("post_feedforward_layernorm_2", hidden),
+        *norm("pre_feedforward_layernorm_2", hidden),
+    ]
