@@ -24,6 +24,7 @@ from benchmarks.cases import (
     zero,
 )
 from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.core.send_buckets import SendBuckets
 from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.estimate.workload import (
     MIXED,
@@ -31,7 +32,6 @@ from shardtune.plan.estimate.workload import (
     PURE_BF16,
     SHARDED_FP32,
     AdapterSize,
-    Buckets,
     Widths,
     Workload,
 )
@@ -206,7 +206,7 @@ def _peft_docs(row: Row) -> Settings:
     )
     if "ZeRO-3" in row["strategy"]:
         layout, mesh = zero(3, ranks_of(row))
-        work = replace(work, buckets=Buckets())
+        work = replace(work, buckets=SendBuckets())
     else:
         chosen = FSDP(offload="cpu" if row["offload"].startswith("cpu") else "none")
         layout, mesh = chosen.layout(), chosen.mesh(ranks_of(row))

@@ -108,8 +108,6 @@ class Capabilities:
     """States that its own fields can put elsewhere than on the device, and where."""
     trained_weights: TrainedWeights = "autocast"
     """How trained weights are held and cast."""
-    send_buckets: bool = False
-    """Whether buffers for sending are held ready, of a fixed size."""
     gathers_from_all_nodes: bool = False
     """Whether a step gathers weights over the network between nodes, in every micro-batch."""
     needs: tuple[Need, ...] = ()

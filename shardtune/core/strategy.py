@@ -20,6 +20,7 @@ from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
 from shardtune.core.mesh import Mesh
 from shardtune.core.model_builder import ModelBuilder
+from shardtune.core.send_buckets import SendBuckets
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.world import World
 from shardtune.core.yaml_document import KeyPath
@@ -55,6 +56,8 @@ class Choice:
     order: int
     """The simplest first, which is taken of two that are equally good: whole copies of the model
     about 0, divided states 10, groups of ranks 20, a model in parts 30, states in CPU memory 40."""
+    pages_optimizer: bool = False
+    """Whether the GPU is to address optimizer states in host memory: `train.optimizer.paged`."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,15 @@ class StrategyBase(Section, ABC):
     def overlap_settings(self) -> tuple[OverlapSetting, ...]:
         """What to turn where communication isn't hidden; a diagnosis shows it."""
         return ()
+
+    def send_buckets(self) -> SendBuckets | None:
+        """The buffers of fixed size that its engine sends in; None where there are none."""
+        return None
+
+    def with_buckets(self, size: float) -> StrategyBase:
+        """With buffers of about `size` bytes for sending, where its own fields leave them open:
+        as many as the links need to be busy."""
+        return self
 
     def written(self) -> str:
         """As a person would write it behind `strategy:`."""

@@ -45,6 +45,9 @@ class AllocationLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The last dimension by which logits are known."""
         self.moment: MemoryPhase = "building"
         self.events: list[Allocation] = []
+        self.kept = 0
+        """Bytes that forward passes made and left for the backward pass, at most; without logits
+        and their like."""
         self._imagining = 0
         self._number: dict[int, int] = {}
         """The number of each living storage, by the address of its C++ object."""
@@ -147,9 +150,18 @@ class AllocationLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _turn(self) -> None:
         if torch._C._current_graph_task_id() != -1:
+            if self.moment == "forward":
+                self.kept = max(self.kept, self._left_behind())
             self.moment = "backward"
         elif self.moment == "backward":
             self.moment = "optimizer"
+
+    def _left_behind(self) -> int:
+        return sum(
+            self._size[number]
+            for number in self._number.values()
+            if self._born[number] == "forward" and self._class[number] in ("activations", "buffers")
+        )
 
     def _note(self, tensor: Tensor, made_by_us: bool) -> None:
         if tensor.device.type != self.device:

@@ -58,6 +58,8 @@ class DryRun:
     """The peak of each moment, building the model included."""
     held: Held
     """What the engine says that it holds between two steps."""
+    kept: int
+    """What a forward pass leaves for the backward pass, without logits."""
 
 
 def dry_run(
@@ -168,6 +170,7 @@ def _summary(ledger: AllocationLedger, built: int, held: Held) -> DryRun:
         classes=peaks[moment],
         moments={each: sum(sizes.values()) for each, sizes in (building | peaks).items()},
         held=held,
+        kept=ledger.kept,
     )
 
 

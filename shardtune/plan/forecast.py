@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from shardtune.config.job import IA3, AdamW, Job, LoRA, NoAdapter
 from shardtune.config.model_rules import check_model
-from shardtune.core.footprint import Held, predict_held
+from shardtune.core.footprint import Held
 from shardtune.core.layout import Layout
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.adapter_size import (
@@ -14,6 +14,7 @@ from shardtune.core.model.adapter_size import (
     lora_parameters,
     require_plain_experts,
 )
+from shardtune.core.model.architectures import ia3_modules
 from shardtune.core.model.family_support import require_attention, require_isolation
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.quantized_size import quantizable, require_quantizable
@@ -21,21 +22,20 @@ from shardtune.core.model.row_length import require_short_rows
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import CAPTURED_TOKENS
 from shardtune.core.units import GIB
+from shardtune.errors import JobError, Problem
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import leaving
-from shardtune.plan.estimate.memory import Memory, estimate_memory
+from shardtune.plan.estimate.memory import Memory, estimate_memory, held_by
 from shardtune.plan.estimate.memory_band import MemoryBand, Verdict, memory_band
-from shardtune.plan.estimate.rank_share import RankShare, held_share, scaled
+from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.step_time import SpeedEstimate, estimate_speed
 from shardtune.plan.estimate.workload import (
     ALTERNATING,
     NF4_DOUBLE_BITS,
     AdapterSize,
-    Buckets,
     Pair,
     Widths,
     Workload,
-    whole_bytes,
 )
 from shardtune.plan.forecast_summary import (
     ForecastSummary,
@@ -116,8 +116,7 @@ class Forecast:
     def held(self) -> Held:
         """What the first rank holds between two steps, by state: as an engine's own answer."""
         cut = RankShare.of(self.mesh, self.work.pipelining)
-        part = scaled(whole_bytes(self.shape, self.work), held_share(self.shape, cut))
-        return predict_held(self.layout.without_masters(), self.mesh, part)
+        return held_by(self.layout, self.shape, self.mesh, self.work, cut)
 
     @property
     def hours(self) -> float | None:
@@ -205,6 +204,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     require_attention(shape.family, job.model.attention)
     require_isolation(shape.family, packing=job.data.packing is True)
     require_short_rows(shape, job.data.sequence_length)
+    _require_precision(job, cluster)
     if job.model.quantization != "none":
         kind, experts = job.model.quantization, shape.experts is not None
         require_quantizable(quantizable(shape), kind, experts=experts)
@@ -217,6 +217,16 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
             "hours: only the data tells how many steps the epochs have; give train.steps"
         )
     return Forecast(job, shape, cluster, mesh, layout, work, memory, speed, tuple(reasons))
+
+
+def _require_precision(job: Job, cluster: Cluster) -> None:
+    """Refuses bf16 on a GPU that multiplies no such numbers."""
+    if job.train.precision != "bf16" or "bf16" in cluster.gpu.matmul.fast:
+        return
+    if cluster.gpu.name == "CPU":  # slow, and yet it runs
+        return
+    fact = f"is bf16, but {cluster.gpu.matmul.why}"
+    raise JobError(Problem("train.precision", fact, "set train.precision: fp16, fp32 or auto"))
 
 
 def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
@@ -237,6 +247,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     if shape.kind == "encoder_decoder":
         share = shape.encoder_layers / (shape.encoder_layers + shape.layers)
         pair = Pair(job.data.longest_target, share)
+    buckets = job.strategy.send_buckets()
     return Workload(
         micro_batch=micro,
         sequence=read,
@@ -259,7 +270,9 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         autocast=autocast,
         dropout=pair is not None and shape.dropout > 0,
         packed_inputs=False,
-        buckets=Buckets() if can.send_buckets else None,
+        overlap=buckets is None or buckets.overlap,
+        prefetch=buckets is None or buckets.prefetch > 0,
+        buckets=buckets,
         sequence_parallel=mesh.size_of("tensor") > 1,
         pipelining=order or ALTERNATING,
     )
@@ -315,9 +328,9 @@ def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
     if isinstance(chosen, NoAdapter):
         return None
     if isinstance(chosen, IA3):
-        return AdapterSize(
-            rank=1, trained=ia3_parameters(shape, chosen.targets, chosen.feedforward)
-        )
+        names, _ = ia3_modules(shape, chosen.targets, chosen.feedforward)
+        trained = ia3_parameters(shape, chosen.targets, chosen.feedforward)
+        return AdapterSize(rank=1, targets=names, trained=trained)
     assert isinstance(chosen, LoRA)
     adapts_experts = shape.experts is not None and chosen.adapts_experts
     require_plain_experts(adapts_experts, chosen.dropout, chosen.variant)

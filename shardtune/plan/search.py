@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby
 
-from shardtune.config.job import Job
+from shardtune.config.job import AdamW, Job
 from shardtune.config.rules import check
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.strategy import Choice, Devices
@@ -28,6 +28,7 @@ from shardtune.plan.auto_micro_batch import (
     powers,
 )
 from shardtune.plan.cluster import Cluster
+from shardtune.plan.estimate.comms import busy_bytes
 from shardtune.plan.explain import Aim, praise_or_blame
 from shardtune.plan.forecast import Forecast, forecast
 
@@ -74,7 +75,12 @@ def rank(
     """
     found = []
     for _, kind in groupby(choices(shape, cluster.devices), key=lambda choice: choice.kind):
-        wanted = [each for each in kind if not installed_only or is_installed(each.strategy)]
+        wanted = [
+            each
+            for each in kind
+            if (not installed_only or is_installed(each.strategy))
+            and _is_possible(each, job, cluster.gpus)
+        ]
         candidates = [_best(each, job, shape, cluster, aim) for each in wanted]
         if candidates:
             found.append(min(candidates, key=lambda each: _order(each, aim)))
@@ -122,7 +128,10 @@ def is_installed(strategy: Strategy) -> bool:
 
 def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Aim) -> Candidate:
     """The strategy with the micro-batch and the recomputation that suit it best."""
-    jobs = _variants(job, shape, choice.strategy, cluster)
+    strategy = choice.strategy.with_buckets(busy_bytes(choice.strategy.mesh(cluster.gpus), cluster))
+    if choice.pages_optimizer:
+        job = _paged(job)
+    jobs = _variants(job, shape, strategy, cluster)
     variants = [tried(each, shape, cluster) for each in jobs]
     forecasts = [each for each in variants if isinstance(each, Forecast)]
     if not forecasts:
@@ -130,6 +139,22 @@ def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Ai
         return Candidate(choice.name, None, refused)
     best = _leading(forecasts, aim)
     return Candidate(choice.name, best if aim == "memory" else filled(best))
+
+
+def _paged(job: Job) -> Job:
+    """With optimizer states in host memory that the GPU addresses."""
+    rule = job.train.optimizer.model_copy(update={"paged": True})
+    return job.model_copy(update={"train": job.train.model_copy(update={"optimizer": rule})})
+
+
+def _is_possible(choice: Choice, job: Job, ranks: int) -> bool:
+    """Whether it differs from the same without it: paged states are for some jobs alone."""
+    if not choice.pages_optimizer:
+        return True
+    if not isinstance(job.train.optimizer, AdamW):
+        return False
+    with_strategy = _paged(job).model_copy(update={"strategy": choice.strategy})
+    return with_strategy.maps_states_to_host(ranks)
 
 
 def _leading(forecasts: Sequence[Forecast], aim: Aim) -> Forecast:

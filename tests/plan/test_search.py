@@ -11,6 +11,7 @@ import pytest
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
 from shardtune.core.units import GIB
+from shardtune.plan.auto_micro_batch import has_room
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.forecast import forecast
 from shardtune.plan.remedies import smallest_change, smallest_cluster
@@ -55,7 +56,9 @@ def test_every_loser_says_why() -> None:
     for spec in ("2xA100-80GB", "8xRTX3090:pcie", "1xRTX4090"):
         ranking = rank(job(name), known_model(name), parse_cluster(spec))
         assert all(each.why for each in ranking.candidates)
-        steps = [c.found.speed.step.total for c in ranking.candidates if c.fits and c.found]
+        fitting = [c.found for c in ranking.candidates if c.fits and c.found]
+        assert fitting == sorted(fitting, key=has_room, reverse=True)
+        steps = [each.speed.step.total for each in fitting if has_room(each)]
         assert steps == pytest.approx(sorted(steps), rel=0.02)  # alike within what a forecast says
 
 

@@ -43,3 +43,6 @@ class DDP(StrategyBase):
     def candidates(cls, shape: ModelShape, devices: Devices) -> Iterator[Choice]:
         name = "ddp" if devices.count > 1 else "one GPU"
         yield Choice(name, name, cls(), 0)
+        if devices.count == 1 and devices.gpu:
+            paged = "one GPU, optimizer states in host memory"
+            yield Choice(paged, paged, cls(), 39, pages_optimizer=True)

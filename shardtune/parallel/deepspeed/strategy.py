@@ -15,6 +15,7 @@ from shardtune.core.capabilities import Capabilities, Need, Refusal
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.model_builder import ModelBuilder
+from shardtune.core.send_buckets import SendBuckets
 from shardtune.core.setup import EngineSetup, Precision
 from shardtune.core.strategy import Choice, Devices, JobFacts, ResolvedStrategy, ToldValue
 from shardtune.core.world import World
@@ -22,6 +23,7 @@ from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, layers_as_written
 from shardtune.parallel.deepspeed import json_file, limits
+from shardtune.parallel.deepspeed.buckets import buckets_of, sized_buckets
 from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
 from shardtune.parallel.deepspeed.derive_config import to_deepspeed
 
@@ -80,6 +82,13 @@ class DeepSpeed(DeepSpeedFields):
         them to all, twice the bytes."""
         whole = self.zero_optimization.reduce_scatter is False and move.op == "reduce_scatter"
         return replace(move, op="all_reduce") if whole else move
+
+    def send_buckets(self) -> SendBuckets:
+        return buckets_of(self.zero_optimization)
+
+    def with_buckets(self, size: float) -> DeepSpeed:
+        told = sized_buckets(self.zero_optimization, size)
+        return self.model_copy(update={"zero_optimization": told})
 
     @property
     def capabilities(self) -> Capabilities:
@@ -141,6 +150,8 @@ class DeepSpeed(DeepSpeedFields):
             cpu = {"device": "cpu"}
             name = "zero2, optimizer in CPU memory"
             yield cls._choice(name, 40, stage=2, offload_optimizer=cpu)
+            name = "zero3, optimizer in CPU memory"
+            yield cls._choice(name, 41, stage=3, offload_optimizer=cpu)
             name = "zero3, all in CPU memory"
             yield cls._choice(name, 42, stage=3, offload_optimizer=cpu, offload_param=cpu)
 
@@ -186,7 +197,6 @@ def _capabilities(files: bool, offload: bool, everywhere: bool, described: bool)
         ),
         offload={"params": ("cpu", "nvme"), "grads": ("cpu",), "optim": ("cpu", "nvme")},
         trained_weights="compute_precision",
-        send_buckets=True,
         gathers_from_all_nodes=everywhere,
         needs=(Need("deepspeed", "deepspeed"),),
     )

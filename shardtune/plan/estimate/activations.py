@@ -1,24 +1,35 @@
 """What a forward pass leaves behind for the backward pass: closed forms, in bytes.
 
-Widths are counted for one token. A tensor appears once for each copy that autograd keeps; which
-copies those are depends on how the small operations run and on what is trained.
+`layer_tensors.py` counts what one layer keeps of a token; here are layers, stages and the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from shardtune.core.activation_memory import loss_chunk_rows
-from shardtune.core.model.shape import LAYER_PARTS, ModelPart, ModelShape
+from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.constants import MemoryConstants
-from shardtune.plan.estimate.rank_share import RankShare
-from shardtune.plan.estimate.saved_tensors import (
-    ATTENTION_INPUTS,
-    ATTENTION_OUTPUTS,
-    MLP_INPUTS,
-    MLP_OUTPUTS,
-    kept_bytes,
+from shardtune.plan.estimate.family_copies import (
+    LAYER_FP32,
+    RMS_FP32,
+    WITHOUT_WEIGHT,
+    copies_of,
 )
+from shardtune.plan.estimate.layer_tensors import (
+    adapter_bytes,
+    adapts_last,
+    attention_blocks,
+    attention_numbers,
+    mask_bytes,
+    merged_expert_bytes,
+    mlp_numbers,
+    mlp_width,
+    norm_numbers,
+    read_numbers,
+    score_bytes,
+    writes_scores,
+)
+from shardtune.plan.estimate.rank_share import RankShare
+from shardtune.plan.estimate.saved_tensors import kept_bytes
 from shardtune.plan.estimate.workload import Workload
 
 ON_DEVICE = 2
@@ -34,20 +45,21 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     tokens = work.tokens / cut.context
     width = work.widths.compute
     spread = cut.tensor if work.sequence_parallel else 1
-    norms, readers = _norms(shape, work), _read(shape, work)
+    norms, readers = norm_numbers(shape, work), read_numbers(shape, work)
     # Our slices read what was gathered, all tokens of it, and keep that.
     total = norms / spread + readers / (1 if work.counted else spread)
-    attentions = _attention(shape, work) * attention_blocks(shape)
-    total += (attentions + _mlp(shape, work)) / cut.tensor
+    attentions = attention_numbers(shape, work) * attention_blocks(shape)
+    total += (attentions + mlp_numbers(shape, work)) / cut.tensor
     total *= width * tokens
-    if work.attention == "eager":
+    if writes_scores(shape, work):
         scores = work.micro_batch * work.scores / cut.context
-        total += scores * shape.heads / cut.tensor * _score(work)
+        total += scores * shape.heads / cut.tensor * score_bytes(shape, work)
+    total += mask_bytes(shape, work) + merged_expert_bytes(shape, work)
     if work.dropout:
         total += 2 * shape.hidden * tokens / spread  # a byte for each of two masks
         total += mlp_width(shape) * tokens / cut.tensor if work.pair else 0.0  # and in the MLP
     if work.adapter is not None:
-        total += _adapters(shape, work) * tokens / cut.tensor
+        total += adapter_bytes(shape, work) * tokens / cut.tensor
     return total
 
 
@@ -137,7 +149,7 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: RankShare, k: MemoryCons
         # Log-probabilities, their gradient and that of the logits are there together, in fp32.
         # Slices need no log-probabilities; they keep the logits in 16 bits.
         each = 12 if cut.tensor == 1 else 8 + work.widths.compute
-        return tokens * (each * shape.vocab / cut.tensor + _top(shape, work))
+        return tokens * (each * shape.vocab / cut.tensor + top_bytes(shape, work))
     each = {
         "plain": k.plain_logit if cut.tensor == 1 else k.sliced_logit,
         "shifted": k.shifted_logit,
@@ -156,14 +168,19 @@ def _piece_bytes(shape: ModelShape, work: Workload, cut: RankShare, tokens: floa
     if work.wide_stream:
         total += head  # cast from fp32
     # What the head reads is there twice, whole and without what has no label; and its gradient.
-    return total + tokens * (_top(shape, work) + 3 * shape.hidden * work.stream)
+    return total + tokens * (top_bytes(shape, work) + 3 * shape.hidden * work.stream)
 
 
-def _top(shape: ModelShape, work: Workload) -> float:
+def top_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes a token that the last norm keeps, and the head of its input. It is never compiled."""
-    kept = 4.0 if shape.norm == "rms" else work.widths.compute
-    if work.adapter is None and shape.norm == "rms":
-        kept += work.stream  # for the gradient of the norm's own weight
+    copies = copies_of(shape).norm if work.counted else None
+    kept = 4.0 if shape.norm == "rms" or copies == WITHOUT_WEIGHT else work.widths.compute
+    if copies == LAYER_FP32:
+        kept = 8.0
+    if work.adapter is None and copies in (RMS_FP32, LAYER_FP32):
+        kept += 4  # for the gradient of the norm's own weight
+    elif work.adapter is None and shape.norm == "rms":
+        kept += work.stream
     if work.adapter is None and work.loss != "pieces":
         kept += work.widths.compute
     return kept * shape.hidden
@@ -195,20 +212,16 @@ def working_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
 def passing_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What a layer needs in the forward pass beyond what it keeps: peft turns the input of the
     last linear, the widest, to fp32, which a compiler doesn't write down."""
-    if not work.autocast or work.kernels != "eager" or not _adapts_last(shape, work):
+    if not work.autocast or work.kernels != "eager" or not adapts_last(shape, work):
         return 0.0
     return 3 * mlp_width(shape) * work.widths.compute * work.tokens / cut.context / cut.tensor
-
-
-def _adapts_last(shape: ModelShape, work: Workload) -> bool:
-    return not MLP_OUTPUTS.isdisjoint(work.adapts(shape))
 
 
 def _eager_working(shape: ModelShape, work: Workload) -> float:
     """Numbers a token: gradients of the MLP's products, and of the stream. An adapter's input has
     a gradient of its own, in fp32 where peft had turned it to that."""
     wide = 2 if shape.gated else 1
-    if work.autocast and _adapts_last(shape, work):
+    if work.autocast and adapts_last(shape, work):
         return (wide + 1) * mlp_width(shape) + 6 * shape.hidden
     return wide * mlp_width(shape) + 2.25 * shape.hidden
 
@@ -218,152 +231,6 @@ def _compiled_working(shape: ModelShape, work: Workload) -> float:
     and two of the stream. A gated MLP with LoRA needs no activation; what goes back to its first
     adapters is there in parts, of 64 columns each."""
     wide = (2 if shape.gated else 1) + 2.0
-    if work.adapter is not None and shape.gated and _adapts_last(shape, work):
+    if work.adapter is not None and shape.gated and adapts_last(shape, work):
         wide += 2 * work.adapter.rank / 64 - 1
     return wide * mlp_width(shape) + 2 * shape.hidden * work.stream / work.widths.compute
-
-
-def mlp_width(shape: ModelShape) -> float:
-    """The MLP's width that a token meets."""
-    if shape.experts is None:
-        return shape.ffn
-    return shape.experts.per_token * shape.experts.ffn + shape.experts.shared_ffn
-
-
-def attention_blocks(shape: ModelShape) -> float:
-    """Attentions of an average layer: behind an encoder, a decoder's layer has two."""
-    if not shape.encoder_layers:
-        return 1.0
-    return 1 + shape.layers / (shape.layers + shape.encoder_layers)
-
-
-def norm_count(shape: ModelShape) -> float:
-    """Norms of the residual stream in a layer: one, two, or four where results are normed too; on
-    average, where a decoder's layers have more than an encoder's."""
-    if shape.encoder_layers:
-        return _mean(shape, lambda part: _norms_in(shape, part))
-    return _norms_in(shape, max(LAYER_PARTS, key=shape.layer_parameters))
-
-
-def _norms_in(shape: ModelShape, layer: ModelPart) -> int:
-    return sum(
-        weight.kind == "norm"
-        and weight.name.endswith(".weight")
-        and weight.size == shape.hidden
-        and not weight.module.endswith(("q_norm", "k_norm"))
-        for weight in shape.in_part(layer)
-    )
-
-
-def _mean(shape: ModelShape, count: Callable[[ModelPart], float]) -> float:
-    """Over the layers of an encoder and a decoder."""
-    layers = shape.layers + shape.encoder_layers
-    encoder, decoder = count("encoder_layer"), count("layer")
-    return (shape.encoder_layers * encoder + shape.layers * decoder) / layers
-
-
-def _reading(shape: ModelShape, names: Collection[str]) -> float:
-    """How many linears of a layer have one of these names; a decoder behind an encoder has those of
-    attention twice."""
-    if not shape.encoder_layers:
-        return len(names)
-    return _mean(
-        shape,
-        lambda part: sum(
-            weight.linear and weight.module.rpartition(".")[2] in names
-            for weight in shape.in_part(part)
-        ),
-    )
-
-
-def _norms(shape: ModelShape, work: Workload) -> float:
-    """Norms and the residual stream, in numbers of 16 bits a token."""
-    norms = norm_count(shape)
-    if work.autocast:
-        return _cast_norms(shape, work, norms) * shape.hidden
-    if work.kernels == "eager" and shape.norm == "rms":
-        # Turned to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
-        inside = 2.0 if work.adapter is not None else 3.0
-    else:
-        inside = 1.0
-    return inside * norms * shape.hidden
-
-
-def _cast_norms(shape: ModelShape, work: Workload, norms: float) -> float:
-    """The same under autocast, in hidden sizes. Compiled, only the beginning of the stream is kept
-    in fp32, with what was added to it."""
-    if work.adapter is not None:
-        return norms if work.kernels == "compiled" else 2 * norms
-    if work.kernels == "compiled":
-        return norms + 1
-    return (4 if shape.norm == "rms" else 2) * norms
-
-
-def _read(shape: ModelShape, work: Workload) -> float:
-    """What the linears behind the norms keep of their input, in numbers of 16 bits a token.
-
-    Under autocast every linear on its own casts its input anew and keeps that. Compiled, or where
-    there is nothing to cast, attention and MLP each keep one.
-    """
-    adapted = work.adapts(shape)
-    # Four-bit linears of bitsandbytes keep their input, though their weight is frozen.
-    every = work.adapter is None or (_keeps_packed_inputs(work) and not work.autocast)
-    if work.autocast and work.kernels != "compiled":
-        readers = stream_readers(shape)
-        reading = readers if every else readers & frozenset(adapted)
-        return _reading(shape, reading) * shape.hidden
-    sides: float = sum(
-        every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS)
-    )
-    norms = norm_count(shape)
-    if work.autocast and work.adapter is None:
-        sides = norms  # one behind each
-    return min(sides, norms) * shape.hidden
-
-
-def stream_readers(shape: ModelShape) -> frozenset[str]:
-    """The linears of a layer that read the residual stream."""
-    layer = max(LAYER_PARTS, key=shape.layer_parameters)
-    names = {weight.module.rpartition(".")[2] for weight in shape.in_part(layer)}
-    return (ATTENTION_INPUTS | MLP_INPUTS) & names
-
-
-def _keeps_packed_inputs(work: Workload) -> bool:
-    return work.packed_bits is not None and work.packed_inputs
-
-
-def _attention(shape: ModelShape, work: Workload) -> float:
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
-    kept = 2 * q + 2 * kv
-    if shape.qk_norm:
-        frozen = work.counted and work.adapter is not None  # the norms' own weights
-        kept += ((2 if frozen else 3) if work.kernels == "eager" else 1) * (q + kv)
-    if work.autocast and not ATTENTION_OUTPUTS.isdisjoint(work.adapts(shape)):
-        kept += q  # the result once more, cast to fp32 and back for the adapter
-    return kept
-
-
-def _mlp(shape: ModelShape, work: Workload) -> float:
-    width = mlp_width(shape)
-    last = work.adapter is None or _keeps_packed_inputs(work) or _adapts_last(shape, work)
-    if not shape.gated:
-        return width * (1 + last)
-    return width * ((3 if work.kernels == "eager" else 2) + last)
-
-
-def _score(work: Workload) -> float:
-    """Bytes of a score that is written down: the softmax's fp32 result and its 16-bit copy."""
-    softmax = 6 if work.kernels == "eager" else 2
-    return softmax + (3 if work.dropout else 0)
-
-
-def _adapters(shape: ModelShape, work: Workload) -> float:
-    """Bytes a token: what lies between the two factors, and what dropout makes of their input."""
-    assert work.adapter is not None
-    inputs = {w.module: w.shape[-1] for w in work.adapter.on(shape)}
-    between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
-    if not work.drops_apart:
-        return between
-    # Each adapted linear keeps its own dropped input, and the mask. Casts are its own anyway.
-    dropped = 1 if work.autocast else work.widths.compute + 1
-    return between + sum(inputs.values()) * dropped

@@ -16,7 +16,7 @@ from shardtune.core.footprint import Message
 from shardtune.core.layout import Move, Op
 from shardtune.core.mesh import WORLD, Mesh
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.estimate.constants import Chip
+from shardtune.plan.estimate.constants import Chip, chip_of
 
 Where = Literal["intra_node", "inter_node"]
 
@@ -114,6 +114,21 @@ def seconds(op: Op, size: float, group: RankGroup, cluster: Cluster, chip: Chip)
         return wire / measured
     rounds = 2 if op == "all_reduce" else 1
     return rounds * _latency(op, group, cluster) + wire / bandwidth(group, cluster, chip)
+
+
+LATENCY_SHARE = 0.2
+"""Of a collective's time, what may go to its start-up for its link to count as busy: most of it is
+hidden behind computing. Chosen, not measured."""
+
+
+def busy_bytes(mesh: Mesh, cluster: Cluster) -> float:
+    """Bytes of a collective over all ranks that keep its slowest link busy."""
+    group = group_of(WORLD, mesh, cluster)
+    chip = chip_of(cluster.gpu.name)
+    if group.ranks == 1:
+        return 0.0
+    started = _latency("all_gather", group, cluster) * bandwidth(group, cluster, chip)
+    return started / LATENCY_SHARE
 
 
 def bandwidth(group: RankGroup, cluster: Cluster, chip: Chip) -> float:

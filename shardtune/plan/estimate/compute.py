@@ -13,8 +13,8 @@ from shardtune.core.model.flops import attention_flops
 from shardtune.core.model.quantized_size import quantizable
 from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.estimate.activations import mlp_width, norm_count, stream_readers
 from shardtune.plan.estimate.constants import Chip, TimeConstants
+from shardtune.plan.estimate.layer_tensors import mlp_width, norm_count, stream_readers
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import (
     ATTENTION_INPUTS,

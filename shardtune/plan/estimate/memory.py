@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardtune.core.footprint import Held, predict_held
-from shardtune.core.layout import Home, Layout
+from shardtune.core.layout import Home, Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.activations import layer_bytes, waiting_bytes, working_bytes
 from shardtune.plan.estimate.constants import MEMORY, MemoryConstants
 from shardtune.plan.estimate.memory_timeline import ClassBytes, MemoryPhase, memory_timeline, on_gpu
 from shardtune.plan.estimate.rank_share import RankShare, held_share, scaled
+from shardtune.plan.estimate.transient_buffers import persistent_bytes
 from shardtune.plan.estimate.workload import Workload, whole_bytes
 
 NODE = 8
@@ -90,7 +91,7 @@ def _at_place(
 ) -> Memory:
     share = held_share(shape, cut)
     part = scaled(whole_bytes(shape, work), share)
-    held = predict_held(layout.without_masters(), mesh, part)
+    held = held_by(layout, shape, mesh, work, cut)
     moments = memory_timeline(layout, shape, mesh, work, cut, held, k)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     peak = moments[moment]
@@ -115,6 +116,15 @@ def _at_place(
         host_building_whole=whole_bytes(shape, work).params + wider + _at(held, "cpu"),
         nvme=_at(held, "nvme"),
     )
+
+
+def held_by(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: RankShare) -> Held:
+    """What a rank holds between two steps. Small weights may stay whole on every rank."""
+    part = scaled(whole_bytes(shape, work), held_share(shape, cut))
+    held = predict_held(layout.without_masters(), mesh, part)
+    place: tuple[State, Home] = ("params", "gpu")
+    whole = round(persistent_bytes(layout, shape, mesh, work))
+    return Held({**held.bytes, place: held.bytes.get(place, 0) + whole}) if whole else held
 
 
 def _cached(

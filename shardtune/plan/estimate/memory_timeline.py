@@ -98,7 +98,10 @@ class _Step:
             "logits": 0.0,
             "buffers": 0.0,
         }
-        return base | classes  # type: ignore[return-value]
+        found: ClassBytes = base | classes  # type: ignore[assignment]
+        found["buffers"] += self.lasting
+        found["gradients"] = max(found["gradients"], self.before if self._lasts else 0.0)
+        return found
 
     def building(self, loaded: float) -> ClassBytes:
         """Weights as they are read, and the halves of the largest beside them."""
@@ -138,13 +141,14 @@ class _Step:
         if in_shares(self.layout, self.work):
             return self._turns_in_shares()
         compute, reduced = self.work.widths.compute, self.work.widths.reduced
+        on_its_way = self.head * reduced / compute if self.sending else 0.0
         start = self.sizes(
             gradients=max(self.before, self.head) if self.bucketed else self.before + self.head,
             activations=self.stack + self.at_work,
             logits=kept_logit_bytes(self.shape, self.work, self.cut),
             buffers=self.gathered
             + self.casts.backward
-            + (self.head * reduced / compute if self.sending else 0.0),
+            + (self.sending if self.work.buckets else on_its_way),
         )
         # The last layer's turn: nothing is kept any more but what it works on.
         end = self.sizes(
@@ -264,7 +268,8 @@ class _Step:
     @property
     def before(self) -> float:
         """Gradients that are there from the start: summed up by the micro-batches before."""
-        return self.grads if self.work.microbatches > 1 or self.bucketed else 0.0
+        stays = self.work.microbatches > 1 or self.bucketed or self._lasts
+        return self.grads if stays else 0.0
 
     @property
     def bucketed(self) -> bool:
@@ -311,4 +316,17 @@ class _Step:
 
     @cached_property
     def sending(self) -> float:
+        if self._lasts:
+            return 0.0
         return sending_bytes(self.layout, self.shape, self.mesh, self.work, self.cut)
+
+    @cached_property
+    def lasting(self) -> float:
+        """Buffers for sending that are there all the time."""
+        if not self._lasts:
+            return 0.0
+        return sending_bytes(self.layout, self.shape, self.mesh, self.work, self.cut)
+
+    @property
+    def _lasts(self) -> bool:
+        return self.work.buckets is not None and self.work.buckets.lasting

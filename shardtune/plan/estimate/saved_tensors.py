@@ -16,13 +16,19 @@ from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.workload import Checkpointing, Workload
 
 ATTENTION_INPUTS = frozenset(
-    {"q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "q", "k", "v", "W_pack"}
-)
+    {
+        "q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "q", "k", "v",
+        "W_pack", "Wqkv", "q_a_proj", "kv_a_proj_with_mqa",
+    }
+)  # fmt: skip
 MLP_INPUTS = frozenset(
-    {"gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "wi_0", "wi_1", "wi"}
-)
+    {
+        "gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "fc_in", "dense_h_to_4h", "wi_0",
+        "wi_1", "wi",
+    }
+)  # fmt: skip
 ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "dense", "o", "c_proj"})
-MLP_OUTPUTS = frozenset({"down_proj", "c_proj", "fc2", "dense_4h_to_h", "wo"})
+MLP_OUTPUTS = frozenset({"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "wo"})
 STATISTICS = 4
 """Bytes that attention keeps for a row of each head."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from shardtune.core.footprint import Message, predict_messages
@@ -143,8 +144,8 @@ class _Step:
         messages = self._messages()
         sending = self._sending(messages)
         gathers, reduction, _ = sending
-        forward = self._beside(layer.forward, gathers.forward / layers)
-        backward = self._beside(layer.backward, (gathers.backward + reduction) / layers)
+        forward = self._with(layer.forward, gathers.forward / layers)
+        backward = self._with(layer.backward, gathers.backward / layers, reduction / layers)
         slices, border = self._slices(), self._border()
         waits = self._waits(messages, sending, layer, slices, border)
         slot = layers * (forward + backward + slices) + 2 * border
@@ -204,12 +205,12 @@ class _Step:
     def _sending(self, messages: tuple[Message, ...]) -> tuple[Busy, float, float]:
         """Gathers of a micro-batch, its reductions, and what comes once at the end of the step.
 
-        Weights and gradients travel layer by layer, so a message is a layer's.
+        Each is sent in pieces: a layer's, or a bucket's.
         """
         gathers: list[float] = []
         reduction = at_end = 0.0
         for message in messages:
-            took = self._by_layer(message)
+            took = self._in_pieces(message)
             if message.move.when == "step":
                 at_end += took
             elif message.move.what in WEIGHTS:
@@ -218,8 +219,24 @@ class _Step:
                 reduction += took
         return Busy(sum(gathers[:1]), sum(gathers[1:])), reduction, at_end
 
-    def _by_layer(self, message: Message) -> float:
-        return self._layers * self._took(message, message.size / self._layers)
+    def _in_pieces(self, message: Message) -> float:
+        pieces = self._pieces(message)
+        return pieces * self._took(message, message.size / pieces)
+
+    def _pieces(self, message: Message) -> float:
+        """Weights and gradients travel layer by layer, or in buckets of a fixed size."""
+        buckets = self.work.buckets
+        in_layers = message.move.what in WEIGHTS and message.move.when == "micro_batch"
+        if buckets is None or in_layers:
+            return self._layers
+        elements = buckets.reduce if message.move.what == "grads" else buckets.gather
+        return max(1, math.ceil(message.size / (elements * self.work.widths.reduced)))
+
+    def _with(self, computing: float, gather: float, reduction: float = 0.0) -> float:
+        """A layer's computing and sending. What nobody asked for ahead of its use is waited for."""
+        if self.work.prefetch:
+            return self._beside(computing, gather + reduction)
+        return gather + self._beside(computing, reduction)
 
     def _waits(
         self,
@@ -233,14 +250,17 @@ class _Step:
         are hidden together share what is left of them by their own time."""
         gathers, reduction, at_end = sending
         micro, layers = self.work.microbatches, self._layers
-        forward = layers * self._beside(layer.forward, gathers.forward / layers)
+        forward = layers * self._with(layer.forward, gathers.forward / layers)
         forward -= layers * layer.forward
         behind = gathers.backward + reduction
-        backward = layers * self._beside(layer.backward, behind / layers) - layers * layer.backward
+        backward = layers * self._with(
+            layer.backward, gathers.backward / layers, reduction / layers
+        )
+        backward -= layers * layer.backward
         after = self._after(at_end, layer)
         found, first = [], True
         for message, unhidden in zip(messages, self._unhidden(messages), strict=True):
-            took, move = self._by_layer(message), message.move
+            took, move = self._in_pieces(message), message.move
             if move.when == "step":
                 lasts = after * took / at_end if at_end else 0.0
             elif move.what in WEIGHTS and first:
@@ -284,7 +304,10 @@ class _Step:
             counts = message.move.when == "micro_batch" and self.work.overlap
             counts = counts and (message.move.what == "grads" or (weights and first))
             first = first and not (weights and message.move.when == "micro_batch")
-            found.append(self._took(message, message.size * share) if counts else 0.0)
+            part = share
+            if self.work.buckets is not None and not weights:
+                part = max(share, 1 / self._pieces(message))
+            found.append(self._took(message, message.size * part) if counts else 0.0)
         return found
 
     def _slices(self) -> float:

@@ -68,8 +68,10 @@ def gathered_bytes(
         return whole, whole
     if work.buckets is not None:
         each = width if work.packed_bits is None else 1  # packed weights are elements of a byte
-        live = min(work.buckets.live * each, _all_weights(shape, work) / cut.tensor)
-        whole = max(live, layer + ends) + unpacked
+        every = _all_weights(shape, work) / cut.tensor
+        live = min(work.buckets.live * each, every)
+        ahead = min(work.buckets.prefetch * each, every)
+        whole = max(live, layer + max(ahead, ends)) + unpacked
         return whole, whole
     several = layer * (2 if work.prefetch else 1) + unpacked
     if work.counted:
@@ -94,8 +96,7 @@ def sending_bytes(
     if mesh.size == 1 and work.buckets is None:
         return 0.0
     if work.buckets is not None:
-        # One is filled while the other is sent.
-        return (2 if work.overlap else 1) * work.buckets.reduce * work.widths.compute
+        return work.buckets.buffers * work.buckets.reduce * work.widths.compute
     if layout.divisor("grads", mesh) == 1:
         return 0.0
     # A layer's, or at last those of the embedding and the head.
@@ -111,10 +112,31 @@ def updating_bytes(
 ) -> float:
     """What the update needs beside the states: a temporary, a bucket to collect weights in."""
     temporary = optim / 2 if work.foreach else 0.0  # one of two moments
+    if work.buckets is not None and layout.home.get("optim", "gpu") == "gpu":
+        # The gradients of a rank's share in fp32, some at a time.
+        own = work.trained(shape) / layout.divisor("optim", mesh)
+        temporary += 4 * min(work.buckets.updated, own) if work.widths.gradients < 4 else 0.0
     whole = layout.divisor("params", mesh) == 1 and layout.divisor("optim", mesh) > 1
     if work.buckets is None or not whole:
         return temporary
     return temporary + min(work.buckets.gather, work.trained(shape)) * work.widths.gathered
+
+
+def persistent_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload) -> float:
+    """What small weights take beyond a rank's share of them, where each keeps them whole."""
+    shares = layout.divisor("params", mesh)
+    if work.buckets is None or not work.buckets.persistent or shares == 1:
+        return 0.0
+    sizes = [(weight.size, weight.times) for weight in shape.weights if weight.parameter]
+    if work.adapter is not None:
+        sizes += [
+            (work.adapter.rank * features, weight.times)
+            for weight in work.adapter.on(shape)
+            for features in weight.features
+        ]
+    small = sum(size * times for size, times in sizes if work.buckets.stays_whole(size))
+    whole = min(small, work.buckets.most_persistent)
+    return whole * work.widths.gathered * (1 - 1 / shares)
 
 
 def _copied(layout: Layout) -> frozenset[State]:

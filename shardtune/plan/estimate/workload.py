@@ -17,6 +17,7 @@ from shardtune.core.model.quantized_size import NF4_BITS, fp8_bytes, quantizable
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.model.weight import Weight
 from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.core.send_buckets import SendBuckets
 
 Checkpointing = Literal["none", "mlp", "most", "selective", "full"]
 """`selective` keeps the attention's result and every second matrix product, `full` only what flows
@@ -88,16 +89,6 @@ class AdapterSize:
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """Elements that DeepSpeed holds ready for sending."""
-
-    reduce: float = 5e8
-    gather: float = 5e8
-    live: float = 1e9
-    """Gathered weights that stage 3 may keep at a time."""
-
-
-@dataclass(frozen=True)
 class Pair:
     """What a model with an encoder makes of a row: it reads `Workload.sequence` tokens."""
 
@@ -166,7 +157,7 @@ class Workload:
     """The optimizer updates each weight as its gradient comes; gradients are never held at once."""
     ends_apart: bool = False
     """Embedding and output head are gathered when they are needed, not with the whole model."""
-    buckets: Buckets | None = None
+    buckets: SendBuckets | None = None
     sequence_parallel: bool = False
     """Tensor parallelism divides the norms' share of the activations too."""
     async_tensor: bool = False

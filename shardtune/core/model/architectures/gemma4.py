@@ -1,4 +1,4 @@
-"""Gemma 4's text model: layers whose heads differ, and a second embedding that feeds every layer."""
+"""Gemma 4's text model: heads that differ by layer, and a second embedding that feeds each."""
 
 from __future__ import annotations
 
