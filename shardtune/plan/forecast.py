@@ -14,7 +14,6 @@ from shardtune.core.model.adapter_size import (
     lora_parameters,
     require_plain_experts,
 )
-from shardtune.core.model.architectures import ia3_modules
 from shardtune.core.model.family_support import require_attention, require_isolation
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.quantized_size import quantizable, require_quantizable
@@ -328,9 +327,9 @@ def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
     if isinstance(chosen, NoAdapter):
         return None
     if isinstance(chosen, IA3):
-        names, _ = ia3_modules(shape, chosen.targets, chosen.feedforward)
-        trained = ia3_parameters(shape, chosen.targets, chosen.feedforward)
-        return AdapterSize(rank=1, targets=names, trained=trained)
+        return AdapterSize(
+            rank=1, trained=ia3_parameters(shape, chosen.targets, chosen.feedforward)
+        )
     assert isinstance(chosen, LoRA)
     adapts_experts = shape.experts is not None and chosen.adapts_experts
     require_plain_experts(adapts_experts, chosen.dropout, chosen.variant)

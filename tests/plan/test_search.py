@@ -10,6 +10,7 @@ import pytest
 
 from shardtune.config.job import Job
 from shardtune.core.model.known_models import catalogue, known_model
+from shardtune.core.model.row_length import longest_row
 from shardtune.core.units import GIB
 from shardtune.plan.auto_micro_batch import has_room
 from shardtune.plan.cluster import parse_cluster
@@ -18,11 +19,11 @@ from shardtune.plan.remedies import smallest_change, smallest_cluster
 from shardtune.plan.search import rank
 
 
-def job(name: str, **sections: Any) -> Job:
+def job(name: str, *, length: int = 2048, **sections: Any) -> Job:
     train = {"global_batch": 64, "steps": 100, "micro_batch": 1, "loss": "fused"}
     document: dict[str, Any] = {
         "model": {"name": name, **sections.pop("model", {})},
-        "data": {"train": [{"path": "a.jsonl", "format": "chat"}], "sequence_length": 2048},
+        "data": {"train": [{"path": "a.jsonl", "format": "chat"}], "sequence_length": length},
         "train": train | {"kernels": "compiled"} | sections.pop("train", {}),
         **sections,
     }
@@ -99,7 +100,9 @@ def test_every_model_of_the_catalogue_gets_a_useful_answer_on_one_small_card(eve
     cluster = parse_cluster("1xRTX4090")
     silent = []
     for model in list(catalogue())[::every]:
-        what, shape = job(model.name, adapter=LORA), model.shape
+        shape = model.shape
+        length = min(2048, longest_row(shape) or 2048)
+        what = job(model.name, length=length, adapter=LORA)
         ranking = rank(what, shape, cluster)
         if ranking.best is None and smallest_cluster(what, shape, cluster) is None:
             silent.append(model.name)

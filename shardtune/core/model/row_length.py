@@ -10,7 +10,7 @@ from shardtune.errors import ModelError, Problem
 
 def longest_row(shape: ModelShape) -> int | None:
     """Tokens that the model has positions for; None where distances are all that it sees."""
-    if shape.positions not in ("rotary", "learned"):
+    if shape.positions not in ("rotary", "learned", "sinusoidal"):
         return None
     return shape.max_positions or None
 

@@ -47,8 +47,9 @@ class FamilyCopies:
     gate: float = 1
     """Copies of an MLP's width beside the products of a gated MLP and the last one's input."""
     stream: float = 0
-    """Copies of the residual stream: a router's input in another width, a shared expert's result
-    before its gate."""
+    """Copies of the residual stream: a shared expert's result before its gate."""
+    router: float = 0
+    """Copies that a router makes of the residual stream for the gradient of its weight."""
     value_norm: bool = False
     """Values are normed too, without a weight."""
     broadcasts_keys: bool = False
@@ -60,8 +61,8 @@ FAMILY_COPIES: Mapping[str, FamilyCopies] = {
     "codegen": FamilyCopies(score=2),
     "cohere": FamilyCopies(LAYER_FP32),
     "cohere2": FamilyCopies(LAYER_FP32),
-    "deepseek_v2": FamilyCopies(stream=1),
-    "deepseek_v3": FamilyCopies(stream=1),
+    "deepseek_v2": FamilyCopies(router=1),
+    "deepseek_v3": FamilyCopies(router=1),
     "falcon": FamilyCopies(broadcasts_keys=True),
     "gemma": FamilyCopies(RMS_FP32),
     "gemma2": FamilyCopies(RMS_FP32, score=8),  # with the soft cap's
@@ -69,7 +70,7 @@ FAMILY_COPIES: Mapping[str, FamilyCopies] = {
     "gemma4_text": FamilyCopies(RMS_FP32, value_norm=True),
     "glm": FamilyCopies(joins_heads=True),
     "glm4": FamilyCopies(joins_heads=True),
-    "glm4_moe": FamilyCopies(joins_heads=True, stream=1),
+    "glm4_moe": FamilyCopies(joins_heads=True, router=1),
     "gpt_neo": FamilyCopies(score=2),
     "gpt_neox": FamilyCopies(joins_heads=True),
     "gpt_oss": FamilyCopies(RMS_FP32, score=2, gate=4),

@@ -163,12 +163,11 @@ def read_numbers(shape: ModelShape, work: Workload) -> float:
     own = _names(shape)
     beside = 0.0
     if by_family(work):
-        beside = copies_of(shape).stream + (every and FED in own)
+        copies = copies_of(shape)
+        beside = copies.stream + every * (copies.router + (FED in own))
     if work.autocast and work.kernels != "compiled":
         readers = stream_readers(shape) | (BESIDE & own if by_family(work) else frozenset())
         reading = readers if every else readers & adapted
-        if by_family(work) and adapts_experts(shape, work):
-            beside = max(beside, 1)  # what experts and their router read
         return (_reading(shape, reading) + beside) * shape.hidden
     sides: float = sum(
         every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS)
