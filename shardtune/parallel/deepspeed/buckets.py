@@ -12,7 +12,7 @@ SUB_GROUP = 1e9
 """DeepSpeed's default of `sub_group_size`."""
 SIZES = (10_000_000, 20_000_000, 50_000_000, 100_000_000, 200_000_000, 500_000_000)
 """Elements that are proposed for a bucket; the last is DeepSpeed's default."""
-WIDTH = 2
+SENT_WIDTH = 2
 """Bytes of an element on its way."""
 
 
@@ -40,7 +40,7 @@ def buckets_of(zero: ZeRO) -> SendBuckets:
 def sized_buckets(zero: ZeRO, size: float) -> ZeRO:
     """With buckets that are as large as the links need, and overlap, where nothing is said: a
     smaller one takes less memory and leaves less to send when the last gradient is there."""
-    elements = next((each for each in SIZES if each * WIDTH >= size), SIZES[-1])
+    elements = next((each for each in SIZES if each * SENT_WIDTH >= size), SIZES[-1])
     wanted: dict[str, int | bool] = {"reduce_bucket_size": elements, "overlap_comm": True}
     if zero.stage in (1, 2):
         wanted["allgather_bucket_size"] = elements
