@@ -130,8 +130,8 @@ def _figures(record: Record, case: Case, records: Sequence[Record]) -> Iterator[
     yield _first(record)
     yield f"{record['losses'][0]:.4f}"
     yield from (f"{each:.1e}" for each in apart) if apart else ("", "")
-    off = forecast_errors(record, case)
-    yield from (f"{each:+.1%}" for each in off) if off else ("", "")
+    off = forecast_errors(record, case) or (None, None)
+    yield from ("" if each is None else f"{each:+.1%}" for each in off)
 
 
 def _is_first(record: Record, case: Case) -> bool:
@@ -139,18 +139,17 @@ def _is_first(record: Record, case: Case) -> bool:
     return bool(record["method"] == next(iter(case.ours)))
 
 
-def forecast_errors(record: Record, case: Case) -> tuple[float, float] | None:
+def forecast_errors(record: Record, case: Case) -> tuple[float, float | None] | None:
     """How far the planner's step time and allocated memory for this kind of card are off; None for
-    peers, and for packed documents, of which no forecast knows which ones share a row."""
+    peers, and for packed documents, of which no forecast knows which ones share a row. Memory has
+    none where steps are CUDA graphs: what they hold isn't counted as allocated."""
     name = next((name for name in FORECAST_CARDS if name in record["gpu"]), None)
     method, memory = record["method"], record["allocated_gib"]
     if name is None or method not in case.ours or method == COMMAND or case.packed or not memory:
         return None
     found = forecast_of(case, method, name)
-    return (
-        found.speed.step.total / record["seconds"] - 1,
-        found.memory.allocated / GIB / memory - 1,
-    )
+    apart = None if found.work.captured else found.memory.allocated / GIB / memory - 1
+    return found.speed.step.total / record["seconds"] - 1, apart
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -176,11 +175,12 @@ def summary(records: Sequence[Record]) -> str:
         f"{', '.join(below) or 'none'}."
     ]
     if errors:
-        near = sum(abs(time) <= 0.1 and abs(memory) <= 0.05 for time, memory in errors)
+        off = [(abs(time), abs(memory or 0.0)) for time, memory in errors]
+        near = sum(time <= 0.1 and memory <= 0.05 for time, memory in off)
         lines.append(
             f"Forecasts within 10 % of the time and 5 % of the memory: {near} of {len(errors)}; "
-            f"farthest {max(abs(time) for time, _ in errors):.0%} and "
-            f"{max(abs(memory) for _, memory in errors):.0%}."
+            f"farthest {max(time for time, _ in off):.0%} and "
+            f"{max(memory for _, memory in off):.0%}."
         )
     return " ".join(lines)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core import fused_families as families
 from shardtune.models.builder import PretrainedModelBuilder
+from shardtune.models.fused.activation_checkpointing import checkpoint_activations
 from shardtune.models.fused.apply import pack_weights
 from shardtune.models.fused.known_source import say_once
 from shardtune.models.fused.lora import (
@@ -194,6 +195,17 @@ def test_variants_are_fused(family: str, adapter: LoRA, joined: tuple[type, ...]
     assert_alike(model, before)
     assert len(kinds(model, FusedLoRALinear)) == 14
     assert tuple(kinds(model, LoRASharedInput, LoRAMLP)) == joined * 2
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
+def test_dora_is_compiled_as_a_whole() -> None:
+    model = model_of("llama", LoRA(rank=4, variant="dora")).train()
+    before = loss_and_gradients(model)
+    for layer in decoder_layers(quickened(model).get_base_model()):
+        checkpoint_activations(layer, "none")
+        layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    assert_alike(model, before)
 
 
 def test_what_stays_as_it_is_says_why(capsys: pytest.CaptureFixture[str]) -> None:

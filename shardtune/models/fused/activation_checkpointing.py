@@ -96,6 +96,7 @@ def _op_name(op: Any) -> str:
 _ATTENTION_OPS = frozenset(
     {
         "shardtune::dropout_seed",  # a second one would be another
+        "shardtune::dora_row_norms",  # a number for each row of weights
         "aten::rsqrt",  # of a norm: a number for each row, without which rows are reduced again
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention",

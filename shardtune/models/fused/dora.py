@@ -50,17 +50,26 @@ def why_not_dora(layer: Any, adapter: str) -> str:
 def scale_by_magnitude(layer: Any, adapter: str, y: Tensor) -> Tensor:
     """What a LoRA layer gives without its bias, with its magnitudes."""
     lora_a, lora_b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    norm = _norm_of_rows(layer.base_layer, lora_a, lora_b, layer.scaling[adapter])
-    factor = layer.lora_magnitude_vector[adapter].weight.float() / norm
-    return (y.float() * factor).to(y.dtype)
+    weight = dequantized(layer.base_layer)
+    norm: Tensor = dora_row_norms(
+        weight, lora_a.detach(), lora_b.detach(), float(layer.scaling[adapter])
+    )
+    magnitude: Tensor = layer.lora_magnitude_vector[adapter].weight
+    return (y.float() * (magnitude.float() / norm)).to(y.dtype)
 
 
-@torch.no_grad()
-def _norm_of_rows(base: nn.Linear, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """`||W + s BA||` of each row, in fp32."""
-    weight = dequantized(base)
+@torch.library.custom_op("shardtune::dora_row_norms", mutates_args=())
+def dora_row_norms(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    """`||W + s BA||` of each row, in fp32. One operation, whose result is saved: a layer that
+    computes again what is cheap would read all weights once more."""
     a, b = lora_a.to(weight.dtype), scaling * lora_b.float()
-    squares = weight.float().square().sum(1)
+    squares: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
     crossed = (matmul_fp32_out(weight, a.t()) * b).sum(1)
-    inner = matmul_fp32_out(a, a.t())
-    return (squares + 2 * crossed + ((b @ inner) * b).sum(1)).clamp(min=0).sqrt()
+    inner = (b @ matmul_fp32_out(a, a.t()) * b).sum(1)
+    norms: Tensor = (squares + 2 * crossed + inner).clamp(min=0).sqrt()
+    return norms
+
+
+@dora_row_norms.register_fake
+def _(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    return weight.new_empty(weight.shape[0], dtype=torch.float32)
