@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,10 +46,9 @@ class StatesOption:
 
 def states_options() -> Iterator[StatesOption]:
     """Every option that a strategy declares."""
-    for folder in sorted(files("shardtune").joinpath("parallel").iterdir(), key=lambda f: f.name):
-        file = folder.joinpath("states_option.json")
-        if file.is_file():
-            yield StatesOption(**json.loads(file.read_text("utf-8")))
+    strategies = Path(__file__).parents[1] / "parallel"
+    for file in sorted(strategies.glob("*/states_option.json")):
+        yield StatesOption(**json.loads(file.read_text("utf-8")))
 
 
 def add_states_options(command: argparse.ArgumentParser, name: str) -> None:

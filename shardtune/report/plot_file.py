@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.errors import JobError, Problem
@@ -25,6 +26,18 @@ STYLE = (
 )
 PANEL_GAP, PANEL_HEADING, TEXT_LINE = 24, 24, 16
 PICTURE_WIDTH = 800
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Drawings one below the other; a notebook shows it where a cell ends with one."""
+
+    title: str
+    drawings: Sequence[Drawing]
+    notes: Sequence[str] = ()
+
+    def _repr_svg_(self) -> str:
+        return _picture(self.title, self.drawings, self.notes)
 
 
 def require_plot(path: Path) -> None:
