@@ -124,7 +124,8 @@ def _routers(model: nn.Module, balance: float, z: float) -> list[nn.Module]:
     recorder = recorders.get("router_logits")
     kind = getattr(recorder, "target_class", None)
     found = [each for each in base.modules() if kind is not None and isinstance(each, kind)]
-    has_loss = hasattr(sys.modules.get(type(base).__module__), "load_balancing_loss_func")
+    homes = [sys.modules.get(kind.__module__) for kind in type(base).__mro__]  # FSDP derives one
+    has_loss = any(hasattr(home, "load_balancing_loss_func") for home in homes)
     family = base.config.model_type
     if not found:
         fact = f"{family} has no routers whose logits transformers shows"

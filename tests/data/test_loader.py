@@ -315,6 +315,11 @@ def test_progress_and_fill():
     assert each.epoch(0) == 0
     assert each.epoch(5) == pytest.approx(30 / (23 + 7))  # 23 documents and half of 14
     assert 0.9 < loader().fill() <= 1 > each.fill()
+    assert 0 < each.padding_share() < 1
+    batches = list(each.steps(0, 1))[0]
+    computed = sum(batch.input_ids.numel() for batch in batches)
+    real = sum(batch.tokens for batch in batches)
+    assert each.padding_share(1) <= 1 - real / computed  # widths are rounded up to eights
 
 
 def test_collation_is_fast():

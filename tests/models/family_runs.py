@@ -169,7 +169,9 @@ def plain_model(job: Job) -> tuple[Any, list[torch.nn.Parameter]]:
 
     model: Any = AutoModelForCausalLM.from_pretrained(job.model.name, dtype=torch.float32)
     if isinstance(job.adapter, LoRA):
-        model = get_peft_model(model, plain_lora(model))
+        settings = plain_lora(model)
+        settings.modules_to_save = list(job.adapter.modules_to_save) or None
+        model = get_peft_model(model, settings)
         ours = PretrainedModelBuilder(ModelFiles(job.model), job.adapter, job.train).whole("cpu")
         model.load_state_dict(ours.state_dict())
     model.train()

@@ -73,6 +73,20 @@ def test_one_process(family: str, adapter: str, tmp_path: Path) -> None:
     require_same(run(World(), job), plain_outcome(job))
 
 
+@pytest.mark.parametrize(("family", "router"), [("qwen3_moe", "gate"), ("gpt_oss", "router")])
+def test_a_router_that_is_trained_beside_the_adapters(
+    family: str, router: str, tmp_path: Path
+) -> None:
+    write_family(tmp_path, family)
+    job = family_job(tmp_path, family, "lora", "ddp", 1)
+    frozen = run(World(), job)
+    asked = job.adapter.model_copy(update={"modules_to_save": (router,)})
+    job = job.model_copy(update={"adapter": asked})
+    found = run(World(), job)
+    require_same(found, plain_outcome(job))
+    assert found.norms != pytest.approx(frozen.norms, rel=5 * SAME), "the router must be felt"
+
+
 BALANCED = ("gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe")
 """Those whose code in transformers has a load-balancing loss."""
 AUX, Z = 0.3, 0.05

@@ -29,20 +29,21 @@ def quantizable(
     state-space layer (Mamba), whose kernels multiply with its weight themselves.
     """
     parts = list(parts)
-    read_by_kernels = {
+    read_by_kernels: set[nn.Module] = {
         layer.out_proj
         for part in parts
         for layer in part.modules()
         if hasattr(layer, "A_log") and hasattr(layer, "D") and hasattr(layer, "out_proj")
     }
     names = frozenset(name.rsplit(".", 1)[-1] for name in kept)
-    found: set[nn.Module] = {
+    linears: set[nn.Module] = {
         module
         for part in parts
         for name, module in part.named_modules()
         if (isinstance(module, nn.Linear) or expert_matrices(module))
         and names.isdisjoint(name.split("."))
-    } - read_by_kernels
+    }
+    found = linears - read_by_kernels
     experts = [each for each in found if not isinstance(each, nn.Linear)]
     require_quantizable(len(found), kind, experts=bool(experts))
     require_known_experts(parts)
