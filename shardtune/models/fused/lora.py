@@ -164,7 +164,6 @@ def _fuse_stacked_mlp(module: Any) -> None:
     layers = [getattr(module, name, None) for name in (*STACKED_GATE_UP, "down_proj")]
     if not all(isinstance(layer, FusedLoRALinear) for layer in layers):
         return
-    kind: Any = type(module)
     first, last = layers
     kind: type = type(module)
     lost = "SwiGLU is not fused with LoRA"

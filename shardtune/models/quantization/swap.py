@@ -29,8 +29,8 @@ def quantizable(
     state-space layer (Mamba), whose kernels multiply with its weight themselves.
     """
     parts = list(parts)
-    read_by_kernels: set[nn.Module] = {
-        layer.out_proj
+    read_by_kernels = {
+        layer.get_submodule("out_proj")
         for part in parts
         for layer in part.modules()
         if hasattr(layer, "A_log") and hasattr(layer, "D") and hasattr(layer, "out_proj")
