@@ -20,8 +20,11 @@ from torch.nn import functional
 
 from shardtune.compat.quiet import quiet_flash_attention
 from shardtune.errors import ModelError, Problem
+from shardtune.kernels.probe_cache import has_passed, probe_key, remember
 
 PACKAGE = "flash_attn.cute.interface"
+VERSIONED = ("flash-attn-4", "nvidia-cutlass-dsl", "torch")
+"""Packages whose versions decide over its kernels."""
 COMPUTE_CAPABILITIES = (9, 10)
 """Major compute capabilities with forward and backward kernels."""
 _PROBE_TOKENS = 1024
@@ -48,7 +51,7 @@ def why_unavailable(
 ) -> str | None:
     """Why the package can't be used; None if it can. It is young: a probe with these heads goes
     through it, forward and backward, before a model does; with a sliding window, too, where the
-    model has one."""
+    model has one. Once on a machine: what passed is remembered (`probe_cache.py`)."""
     key = (device, dtype, heads, kv_heads, head_dim, windowed)
     if key not in _probed:
         _probed[key] = _probe(device, dtype, heads // kv_heads, head_dim, windowed=windowed)
@@ -68,10 +71,15 @@ def _probe(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _kernels = importlib.import_module(PACKAGE)
-            distance = _probe_error(device, dtype, heads, head_dim)
-            if windowed:
-                least = _probe_error(device, dtype, heads, head_dim, PROBE_WINDOW)
-                distance = max(distance, least)
+            key = probe_key(
+                VERSIONED,
+                gpu=torch.cuda.get_device_name(device),
+                cuda=torch.version.cuda,
+                shape=(heads, head_dim, dtype, windowed),
+            )
+            distance = (
+                0.0 if has_passed(key) else _farthest(device, dtype, heads, head_dim, windowed)
+            )
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it, there are other ways
@@ -81,8 +89,15 @@ def _probe(
         return f"it fails: {fact}"
     if not distance < PROBE_TOLERANCE:
         return f"its results are wrong by {distance:.2g} of their norm"
+    remember(key)
     quiet_flash_attention()
     return None
+
+
+def _farthest(device: str, dtype: torch.dtype, heads: int, head_dim: int, windowed: bool) -> float:
+    """How far its results are off, with a sliding window too where there is one."""
+    windows = (None, PROBE_WINDOW) if windowed else (None,)
+    return max(_probe_error(device, dtype, heads, head_dim, window) for window in windows)
 
 
 def _require_gpu(device: str, fact: str) -> None:

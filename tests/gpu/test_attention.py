@@ -36,7 +36,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if why is not None:
             pytest.skip(why)
     else:
-        monkeypatch.setattr(flash, "why_unavailable", lambda *_: "a test wants it so")
+        monkeypatch.setattr(flash, "why_unavailable", lambda *_, **__: "a test wants it so")
     return str(request.param)
 
 

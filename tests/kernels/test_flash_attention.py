@@ -130,7 +130,7 @@ def test_what_speaks_against_it_is_told(monkeypatch, kind, package: str, why: st
     monkeypatch.setattr(flash, "PACKAGE", package)
     monkeypatch.setattr(flash, "_kernels", None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    found = flash._probe("cuda", torch.bfloat16, *HEADS)
+    found = flash._probe("cuda", torch.bfloat16, HEADS[0] // HEADS[1], HEADS[2], windowed=False)
     assert found is not None
     assert found.startswith(why)
 
@@ -146,4 +146,4 @@ def test_a_gpu_that_is_lost_is_told_as_such(monkeypatch):
     monkeypatch.setattr(flash, "PACKAGE", "json")
     monkeypatch.setattr(flash, "_kernels", None)
     with pytest.raises(ModelError, match=r"took the GPU with it(.|\n)*pip uninstall"):
-        flash._probe("cuda", torch.bfloat16, *HEADS)
+        flash._probe("cuda", torch.bfloat16, HEADS[0] // HEADS[1], HEADS[2], windowed=False)
