@@ -25,6 +25,8 @@ class ModelBytes:
     """Moments; an engine that keeps masters has another `trained` of fp32 beside them."""
     unsliced: int = 0
     """Gradients of trained weights that tensor parallelism leaves whole, but computes in parts."""
+    unrouted: int = 0
+    """Gradients of trained weights other than experts, where ranks divide the experts."""
     idle: int = 0
     """Of all weights, those that no backward pass comes to: a frozen embedding by itself."""
     tied: int = 0
@@ -35,6 +37,10 @@ class ModelBytes:
     """The same, where its gradient is wanted: by an embedding that is trained."""
     scores: float = 0
     """One fp32 number for each token of a micro-batch whose logits are computed, on average."""
+    routed: int = 0
+    """What the tokens of a micro-batch send to the experts of one layer: a row for each choice."""
+    mixtures: int = 0
+    """Layers with experts."""
     layers: int = 0
     returns: int = 0
     """Of these layers, those that hand a gradient back: not the first of a frozen embedding."""
@@ -55,6 +61,7 @@ class ModelBytes:
         counts: dict[Per, int] = {
             "model": 1,
             "layer": self.layers,
+            "mixture": self.mixtures,
             "return": self.returns,
             "start": self.starts,
             "end": self.ends,

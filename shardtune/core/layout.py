@@ -15,16 +15,18 @@ from shardtune.core.pipeline_schedule import Pipelining
 
 State = Literal["params", "grads", "optim", "activations"]
 Cargo = Literal[
-    "params", "recalled", "trained", "grads", "unsliced", "tied", "hidden", "embedded", "scores"
-]
+    "params", "recalled", "trained", "grads", "unsliced", "unrouted", "tied", "hidden", "embedded",
+    "scores", "routed",
+]  # fmt: skip
 """What a message carries, named as in `ModelBytes`: weights, gradients, or what flows between
 layers."""
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv", "all_to_all"]
 When = Literal["step", "micro_batch"]
-Per = Literal["model", "layer", "return", "start", "end", "border"]
+Per = Literal["model", "layer", "mixture", "return", "start", "end", "border"]
 Home = Literal["gpu", "cpu", "nvme"]
-By = Literal["share", "layers", "slices"]
-"""How an axis divides: every tensor evenly, whole layers to stages, or matrices into slices."""
+By = Literal["share", "layers", "slices", "experts"]
+"""How an axis divides: every tensor evenly, whole layers to stages, matrices into slices, or the
+experts of a layer, of which each rank has some whole."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Move:
     when: When
     scale: float = 1.0
     per: Per = "model"
-    """How many of them there are: one, one for each layer of the rank, for each layer that hands a
-    gradient back, for the embedding or the head where the rank has it, or for each border between
-    stages over which the rank sends."""
+    """How many of them there are: one, one for each layer of the rank, for each that has experts,
+    for each that hands a gradient back, for the embedding or the head where the rank has it, or for
+    each border between stages over which the rank sends."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from shardtune.errors import JobError, Problem
 
 WORLD = "world"
 """The name under which a rule speaks of all axes at once."""
-ORDER = ("pipeline", "replicate", "data", "shard", "tensor")
-"""Outermost first. Neighbours talk most: tensor parallelism inside a node, stages between them."""
+ORDER = ("pipeline", "replicate", "data", "shard", "expert", "tensor")
+"""Outermost first. Neighbours talk most: slices and experts inside a node, stages between them."""
+FREE_AXES = frozenset({"data", "shard"})
+"""Axes that take up the ranks that others leave."""
 MODEL_AXES = frozenset({"pipeline", "tensor"})
 """Along these ranks hold parts of one model and share their rows; along all others each has its
 own."""
@@ -77,7 +79,7 @@ class Mesh:
 
     def _startable(self, ranks: int) -> str:
         """The numbers of ranks on either side that leave every axis but the last of rows alone."""
-        free = [size for axis, size in self.axes if axis not in MODEL_AXES][-1:]
+        free = [size for axis, size in self.axes if axis in FREE_AXES][-1:]
         fixed = self.size // math.prod(free)
         below = ranks // fixed * fixed
         if below in (0, ranks):

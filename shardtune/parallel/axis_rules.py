@@ -45,6 +45,22 @@ def tensor_rule() -> AxisRule:
     )
 
 
+def expert_rule() -> AxisRule:
+    """What the axis of experts divides and sends, in whatever it is combined with."""
+    exchanged = Move("all_to_all", "routed", "micro_batch", per="mixture")
+    return AxisRule(
+        "expert",
+        divides=frozenset({"params", "grads", "optim"}),
+        by="experts",
+        moves=(
+            # Tokens go to their experts and results come back; the backward pass mirrors both.
+            *(exchanged for _ in range(4)),
+            # All other weights are on every rank, which sees its own rows with them.
+            Move("all_reduce", "unrouted", "step"),
+        ),
+    )
+
+
 def pipeline_rule() -> AxisRule:
     """What the axis of stages divides and sends, in whatever it is combined with."""
     return AxisRule(
@@ -76,6 +92,14 @@ def chunk_problems(schedule: PipelineSchedule, chunks: int, usual: int) -> list[
 def slice_degrees(shape: ModelShape, devices: Devices) -> list[int]:
     """Over how many ranks of a node the layers of a model can be sliced."""
     return [n for n in degrees_of(shape) if n > 1 and devices.per_node % n == 0]
+
+
+def expert_counts(shape: ModelShape, devices: Devices) -> list[int]:
+    """Over how many ranks of a node the experts of a layer can be divided; none where a model has
+    no experts."""
+    count = shape.experts.count if shape.experts else 0
+    degrees = range(2, min(count, devices.per_node) + 1)
+    return [n for n in degrees if count % n == 0 and devices.per_node % n == 0]
 
 
 def stage_counts(shape: ModelShape, devices: Devices) -> list[int]:

@@ -32,7 +32,7 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
 from shardtune.parallel import Strategy
 from shardtune.parallel.ddp.strategy import DDP
-from tests.conformance.slices import sliced
+from tests.conformance.slices import routed_part, sliced
 from tests.conformance.stages import place_of
 from tests.conformance.table import ADAPTERS, LISTENED, MICRO_BATCH, MIXTURES, MODELS, SWAP, Row
 from tests.jobs import make_job
@@ -270,6 +270,8 @@ def _in_files(outcomes: list[Outcome], expected: Outcome) -> dict[str, tuple[int
 
 def part_of(expected: Outcome, layout: Layout, mesh: Mesh, rank: int) -> ModelBytes:
     """The bytes of the part of the model that a rank works on, and of what flows through it."""
+    if mesh.size_of("expert") > 1:
+        return routed_part(expected.shapes, set(expected.weights), mesh, rank)
     if not {"tensor", "pipeline"} & dict(mesh.axes).keys():
         trained = sum(weight.nbytes for weight in expected.weights.values())
         params, grads, optim = (expected.held.of(state) for state in STATES)

@@ -16,6 +16,8 @@ from tests.numerics.test_factorisations import LENGTH, loader
 
 FAMILY = SHARDABLE_FAMILIES["llama"]
 FP32 = 4
+CHOICES = 2
+"""Experts that a token of `MIXTURES` meets."""
 
 
 def sliced(
@@ -52,6 +54,36 @@ def sliced(
         ends=int(place.ends),
         borders=place.borders,
     )
+
+
+def routed_part(
+    shapes: Mapping[str, tuple[int, ...]], trained: Collection[str], mesh: Mesh, rank: int
+) -> ModelBytes:
+    """The part of a mixture in fp32 that one rank has: its experts, and all else."""
+    ranks = mesh.size_of("expert")
+    sizes = {
+        name: FP32 * math.prod(shape) // (ranks if ".experts." in name else 1)
+        for name, shape in shapes.items()
+    }
+    grads = sum(sizes[name] for name in trained)
+    norm = next(shape for name, shape in shapes.items() if name.endswith("model.norm.weight"))
+    layers = {name.split("layers.")[1].split(".")[0] for name in shapes if ".experts." in name}
+    return ModelBytes(
+        params=sum(sizes.values()),
+        trained=grads,
+        grads=grads,
+        optim=grads,
+        unrouted=sum(sizes[name] for name in trained if ".experts." not in name),
+        routed=CHOICES * heard_tokens(mesh, rank) * norm[0] * FP32,
+        mixtures=len(layers),
+    )
+
+
+def heard_tokens(mesh: Mesh, rank: int) -> int:
+    """Positions of a micro-batch, on average."""
+    data = loader(True, mesh.data_rank(rank), mesh.data_ranks, MICRO_BATCH)
+    *_, given = data.steps(0, LISTENED + 1)
+    return sum(batch.input_ids.numel() for batch in given) // len(given)
 
 
 def _alone(sizes: Mapping[str, int], place: Place) -> int:

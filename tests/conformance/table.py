@@ -116,6 +116,11 @@ STAGES: dict[str, tuple[dict[str, Any], int, str]] = {
 BOTH_HALVES = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3", "zero3-offload")
 """Strategies with models that have an encoder and a decoder."""
 
+EXPERTS: dict[str, tuple[dict[str, Any], int]] = {
+    "expert2": ({"type": "expert", "degree": 2}, 2),
+    "expert2-data2": ({"type": "expert", "degree": 2}, 4),
+}
+"""Settings and ranks of strategies that divide experts."""
 WITH_EXPERTS = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3")
 STAGED_EXPERTS = ("layers2", "pipeline2-1f1b", "fsdp2-pipeline2")
 """Strategies with mixtures of experts."""
@@ -160,6 +165,12 @@ ROWS: tuple[Row, ...] = (
         for family in MIXTURES
         for name in WITH_EXPERTS
         for adapter in ("full", "lora", "qlora")
+    ),
+    *(
+        Row(f"moe-{name}", settings, adapter, ranks, model=family)
+        for family in MIXTURES
+        for name, (settings, ranks) in EXPERTS.items()
+        for adapter in ("full", "lora")
     ),
     *(
         Row(f"moe-{name}", *STAGES[name][:1], adapter, STAGES[name][1], model=family)

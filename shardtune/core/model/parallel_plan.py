@@ -238,6 +238,7 @@ def degrees_of(shape: ModelShape) -> list[int]:
 def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | None) -> None:
     """As `require_divisible`, for a model of which only the shape is known."""
     stages, degree = mesh.size_of("pipeline"), mesh.size_of("tensor")
+    _require_experts(shape.experts.count if shape.experts else 0, mesh.size_of("expert"))
     if stages == degree == 1:
         return
     family_named(shape.family)
@@ -276,6 +277,7 @@ def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:
 
 def require_divisible(config: Any, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
     """Refuses a model that the axes of `mesh` can't cut, before any of its weights is read."""
+    _require_experts(expert_count(config), mesh.size_of("expert"))
     if mesh.size_of("tensor") > 1:
         require_tensor_parallel(config, mesh.size_of("tensor"))
     if mesh.size_of("pipeline") > 1 and pipelining is not None:
@@ -292,9 +294,27 @@ def _inner(config: Any) -> int:
     return 4 * int(config.hidden_size)
 
 
-def active_share(config: Any) -> float:
-    """The share of its experts that a token is sent to; 1 where a model has none."""
+def expert_count(config: Any) -> int:
+    """Routed experts of a layer; 0 where a model has none."""
     text = config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
-    return text.num_experts_per_tok / count if count else 1.0
+    return int(next((getattr(text, name) for name in names if getattr(text, name, None)), 0))
+
+
+def active_share(config: Any) -> float:
+    """The share of its experts that a token is sent to; 1 where a model has none."""
+    count = expert_count(config)
+    return config.get_text_config().num_experts_per_tok / count if count else 1.0
+
+
+def _require_experts(count: int, ranks: int) -> None:
+    """Refuses ranks that can't have equally many experts each."""
+    if ranks == 1:
+        return
+    if not count:
+        fact = f"expert({ranks}) divides the experts of a layer, and this model has none"
+        raise ModelError(Problem("strategy", fact, "use another strategy (`shardtune plan`)"))
+    if count % ranks:
+        fact = f"{count} experts / expert({ranks}) = {count / ranks:.2f}"
+        possible = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0)
+        raise ModelError(Problem("strategy", fact, f"divide them over {possible} ranks"))

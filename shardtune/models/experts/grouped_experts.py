@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardtune.engine.dtensor import local
 from shardtune.errors import ModelError, Problem
 
 RANK_MULTIPLE = 8
@@ -63,7 +64,7 @@ class GroupedExperts(nn.Module):
 
     def matrix(self, name: str) -> Tensor:
         """All experts' matrices, (experts, outputs, inputs), in the dtype of the computation."""
-        stored: Tensor = getattr(self, name).to(self.compute_dtype)
+        stored = local(getattr(self, name)).to(self.compute_dtype)  # of experts in shards: its own
         return stored.transpose(-2, -1) if self.is_transposed else stored
 
     def matrix_for_backward(self, name: str, gradient: Tensor) -> Tensor:

@@ -12,19 +12,23 @@ heads only. Those parts are summed once a step, by `reduce_gradients`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from shardtune.core.model.parallel_plan import DimShard, Family, vocabulary_shard
-from shardtune.core.tensor_shards import Region
 from shardtune.engine.shards import ShardRegions, shard_place
 from shardtune.engine.unsharded import Unsharded
 from shardtune.parallel.gradients import add_up
+from shardtune.parallel.local_shards import (
+    compute_locally,
+    exchanged,
+    in_order,
+    see_local_weights,
+    spread,
+)
 from shardtune.parallel.tensor.sequence_parallel import Flow
 from shardtune.parallel.tensor.vocab_parallel import (
     VocabShard,
@@ -91,7 +95,7 @@ class TensorParallelModel(Unsharded):
         ):
             if end is not None:
                 self._shard_module(end, spec_of, made)
-                _compute_locally(end)
+                compute_locally(end)
         if embedding is not None:
             for lookup in embedding.modules():  # there are two where a copy is trained
                 if isinstance(lookup, nn.Embedding):
@@ -116,15 +120,13 @@ class TensorParallelModel(Unsharded):
 
     def unshuffled(self, name: str, whole: Tensor) -> Tensor:
         spec = self.family.dim_shard(name, whole.shape)
-        return whole if spec is None else _exchanged(whole, spec.dim, self.flow.size, spec.parts)
+        return whole if spec is None else exchanged(whole, spec.dim, self.flow.size, spec.parts)
 
     def regions(self, name: str, weight: Tensor) -> ShardRegions:
         spec, place = self.family.dim_shard(name, weight.shape), shard_place(weight).region
         if spec is None or spec.parts == 1 or not place.size:
             return ShardRegions(0, [place])
-        return ShardRegions(
-            spec.dim, _in_order(place, spec, self.flow.size, weight.shape[spec.dim])
-        )
+        return ShardRegions(spec.dim, in_order(place, spec, self.flow.size, weight.shape[spec.dim]))
 
     def _shard_module(
         self, module: nn.Module, spec_of: SpecOf, made: dict[nn.Parameter, nn.Parameter]
@@ -133,26 +135,9 @@ class TensorParallelModel(Unsharded):
             for leaf, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter not in made:
                     name = f"{prefix}.{leaf}" if prefix else leaf
-                    made[parameter] = self._shard(parameter, spec_of(name, parameter.shape))
+                    spec = spec_of(name, parameter.shape)
+                    made[parameter] = spread(parameter, spec, self.mesh)
                 setattr(owner, leaf, made[parameter])
-
-    def _shard(self, parameter: nn.Parameter, spec: DimShard | None) -> nn.Parameter:
-        mine, placement = parameter.detach(), cast(Placement, Replicate())
-        if spec is not None:
-            placement = Shard(spec.dim)
-            parts = mine.chunk(spec.parts, spec.dim)
-            shards = [part.chunk(self.flow.size, spec.dim)[self.flow.rank] for part in parts]
-            mine = torch.cat(shards, spec.dim).contiguous()
-            mine = mine.clone() if len(shards) == 1 else mine  # lets the whole go
-        spread = DTensor.from_local(
-            mine,
-            self.mesh,
-            [placement],
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        return nn.Parameter(spread, requires_grad=parameter.requires_grad)
 
     def _note_tokens(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Asked anew in every layer: the backward pass may run an earlier micro-batch again."""
@@ -168,28 +153,6 @@ class TensorParallelModel(Unsharded):
 
 def _whole(name: str, shape: Sequence[int]) -> None:
     return None
-
-
-def _exchanged(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Blocks that lie by `outer` and within each by `inner`, laid the other way round."""
-    if outer == 1 or inner == 1:
-        return tensor
-    blocks = [part.chunk(inner, dim) for part in tensor.chunk(outer, dim)]
-    return torch.cat([blocks[o][i] for i in range(inner) for o in range(outer)], dim)
-
-
-def _in_order(place: Region, spec: DimShard, ranks: int, length: int) -> list[Region]:
-    """A region of the ranks' shards side by side, as regions of a weight that has parts."""
-    unit = length // (spec.parts * ranks)  # one rank's shard of one part
-    found, at, end = [], place.begin[spec.dim], place.begin[spec.dim] + place.extent[spec.dim]
-    while at < end:
-        (rank, part), inside = divmod(at // unit, spec.parts), at % unit
-        begin, extent = list(place.begin), list(place.extent)
-        begin[spec.dim] = (part * ranks + rank) * unit + inside
-        extent[spec.dim] = min(unit - inside, end - at)
-        found.append(Region(tuple(begin), tuple(extent)))
-        at += extent[spec.dim]
-    return found
 
 
 # Hooks --------------------------------------------------------------------------------------------
@@ -216,49 +179,9 @@ def _biases_of(layer: nn.Module, rows: Iterable[str]) -> set[tuple[nn.Module, st
     return {(module, "bias") for module in modules if module._parameters.get("bias") is not None}
 
 
-def _compute_locally(
-    module: nn.Module, once: set[tuple[nn.Module, str]] | None = None, ranks: int = 1
-) -> None:
-    """While `module` runs, it and all inside see their weights as this rank holds them.
-
-    What is to be added `once` is divided by the ranks that will add it.
-    """
-    _see_local_weights(module, list(module.modules()), once or set(), ranks)
-
-
 def _compute_layer_locally(layer: nn.Module, once: set[tuple[nn.Module, str]], ranks: int) -> None:
     """The same for each block of a layer. Activation checkpointing may compute a layer again by its
     `forward` alone (transformers from 5.23), which passes by the layer's own hooks."""
-    _see_local_weights(layer, [layer], once, ranks)
+    see_local_weights(layer, [layer], once, ranks)
     for block in layer.children():
-        _compute_locally(block, once, ranks)
-
-
-def _see_local_weights(
-    module: nn.Module, owners: Sequence[nn.Module], once: set[tuple[nn.Module, str]], ranks: int
-) -> None:
-    places = [(owner, leaf) for owner in owners for leaf, _ in _own(owner)]
-    kept: list[nn.Parameter] = []
-
-    def before(module: nn.Module, args: Any) -> None:
-        for owner, leaf in places:
-            spread = cast(DTensor, owner._parameters[leaf])
-            kept.append(cast(nn.Parameter, spread))
-            mine = spread.to_local()
-            mine = mine / ranks if (owner, leaf) in once else mine
-            owner._parameters[leaf] = cast(nn.Parameter, mine)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        for (owner, leaf), spread in zip(places, kept, strict=False):
-            owner._parameters[leaf] = spread
-        kept.clear()
-
-    if not places:
-        return
-    module.register_forward_pre_hook(before)
-    # Also when the forward pass is broken off, as it is when activations are computed again.
-    module.register_forward_hook(after, always_call=True)
-
-
-def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(recurse=False))
+        compute_locally(block, once, ranks)

@@ -29,6 +29,8 @@ class RankShare:
     """Whether it has the embedding."""
     ends: bool = True
     """Whether it has the head."""
+    expert: int = 1
+    """Over how many ranks the experts of a layer are divided."""
 
     @staticmethod
     def of(mesh: Mesh, order: Pipelining, place: int = 0) -> RankShare:
@@ -40,6 +42,7 @@ class RankShare:
             place,
             owners[0] == place,
             owners[-1] == place,
+            mesh.size_of("expert"),
         )
 
     @staticmethod
@@ -56,11 +59,19 @@ def held_share(shape: ModelShape, cut: RankShare) -> float:
     """The share of all weights that a stage's slice holds.
 
     Layers are spread evenly. Tensor parallelism leaves norms whole, which is next to nothing.
+    Experts are divided, all else is whole; what is trained is taken to lie as all weights do.
     """
+    if cut.expert > 1:
+        return 1 - _routed_share(shape) * (1 - 1 / cut.expert)
     if cut.pipeline == 1:
         return 1 / cut.tensor
     layers = sum(shape.parameters_in(part) for part in LAYER_PARTS)
     return (layers / cut.pipeline + end_parameters(shape, cut)) / shape.parameters / cut.tensor
+
+
+def _routed_share(shape: ModelShape) -> float:
+    """The experts' share of all parameters."""
+    return shape.count(lambda weight: weight.routed and weight.parameter) / shape.parameters
 
 
 def end_parameters(shape: ModelShape, cut: RankShare) -> int:
@@ -91,6 +102,9 @@ def part_bytes(whole: ModelBytes, shape: ModelShape, work: Workload, cut: RankSh
     return replace(
         scaled(whole, held_share(shape, cut)),
         unsliced=round(_unsliced(shape, work) / cut.pipeline * work.widths.reduced),
+        unrouted=round(whole.grads * (1 - _routed_share(shape))) if cut.expert > 1 else 0,
+        routed=flowing * shape.experts.per_token if shape.experts else 0,
+        mixtures=shape.experts.layers if shape.experts else 0,
         tied=round(end_parameters(shape, cut) * work.widths.reduced) if shared else 0,
         hidden=flowing,
         embedded=flowing if learns else 0,
