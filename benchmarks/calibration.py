@@ -16,7 +16,7 @@ from shardtune.plan.estimate.constants import beginning_of
 SHARED = ("launch", "sharpness", "unaligned", "fused_passes", "eager_passes", "compiled_passes")
 """Of the host and the operations: fitted with the A100, of which there is most."""
 FITTED: dict[str, tuple[str, ...]] = {
-    "A100": ("matmul", "attention", "memory", "link", "network", "clash"),
+    "A100": ("matmul", "attention", "memory", "link", "clash"),
     "H100": ("matmul", "attention", "memory", "fp8", "clash", "link"),
     "H100-96GB-500W": ("matmul", "attention", "memory", "fp8", "clash", "link"),
     "H200": ("matmul", "sdpa", "memory"),
@@ -31,10 +31,7 @@ MOST = {
 FITTED_MEMORY = (
     "plain_logit",
     "shifted_logit",
-    "sliced_logit",
-    "compiled_logit",
     "chunked_logit",
-    "fused_hidden",
     "fragmentation",
     "mismatch",
     "stale",
@@ -43,15 +40,20 @@ ITERATIONS_SAMPLE = 5
 """Of the single-node times one in so many is enough to fit, and quicker."""
 
 
+def fitting_cases(cases: Sequence[Case]) -> list[Case]:
+    """Those that constants are fitted on."""
+    known = [case for case in cases if case.measured and not case.apart]
+    single = [case for case in known if case.source == SINGLE][::ITERATIONS_SAMPLE]
+    return [case for case in known if case.source != SINGLE] + single
+
+
 def fit_all(cases: Sequence[Case], start: Constants) -> Constants:
     """Fits on these cases; the constants of one GPU type after the other."""
-    known = [case for case in cases if case.measured and not case.apart]
+    known = fitting_cases(cases)
     constants = _fit_memory([c for c in known if c.metric == "memory"], start)
     varying = [c for c in cases if c.measured and c.apart == LENGTHS and c.metric == "memory"]
     constants = _fit_memory(varying, constants, ("variable",))
     timed = [case for case in known if case.metric != "memory"]
-    single = [case for case in timed if case.source == SINGLE][::ITERATIONS_SAMPLE]
-    timed = [case for case in timed if case.source != SINGLE] + single
     for chip, names in FITTED.items():
         mine = [c for c in timed if beginning_of(cluster_of(c).gpu.name) == chip]
         constants = _fit_chip(mine, constants, chip, names, SHARED if chip == "A100" else ())

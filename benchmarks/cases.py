@@ -17,9 +17,12 @@ from shardtune.plan.estimate.workload import NF4_DOUBLE_BITS, NF4_SINGLE_BITS, W
 
 Row = dict[str, str]
 Metric = Literal["memory", "throughput", "iteration"]
-Counts = Literal["allocated", "reserved", "device"]
-"""What a memory figure counts: torch's tensors, its allocator's blocks, or all of the device."""
+Counts = Literal["allocated", "reserved", "device", "required"]
+"""What a memory figure counts: torch's tensors, its allocator's blocks, all of the device; or what
+must fit, where a row says what just did."""
 GIB = float(1 << 30)
+USABLE = 0.985
+"""Of the size that a card is sold by, what it has for use."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def work_of(row: Row, **settings: object) -> Workload:
         sequence=integer(row, "seq_len"),
         checkpointing=_checkpointing(row),
         fp8=("8" in row["quant"] and "fp" in row["quant"]) or "float8" in row["quant"],
+        fp8_by_row="rowwise" in row["quant"],
         packed_bits=_bits(row),
         attention=_attention(row),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cases import GIB, Case, Unknown
+from benchmarks.cases import GIB, USABLE, Case, Unknown
 from benchmarks.peers import read_peers
 from benchmarks.published import read_iterations, read_points
 from shardtune.errors import ShardtuneError
@@ -36,8 +36,9 @@ LIMITED = Gpu("H100-96GB-500W", 94.0, 989.4, 989.4, 2400, 450, "switch", 63.0, "
 """torchtitan's H100: HBM2e, limited to 500 W."""
 NETWORK = {"A100": 1600.0, "H100": 3200.0, "H200": 3200.0}
 """Gbit/s between nodes where a source doesn't say: what DGX and its likes have."""
-ITERATIONS_NETWORK = 800.0
-"""Of the iteration times on several nodes, which don't say: four adapters of 200 Gbit/s."""
+ITERATIONS_NETWORK = 1600.0
+"""Of the iteration times on several nodes, which don't say: the eight adapters of 200 Gbit/s that a
+DGX A100 has. With four, as was assumed before, more than all of their bandwidth was fitted."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,20 @@ def capacity_of(case: Case) -> float:
         if case.gpu.startswith("H100-96GB"):
             return LIMITED.memory_gib
         size = "".join(c for c in case.gpu.split("GB")[0].split(" ")[-1] if c.isdigit())
-        return 0.985 * float(size)
+        return USABLE * float(size)
 
 
 def predict(case: Case, constants: Constants) -> float:
     """In the unit of the measurement."""
     if case.metric == "memory":
         memory = estimate_memory(case.layout, case.shape, case.mesh, case.work, constants.memory)
+        # When memory is short, torch gives back blocks that it has cached.
+        short = min(memory.cached, max(0.0, memory.peak - capacity_of(case) * GIB))
         counted = {
             "allocated": memory.allocated,
-            "reserved": memory.reserved,
-            "device": memory.peak,
+            "reserved": memory.reserved - short,
+            "device": memory.peak - short,
+            "required": memory.required,
         }
         return counted[case.counts] / GIB
     cluster = cluster_of(case)
@@ -204,6 +208,9 @@ class Judgement:
     inside: tuple[int, int]
     """Measurements of memory in the band of their forecast, and how many there are."""
     apart: list[Score]
+    tensor: dict[int, tuple[int, float]]
+    """Iteration times of one node by the degree of tensor parallelism: how many there are, and the
+    mean error."""
     far: list[tuple[Case, float]]
     misjudged: list[Case]
 
@@ -248,9 +255,19 @@ def judge(cases: Sequence[Case], constants: Constants) -> Judgement:
         sum(not ran and not right for _, ran, right in fits(plain, constants, upper=True)),
         (sum(_is_inside(case, constants) for case in weighed), len(weighed)),
         apart,
+        _by_degree([case for case in measured if case.source == SINGLE], constants),
         far,
         [case for case, _, right in agreed if not right],
     )
+
+
+def _by_degree(cases: Sequence[Case], constants: Constants) -> dict[int, tuple[int, float]]:
+    groups = {d: [c for c in cases if c.mesh.size_of("tensor") == d] for d in (1, 2, 4, 8)}
+    return {
+        degree: (len(mine), float(np.abs(errors(mine, constants)).mean()))
+        for degree, mine in groups.items()
+        if mine
+    }
 
 
 def read_all(reference: Path) -> tuple[list[Case], list[Unknown]]:

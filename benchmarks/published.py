@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.cases import GIB, Case, Missing, Row, Unknown, ddp, ranks_of
+from benchmarks.cases import GIB, USABLE, Case, Missing, Row, Unknown, ddp, ranks_of
 from benchmarks.published_models import gpt_shape, shape_of
 from benchmarks.sources import READERS
 from shardtune.plan.estimate.workload import MIXED, Workload
@@ -56,12 +56,15 @@ def _case(number: int, source: str, name: str, row: Row) -> Case:
         raise Missing("CPU memory of a run without settings")
     settings = reader(row)
     memory = row["metric"] == "peak_mem_GB"
+    measured = _gib(row) if memory else _rate(row)
+    if settings.counts == "required" and measured is not None:
+        measured *= USABLE
     return Case(
         number,
         source,
         name,
         "memory" if memory else "throughput",
-        _gib(row) if memory else _rate(row),
+        measured,
         shape,
         row["gpu"],
         int(row["n_nodes"] or 1),

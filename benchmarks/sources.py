@@ -254,6 +254,7 @@ def _litgpt(row: Row) -> Settings:
         widths=PURE_BF16,
         adapter=AdapterSize(8, targets.get(model[:3], ("q_proj", "v_proj")), dropout=0.05),
         kernels="eager",
+        copies_heads=True,
     )
     return Settings(layout, mesh, work, "allocated", LOADING if several else "")
 
@@ -300,8 +301,10 @@ def _unsloth(row: Row) -> Settings:
         loss=("chunked" if old else "fused") if own else "shifted",
         returns_logits=old or not own,
         offloaded_checkpoints=own,
+        fp32_stream=not own,
     )
-    return Settings(*ddp(1), work, "device")
+    # The longest context that just fits on a card: what must fit is what the card has.
+    return Settings(*ddp(1), work, "required")
 
 
 READERS: dict[str, Callable[[Row], Settings]] = {

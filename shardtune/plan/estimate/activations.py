@@ -152,7 +152,7 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: RankShare, k: MemoryCons
         return tokens * (each * shape.vocab / cut.tensor + top_bytes(shape, work))
     each = {
         "plain": k.plain_logit if cut.tensor == 1 else k.sliced_logit,
-        "shifted": k.shifted_logit,
+        "shifted": k.shifted_logit - (2 if work.fp32_stream else 0),  # no 16-bit logits
         "compiled": k.compiled_logit,
         "chunked": k.chunked_logit,
     }[work.loss]

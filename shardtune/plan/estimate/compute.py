@@ -186,6 +186,8 @@ def _linear(
     rows = tokens * met(weight, shape)
     by_row = work.by_row
     faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 else 1.0
+    if work.fp8_by_row:
+        faster = on.time.fp8_trained_rows
     forward = copies * on.product(
         rows, outputs / cut.tensor, inputs, faster=faster, operand=1 if by_row else 2
     )

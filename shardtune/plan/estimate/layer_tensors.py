@@ -194,6 +194,8 @@ def attention_numbers(shape: ModelShape, work: Workload) -> float:
         if shape.qk_norm:
             frozen = work.counted and work.adapter is not None  # the norms' own weights
             kept += ((2 if frozen else 3) if work.kernels == "eager" else 1) * (q + kv)
+        if work.copies_heads and _keeps_packed_inputs(work):
+            kept += q
         return kept + q * adapts_output  # the result, cast to fp32 and back for the adapter
     copies = copies_of(shape)
     if writes_scores(shape, work) and work.attention != "eager":

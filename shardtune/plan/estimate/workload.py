@@ -118,6 +118,8 @@ class Workload:
     """Bits of a quantized weight; None where none are quantized."""
     fp8: bool = False
     """Matrix products of the layers in 8 bits; of our own engines, those with frozen weights."""
+    fp8_by_row: bool = False
+    """Weights that are trained are scaled row by row for it, anew for each product."""
     checkpointing: Checkpointing = "none"
     kept_layers: int = 0
     """Layers, the last ones, that keep what `mlp` or `most` would compute again."""
@@ -145,6 +147,12 @@ class Workload:
     any: of fp32 norms and embeddings, and of what peft hands to an adapter in fp32."""
     packed_inputs: bool = True
     """Quantized linears keep their input for the backward pass, as those of bitsandbytes do."""
+    fp32_stream: bool = False
+    """What flows between the layers is in fp32, though computed with in 16 bits: peft turns the
+    embedding, the norms and the head of a quantized model to fp32. Logits are then made in it."""
+    copies_heads: bool = False
+    """Attention's result is copied before its output projection, which keeps the copy where it
+    keeps its input: litgpt's, whose heads are joined after the rotation."""
     dropout: bool = False
     """Whether the model drops activations in training."""
     overlap: bool = True
@@ -208,7 +216,7 @@ class Workload:
     @property
     def stream(self) -> float:
         """Bytes of a number that flows between the layers."""
-        return 4 if self.wide_stream else self.widths.compute
+        return 4 if self.wide_stream or self.fp32_stream else self.widths.compute
 
     @property
     def by_row(self) -> bool:
