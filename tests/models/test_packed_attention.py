@@ -243,7 +243,8 @@ def test_isolation_is_shown_the_way_that_training_takes(name: str):
         lambda module, args, kwargs: seen.append(kwargs["cu_seq_lens_q"]), with_kwargs=True
     )
     require_document_isolation(model.float(), rows=2, precision="bf16")
-    assert [ends is None for ends in seen] == [True, False, True]
+    # Alone, in another row, with padding behind; packed; and with positions that run on.
+    assert [ends is None for ends in seen] == [True, True, True, False, True]
 
 
 def test_the_saved_model_does_not_ask_for_it(tmp_path: Path):

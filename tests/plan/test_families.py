@@ -197,8 +197,8 @@ ADAPTED = [name for name, (family, _) in CONFIGS.items() if family not in OTHERW
 
 def test_every_family_is_tried() -> None:
     tried = {family for family, _ in CONFIGS.values()}
-    assert tried == set(FAMILY_SUPPORT)
-    assert set(FAMILY_COPIES) <= tried <= set(SHAPE_READERS)
+    assert tried == set(FAMILY_SUPPORT) & set(SHAPE_READERS)  # no shape: `plan` says so
+    assert set(FAMILY_COPIES) <= tried
     assert len(CONFIGS) + len(ADAPTED) >= 40
 
 

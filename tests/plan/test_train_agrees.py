@@ -95,7 +95,7 @@ def by_train(job: Job) -> None:
     files = open_model(resolved)
     if job.model.quantization != "none":
         model = without_memory(files.config, job.model, torch.float32)
-        quantizable(decoder_layers(model), ())
+        quantizable(decoder_layers(model), (), job.model.quantization)
 
 
 def refused(attempt: Callable[[], object]) -> str:

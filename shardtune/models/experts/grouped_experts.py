@@ -52,7 +52,8 @@ class GroupedExperts(nn.Module):
     has_gate: bool
     has_bias: bool
     is_transposed: bool
-    has_post_expert_norm: bool
+    has_post_expert_norm: bool = False
+    """Older versions of transformers don't have it."""
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: nn.Module
     _apply_gate: Callable[[Tensor], Tensor]
