@@ -97,9 +97,8 @@ def train(
         )
         view.say(how_loaded(job))
         if not data.packing:
-            view.say(
-                f"one document a row: {data.padding_share():.0%} of what is computed is padding"
-            )
+            padding = f"{data.padding_share(steps):.0%} of what is computed is padding"
+            view.say(f"one document a row: {padding}")
         intervals = {each.name: each.every for each in inputs.tasks}
         clock = TimeLeft(steps, int(job.evaluate.every), intervals)
         if data.packing:

@@ -130,10 +130,10 @@ class Loader:
         """The share of the training rows' space that holds tokens."""
         return self._sampler.fill()
 
-    def padding_share(self, steps: int = PADDING_STEPS) -> float:
-        """The share of what the first steps compute, over all ranks, that is padding."""
+    def padding_share(self, steps: int) -> float:
+        """The share of what the first of so many steps compute, over all ranks, that is padding."""
         tokens = computed = 0
-        for step in range(steps):
+        for step in range(min(steps, PADDING_STEPS)):
             rows = self._sampler.rows(step, self._last)
             dealt = micro_batches(rows, self._ranks, self._micro_batch, turn=step)
             for batch in (batch for share in dealt for batch in share if batch):

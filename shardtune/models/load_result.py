@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+from shardtune.compat.quiet import quiet_expert_patterns
 from shardtune.config.job import ModelSection
 from shardtune.core.setup import Precision
 from shardtune.models.fused.apply import LayerSetup
@@ -45,7 +47,8 @@ def _with_adapter(model: Any, folder: str) -> Any:
     from peft import PeftModel
     from transformers import GenerationConfig
 
-    with explaining(folder, folder, _FIX):
+    with explaining(folder, folder, _FIX), warnings.catch_warnings():
+        quiet_expert_patterns()
         # The result knows better than its model where answers end.
         model.generation_config = GenerationConfig.from_pretrained(folder)
         return PeftModel.from_pretrained(model, folder)
@@ -55,7 +58,8 @@ def attach_adapter(model: Any, folder: str, name: str) -> Any:
     """A further adapter by its name, beside those that the model has."""
     from peft import PeftModel
 
-    with explaining(folder, folder, _FIX):
+    with explaining(folder, folder, _FIX), warnings.catch_warnings():
+        quiet_expert_patterns()
         if isinstance(model, PeftModel):
             model.load_adapter(folder, adapter_name=name)
             return model

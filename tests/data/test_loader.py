@@ -315,8 +315,8 @@ def test_progress_and_fill():
     assert each.epoch(0) == 0
     assert each.epoch(5) == pytest.approx(30 / (23 + 7))  # 23 documents and half of 14
     assert 0.9 < loader().fill() <= 1 > each.fill()
-    assert 0 < each.padding_share() < 1
-    batches = next(iter(each.steps(0, 1)))
+    assert 0 < each.padding_share(100) < 1
+    (batches,) = each.steps(0, 1)
     computed = sum(batch.input_ids.numel() for batch in batches)
     real = sum(batch.tokens for batch in batches)
     assert each.padding_share(1) <= 1 - real / computed  # widths are rounded up to eights
