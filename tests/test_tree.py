@@ -21,7 +21,7 @@ import shardtune
 PACKAGE = Path(shardtune.__file__).parent
 SHARED_NAMES = {"strategy.py", "engine.py"}
 """One of each in every strategy's folder; files with dunder names may repeat as well."""
-NO_STRATEGIES = {"auto", "layers", "pipeline", "tensor"}
+NO_STRATEGIES = {"auto", "expert", "layers", "pipeline", "tensor"}
 """Folders whose names are words of the mesh, of schedules or of any section, too."""
 NAMING = frozenset({"id", "attr", "arg", "name"})
 """Fields of syntax nodes that hold an identifier."""

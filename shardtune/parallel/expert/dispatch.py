@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+LocalExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rows, the expert and the weight of each choice of a row: the weighted sum of its results."""
 
 
 def through_experts(
-    experts: Experts,
+    experts: LocalExperts,
     hidden: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -45,7 +45,7 @@ def through_experts(
     return weighted.sum(1).to(hidden.dtype)
 
 
-def _computed(experts: Experts, rows: Tensor, numbers: Tensor) -> Tensor:
+def _computed(experts: LocalExperts, rows: Tensor, numbers: Tensor) -> Tensor:
     """Each row through its expert. Where no token has come one of zeros is computed and left out,
     so that every rank has a gradient."""
     none = not len(rows)
