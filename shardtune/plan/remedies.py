@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeAlias
 
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
@@ -217,16 +218,35 @@ def smallest_cluster(job: Job, shape: ModelShape, cluster: Cluster) -> Candidate
 
     Every rank needs a row: with more ranks than rows the global batch grows with them.
     """
-    for larger in _larger(cluster):
-        rows = max(job.train.global_batch, larger.gpus)
-        train = job.train.model_copy(update={"global_batch": rows})
-        asked = job.model_copy(update={"train": train})
-        if not may_fit(asked, shape, larger):
-            continue
-        best = rank(asked, shape, larger).best
-        if best is not None:
-            return best
+    for _, same_kind in groupby(_larger(cluster), key=lambda each: each.gpu.name):
+        for larger in _from_first_fit(job, shape, list(same_kind)):
+            best = rank(_with_rows_for(job, larger), shape, larger).best
+            if best is not None:
+                return best
     return None
+
+
+def _from_first_fit(job: Job, shape: ModelShape, clusters: list[Cluster]) -> list[Cluster]:
+    """The clusters, which grow, from the first on that may hold the job. What fits on some fits on
+    more of them, so it is found by halving."""
+
+    def fits(number: int) -> bool:
+        cluster = clusters[number]
+        return may_fit(_with_rows_for(job, cluster), shape, cluster)
+
+    low, high = 0, len(clusters) - 1
+    if high < 0 or not fits(high):
+        return []
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return clusters[low:]
+
+
+def _with_rows_for(job: Job, cluster: Cluster) -> Job:
+    """With a row for each rank at least."""
+    rows = max(job.train.global_batch, cluster.gpus)
+    return job.model_copy(update={"train": job.train.model_copy(update={"global_batch": rows})})
 
 
 PLANNED = (
