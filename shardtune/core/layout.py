@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardtune.core.mesh import WORLD, Mesh
+from shardtune.core.mesh import MODEL_AXES, WORLD, Mesh
 from shardtune.core.pipeline_schedule import Pipelining
 
 State = Literal["params", "grads", "optim", "activations"]
@@ -73,6 +73,14 @@ class Layout:
         """
         even = (rule for rule in self.rules if rule.by == "share" and state in rule.divides)
         return math.prod(mesh.size_of(rule.axis) for rule in even)
+
+    def together(self, mesh: Mesh) -> bool:
+        """Whether ranks with rows of their own need each other's weights in a forward pass: they
+        gather shares, or send tokens to each other's experts."""
+        return any(
+            "params" in rule.divides and rule.axis not in MODEL_AXES and mesh.size_of(rule.axis) > 1
+            for rule in self.rules
+        )
 
     def held(self, state: State, size: int, mesh: Mesh) -> int:
         """The bytes of a state that a rank holds: its share, and its share of a second copy."""

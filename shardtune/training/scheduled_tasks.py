@@ -100,7 +100,7 @@ def asked_by_ranks(
         world=world,
         plain=learnt_plain(job.data, files.tokenizer),
         data_ranks=tuple(plan.mesh.data_rank(rank) for rank in range(world.size)),
-        sharded=plan.layout.divisor("params", plan.mesh) > 1,
+        sharded=plan.layout.together(plan.mesh),
     )
 
 

@@ -68,3 +68,15 @@ def test_an_axis_of_one_rank_divides_and_sends_nothing() -> None:
 def test_states_live_on_the_gpu_unless_said_otherwise() -> None:
     assert Layout(()).home == {}
     assert Layout((), {"optim": "cpu"}).home["optim"] == "cpu"
+
+
+def test_who_calls_the_model_together() -> None:
+    """Ranks along model axes have the same rows, so they call it together anyway."""
+    params = frozenset[State]({"params"})
+    by_experts = Layout((AxisRule("expert", params, by="experts"),))
+    by_slices = Layout((AxisRule("tensor", params, by="slices"),))
+    assert divides("params").together(Mesh((("shard", 2),)))
+    assert by_experts.together(Mesh((("data", 1), ("expert", 2))))
+    assert not by_experts.together(Mesh((("data", 2), ("expert", 1))))
+    assert not by_slices.together(Mesh((("data", 1), ("tensor", 2))))
+    assert not divides("optim").together(Mesh((("shard", 2),)))
