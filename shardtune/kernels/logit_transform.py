@@ -1,5 +1,5 @@
-"""What some families do with logits behind their output head: a factor (Granite, Cohere), and
-soft-capping (Gemma), `z = cap * tanh(factor * logit / cap)`.
+"""What some families do with logits behind their output head: a factor (Granite, Cohere,
+Falcon-H1), and soft-capping (Gemma), `z = cap * tanh(factor * logit / cap)`.
 
 The fused loss does the same inside its kernel, in fp32. While it answers in the head's place, the
 model itself has to leave it out: what it would bend is a loss by then.
@@ -7,13 +7,30 @@ model itself has to leave it out: what it would bend is a loss by then.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_HEAD_ALONE = re.compile(r"self\.\w+\((?!.*\bself\.\w+\().*\)(\.float\(\)|\.contiguous\(\))?")
+"""One module's answer, as it is."""
+_KNOWN_ENDINGS = frozenset({
+    "logits / self.config.logits_scaling",
+    "logits * self.logit_scale",
+    "self.lm_head(hidden_states) * self.model.lm_head_multiplier",
+    "logits / self.config.final_logit_softcapping",
+    "torch.tanh(logits)",
+    "logits * self.config.final_logit_softcapping",
+})  # fmt: skip
+"""What `logit_transform_of` finds the numbers of."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,8 @@ def logit_transform_of(causal: Any) -> LogitTransform | None:
     config = causal.config.get_text_config()
     if getattr(config, "output_multiplier_scale", None) not in (None, 1):
         return None
+    if not _ends_as_known(type(causal)):
+        return None
     family = config.model_type
     read: list[tuple[Any, str, float | None]] = []
     factor, cap = 1.0, 0.0
@@ -66,9 +85,42 @@ def logit_transform_of(causal: Any) -> LogitTransform | None:
             return None
         factor = given
         read.append((causal, "logit_scale", 1.0))
+    if (given := getattr(config, "lm_head_multiplier", None)) not in (None, 1):
+        if family != "falcon_h1":
+            return None
+        factor = given
+        read.append((causal.model, "lm_head_multiplier", 1.0))
     if given := getattr(config, "final_logit_softcapping", None):
         if not family.startswith("gemma") or config is not causal.config:
             return None
         cap = given
         read.append((causal.config, "final_logit_softcapping", None))
     return LogitTransform(float(factor), float(cap), tuple(read))
+
+
+@cache
+def _ends_as_known(kind: type) -> bool:
+    """Whether a model's class hands on what its head gives, or does with it what is known here: by
+    the values that its forward pass gives to what it returns as logits."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))  # type: ignore[attr-defined]
+    except (OSError, TypeError, SyntaxError):
+        return False  # nobody can read it
+    keywords = [each for each in ast.walk(tree) if isinstance(each, ast.keyword)]
+    returned = {ast.unparse(each.value) for each in keywords if each.arg == "logits"}
+    assigned = [each for each in ast.walk(tree) if isinstance(each, ast.Assign | ast.AugAssign)]
+    return all(_is_known_ending(each) for each in assigned if returned & _names(each))
+
+
+def _names(assigned: ast.Assign | ast.AugAssign) -> set[str]:
+    """What is written to, be it in part."""
+    targets = assigned.targets if isinstance(assigned, ast.Assign) else [assigned.target]
+    parts = (part for target in targets for part in ast.walk(target))
+    return {part.id for part in parts if isinstance(part, ast.Name)}
+
+
+def _is_known_ending(assigned: ast.Assign | ast.AugAssign) -> bool:
+    value = ast.unparse(assigned.value)
+    whole = isinstance(assigned, ast.Assign) and isinstance(assigned.targets[0], ast.Name)
+    known = value in _KNOWN_ENDINGS or value == "None" or _HEAD_ALONE.fullmatch(value)
+    return bool(whole and known)

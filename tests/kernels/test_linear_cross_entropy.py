@@ -86,6 +86,10 @@ SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
+MAMBA = {
+    "mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 8,
+    "mamba_n_groups": 1, "mamba_chunk_size": 64,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,7 @@ SIZES = {
         ("gemma3_text", {"final_logit_softcapping": 2.0}),
         ("granite", {"logits_scaling": 0.25}),
         ("cohere", {"logit_scale": 5.0}),
+        ("falcon_h1", {"lm_head_multiplier": 0.25, **MAMBA}),
         ("llama", {}),
     ],
 )
@@ -137,6 +142,14 @@ def test_a_model_that_does_something_else_to_its_logits_is_left_alone() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     assert fused_loss(model) is not None
     model.config.logits_scaling = 2.0  # by a family whose code nobody here has read
+    assert fused_loss(model) is None
+
+
+def test_a_family_whose_forward_pass_ends_in_its_own_way_is_left_alone() -> None:
+    """Nothing in its config has a name that is known: its code says so."""
+    from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
+
+    model = AutoModelForCausalLM.from_config(RecurrentGemmaConfig(**SIZES))
     assert fused_loss(model) is None
 
 
