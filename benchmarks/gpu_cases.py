@@ -109,7 +109,7 @@ class Case:
     rank: int = 16
     dropout: float = 0.0
     """Of LoRA."""
-    variant: Literal["plain", "dora", "rslora"] = "plain"
+    variant: Literal["plain", "dora"] = "plain"
     targets: tuple[str, ...] = ()
     """Layers with an adapter; all linear ones where none is named."""
     level: Literal["none", "most"] = "none"

@@ -151,7 +151,6 @@ def with_lora(model: Any, case: Case, device: str, dtype: torch.dtype) -> Any:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         use_dora=adapter.variant == "dora",
-        use_rslora=adapter.variant == "rslora",
         target_modules=list(case.targets) or "all-linear",
     )
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
