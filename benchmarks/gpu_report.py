@@ -175,14 +175,20 @@ def summary(records: Sequence[Record]) -> str:
         f"{', '.join(below) or 'none'}."
     ]
     if errors:
-        off = [(abs(time), abs(memory or 0.0)) for time, memory in errors]
-        near = sum(time <= 0.1 and memory <= 0.05 for time, memory in off)
         lines.append(
-            f"Forecasts within 10 % of the time and 5 % of the memory: {near} of {len(errors)}; "
-            f"farthest {max(time for time, _ in off):.0%} and "
-            f"{max(memory for _, memory in off):.0%}."
+            f"Forecasts within 10 % of the time: {_near([time for time, _ in errors], 0.1)}."
+        )
+    if memories := [memory for _, memory in errors if memory is not None]:
+        lines.append(
+            f"Within 5 % of the memory, where it can be compared: {_near(memories, 0.05)}."
         )
     return " ".join(lines)
+
+
+def _near(errors: Sequence[float], enough: float) -> str:
+    """How many are no farther off than that, and the farthest."""
+    off = [abs(each) for each in errors]
+    return f"{sum(each <= enough for each in off)} of {len(off)}, farthest {max(off):.0%}"
 
 
 def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
