@@ -9,6 +9,7 @@ from pathlib import Path
 from shardtune.config.auto import MICRO_BATCH, Planner, ResolvedJob
 from shardtune.config.job import Job
 from shardtune.config.model_config import shape_of
+from shardtune.config.rules import check
 from shardtune.core.cache import cache_dir
 from shardtune.core.machine import Machine
 from shardtune.core.matmul_speed import (
@@ -20,6 +21,7 @@ from shardtune.core.matmul_speed import (
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Precision
 from shardtune.core.units import GIB
+from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import leanest, with_rows, within_memory
@@ -185,8 +187,11 @@ def _with_strategy(job: Job, shape: ModelShape, cluster: Cluster) -> ResolvedJob
     if planned is not None:
         return planned
     first = ranking.candidates[0]
-    if first.found is None:  # it isn't memory that is lacking: the forecast says what
-        forecast(job.model_copy(update={"strategy": DEFAULT}), shape, cluster)
+    if first.found is None:  # it isn't memory that is lacking: rules or the forecast say what
+        default = job.model_copy(update={"strategy": DEFAULT})
+        check(default, dotted)
+        forecast(default, shape, cluster)
+        fact = f"no strategy can do this on {cluster.name}; {first.name} {first.why}"
+        raise JobError(Problem("strategy", fact, "name one: what it can't do is said of it alone"))
     fact = f"no strategy fits on {cluster.name}; nearest is {first.name}: {first.why}"
-    assert first.found is not None
     raise JobError(Problem("strategy", fact, offer(first.found.job, shape, cluster)))

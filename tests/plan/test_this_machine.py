@@ -122,3 +122,14 @@ def test_the_built_in_model_has_the_shape_that_it_is_built_in() -> None:
     """109,120 parameters, as `models/tiny.py` says."""
     shape = shape_of(ModelSection(name="tiny"))
     assert shape.parameters == 109_120
+
+
+def test_a_rule_that_no_strategy_helps_against_is_what_a_person_is_told(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", "Qwen/Qwen2.5-0.5B")
+    what = make_job(
+        model={"name": str(folder)},
+        strategy={"type": "auto"},
+        train={"steps": 10, "epochs": 1.0, "precision": "fp32"},
+    )
+    with pytest.raises(JobError, match=r"both steps \(10\) and epochs \(1.0\) are given"):
+        planned(what, HERE)
