@@ -14,11 +14,13 @@ from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.forecast_summary import ChosenValue
-from shardtune.plan.search import Ranking, rank
+from shardtune.plan.search import Ranking, planned_value, rank
 
 STRATEGY: KeyPath = ("strategy", "type")
 NOTHING_FITS = "nothing fits: the simplest one"
-PLANNED_KEYS = ("micro_batch", "gradient_checkpointing", "keep_layers", "loss", "kernels")
+PLANNED_KEYS = (
+    "micro_batch", "gradient_checkpointing", "keep_layers", "loss", "kernels", "optimizer.paged",
+)  # fmt: skip
 """Keys of the section `train` that a ranking decides, too."""
 CORES_PER_GPU = 16
 """What is assumed of a node; only the number of data workers follows from it."""
@@ -87,6 +89,6 @@ def as_planned(job: Job, ranking: Ranking) -> ResolvedJob | None:
         reason += f"; {runner_up.name}: {runner_up.why}"
     reasons: dict[KeyPath, str] = {STRATEGY: reason}
     for key in PLANNED_KEYS:
-        if getattr(best.found.job.train, key) != getattr(job.train, key):
-            reasons["train", key] = f"planned with {best.name}"
+        if planned_value(best.found.job, key) != planned_value(job, key):
+            reasons[("train", *key.split("."))] = f"planned with {best.name}"
     return ResolvedJob(best.found.job, reasons)

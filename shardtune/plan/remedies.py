@@ -15,7 +15,7 @@ from shardtune.parallel import STRATEGIES, Strategy
 from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS
 from shardtune.plan.cluster import Cluster, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.forecast import Forecast
-from shardtune.plan.search import Candidate, may_fit, rank, tried
+from shardtune.plan.search import Candidate, may_fit, planned_value, rank, tried
 
 OTHER_RESULT = ("adapter", "model", "data", "train.precision")
 """Keys whose values decide what is learnt."""
@@ -251,6 +251,7 @@ def _with_rows_for(job: Job, cluster: Cluster) -> Job:
 
 PLANNED = (
     "global_batch", "micro_batch", "gradient_checkpointing", "keep_layers", "loss", "kernels",
+    "optimizer.paged",
 )  # fmt: skip
 """Keys of the section `train` that a search may change, the batch for a larger cluster only."""
 
@@ -260,8 +261,10 @@ def overrides(asked: Job, planned: Job) -> dict[str, Setting]:
     same = planned.strategy == asked.strategy
     found = {} if same else _told(asked.strategy, planned.strategy)
     for key in PLANNED:
-        new = getattr(planned.train, key)
-        if new != getattr(asked.train, key):
+        new = planned_value(planned, key)
+        if new != planned_value(asked, key):
+            if key == "optimizer.paged":  # a job may have no such section yet
+                found["train.optimizer.type"] = planned.train.optimizer.type
             found[f"train.{key}"] = new
     return found
 

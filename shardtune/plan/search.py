@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby
+from typing import Any
 
 from shardtune.config.job import AdamW, Job
 from shardtune.config.rules import check
@@ -97,9 +98,12 @@ def may_fit(job: Job, shape: ModelShape, cluster: Cluster) -> bool:
     or the most, which may spare a sum of gradients. Where none does no ranking has a best, and this
     is known sooner."""
     for choice in choices(shape, cluster.devices):
-        sizes = list(powers(_rows(job, choice.strategy, cluster)))
+        if not _is_possible(choice, job, cluster.gpus):
+            continue
+        asked, strategy = _prepared(choice, job, cluster)
+        sizes = list(powers(_rows(asked, strategy, cluster)))
         for size in {sizes[0], sizes[-1]}:
-            leanest = list(_levels(job, shape, choice.strategy, cluster, size))[-1]
+            leanest = list(_levels(asked, shape, strategy, cluster, size))[-1]
             found = tried(leanest, shape, cluster)
             if isinstance(found, Forecast) and found.fits:
                 return True
@@ -128,10 +132,8 @@ def is_installed(strategy: Strategy) -> bool:
 
 def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Aim) -> Candidate:
     """The strategy with the micro-batch and the recomputation that suit it best."""
-    strategy = choice.strategy.with_buckets(busy_bytes(choice.strategy.mesh(cluster.gpus), cluster))
-    if choice.pages_optimizer:
-        job = _paged(job)
-    jobs = _variants(job, shape, strategy, cluster)
+    asked, strategy = _prepared(choice, job, cluster)
+    jobs = _variants(asked, shape, strategy, cluster)
     variants = [tried(each, shape, cluster) for each in jobs]
     forecasts = [each for each in variants if isinstance(each, Forecast)]
     if not forecasts:
@@ -141,10 +143,24 @@ def _best(choice: Choice, job: Job, shape: ModelShape, cluster: Cluster, aim: Ai
     return Candidate(choice.name, best if aim == "memory" else filled(best))
 
 
+def _prepared(choice: Choice, job: Job, cluster: Cluster) -> tuple[Job, Strategy]:
+    """What a choice makes of a job, and its strategy with the buckets that suit the cluster."""
+    busy = busy_bytes(choice.strategy.mesh(cluster.gpus), cluster)
+    return _paged(job) if choice.pages_optimizer else job, choice.strategy.with_buckets(busy)
+
+
 def _paged(job: Job) -> Job:
     """With optimizer states in host memory that the GPU addresses."""
     rule = job.train.optimizer.model_copy(update={"paged": True})
     return job.model_copy(update={"train": job.train.model_copy(update={"optimizer": rule})})
+
+
+def planned_value(job: Job, key: str) -> Any:
+    """Of a key of the section `train`; None where its optimizer has no such key."""
+    value: Any = job.train
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _is_possible(choice: Choice, job: Job, ranks: int) -> bool:

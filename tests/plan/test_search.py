@@ -15,8 +15,9 @@ from shardtune.core.units import GIB
 from shardtune.plan.auto_micro_batch import has_room
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.forecast import forecast
-from shardtune.plan.remedies import smallest_change, smallest_cluster
-from shardtune.plan.search import rank
+from shardtune.plan.on_cluster import as_planned
+from shardtune.plan.remedies import overrides, smallest_change, smallest_cluster
+from shardtune.plan.search import may_fit, rank
 
 
 def job(name: str, *, length: int = 2048, **sections: Any) -> Job:
@@ -220,6 +221,22 @@ def test_with_paged_states_the_batch_may_stay_what_it_is() -> None:
     assert change is not None
     assert change.values["train.optimizer.paged"] is True
     assert "train.micro_batch" not in change.values
+
+
+def test_paged_states_are_looked_for_and_told_wherever_a_strategy_is_planned() -> None:
+    """One GPU holds them in no other way, so nothing else of it can fit."""
+    name, cluster = "llama-3.1-8b", parse_cluster("1xA100-80GB")
+    what = job(name, train={"global_batch": 1})
+    assert may_fit(what, known_model(name), cluster)
+    ranking = rank(what, known_model(name), cluster)
+    assert ranking.best is not None
+    assert ranking.best.found is not None
+    told = overrides(what, ranking.best.found.job)
+    assert told["train.optimizer.type"] == "adamw"
+    assert told["train.optimizer.paged"] is True
+    planned = as_planned(what, ranking)
+    assert planned is not None
+    assert ("train", "optimizer", "paged") in planned.reasons
 
 
 def test_a_paged_job_that_does_not_fit_is_offered_what_cannot_be_paged() -> None:
