@@ -101,6 +101,17 @@ VALUE_RULES: tuple[Rule, ...] = (
         "leave warmup_steps out; train.one_cycle.pct_start says how long the rate rises",
     ),
     Rule(
+        "router-losses-read-layers-as-written",
+        ("train", "kernels"),
+        lambda job: (
+            job.train.kernels == "compiled"
+            and bool(job.train.balances_experts or job.train.router_z_loss_coef)
+        ),
+        lambda job: "is compiled, and losses of routers reach into layers while they run",
+        "set train.kernels: eager, or train.router_aux_loss_coef: 0 and "
+        "train.router_z_loss_coef: 0",
+    ),
+    Rule(
         "one-cycle-is-the-schedule",
         ("train", "one_cycle"),
         lambda job: job.train.schedule != "one_cycle" and job.train.one_cycle != OneCycle(),

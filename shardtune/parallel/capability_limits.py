@@ -68,6 +68,7 @@ def sliced(found: Capabilities, name: str, degree: int) -> Capabilities:
         "dora measures whole columns of each weight in every forward pass; under "
         f"tensor({degree}) a rank has slices of them"
     )
+    routers = f"losses of routers are read from whole layers; tensor({degree}) slices them"
     return replace(
         _in_parts(found, name),
         precisions=found.precisions.without({"fp16": Refusal(fp16)}),
@@ -75,6 +76,7 @@ def sliced(found: Capabilities, name: str, degree: int) -> Capabilities:
             {kind: Refusal(f"{kind} {across}") for kind in ("nf4", "int8")}
         ),
         variants=found.variants.without({"dora": Refusal(dora)}),
+        router_losses=Refusal(routers),
     )
 
 

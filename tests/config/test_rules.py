@@ -55,6 +55,15 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "train for more steps, or set train.schedule_start: 0",
         ),
     ),
+    "router-losses-read-layers-as-written": (
+        {"train": {"kernels": "compiled", "router_z_loss_coef": 0.001}},
+        Problem(
+            "train.kernels",
+            "is compiled, and losses of routers reach into layers while they run",
+            "set train.kernels: eager, or train.router_aux_loss_coef: 0 and "
+            "train.router_z_loss_coef: 0",
+        ),
+    ),
     "one-cycle-has-its-own-warmup": (
         {"train": {"steps": 10, "schedule": "one_cycle", "warmup_steps": 2}},
         Problem(
@@ -332,6 +341,20 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
             "train.kernels",
             "tensor reaches into layers while they run, where compiled ones are closed",
             "set train.kernels: eager, or use strategy: {type: ddp} or {type: fsdp}",
+        ),
+    ),
+    "slices have no losses of routers": (
+        "strategy-has-router-losses",
+        {
+            "strategy": {"type": "tensor", "degree": 2},
+            "launch": {"processes": 2},
+            "train": {"router_z_loss_coef": 0.001},
+        },
+        Problem(
+            "train.router_aux_loss_coef",
+            "losses of routers are read from whole layers; tensor(2) slices them",
+            "set train.router_aux_loss_coef: 0 and train.router_z_loss_coef: 0, or use strategy: "
+            "{type: ddp} or {type: fsdp}",
         ),
     ),
     "recomputed layers are whole": (
