@@ -115,6 +115,8 @@ class RecordedSteps:
         self._passes: dict[Hashable, RecordedPass] = {}
         self._needed: dict[Hashable, int] = {}
         """What a pass of each shape that was computed without a graph has saved, in bytes."""
+        self._updated = False
+        """Whether the optimizer has had a step: its moments lie in memory only then."""
         self._refused = ""
         self._scale = torch.zeros((), device=device)
         self._rate = torch.zeros((), device=device)
@@ -155,8 +157,9 @@ class RecordedSteps:
         return recorded.loss.clone()
 
     def is_known(self, batch: Staged) -> bool:
-        """Whether its shape has been computed before and can be recorded."""
-        return not self._refused and _shape_of(batch) in self._needed
+        """Whether its shape has been computed before and can be recorded. Before the first update
+        none can: graphs would take the memory of the moments."""
+        return self._updated and not self._refused and _shape_of(batch) in self._needed
 
     def record(self, batch: Staged) -> bool:
         """Records the passes of a micro-batch whose shape is known; returns whether it did. Nothing
@@ -196,12 +199,18 @@ class RecordedSteps:
     def _lacks_memory(self, needed: int) -> str:
         free, _ = torch.cuda.mem_get_info(self._device)
         allocator = torch.cuda.memory_reserved(self._device)
-        free += allocator - torch.cuda.memory_allocated(self._device)
+        free += allocator - torch.cuda.memory_allocated(self._device) - self._gradient_bytes()
         if free >= FREE_PASSES * needed:
             return ""
         return (
             f"{free / GIB:.1f} GiB are free, and {FREE_PASSES} x {needed / GIB:.1f} would be used"
         )
+
+    def _gradient_bytes(self) -> int:
+        """What gradients take beside a recorded pass: the step's, unless they have their place
+        already, and a micro-batch's where they are added all at once."""
+        copies = (not self._gradients) + (not self._in_place)
+        return copies * sum(weight.nbytes for weight in self._weights)
 
     def _recorded(self, batch: Staged) -> RecordedPass:
         static = _copied(batch)
@@ -249,6 +258,7 @@ class RecordedSteps:
     def update(self, rate: float) -> tuple[Tensor, Tensor]:
         """The update of `OptimizerUpdate`, with a learning rate that lies on the device, where the
         optimizer can read it there."""
+        self._updated = True
         if type(self._update.optimizer) is not torch.optim.AdamW:
             return self._update.apply(rate)
         self._rate.fill_(rate)
