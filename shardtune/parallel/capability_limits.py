@@ -94,6 +94,7 @@ def routed(found: Capabilities, name: str) -> Capabilities:
         models=found.models.without(
             {"encoder_decoder": Refusal(f"{name} divides experts, and this model has none")}
         ),
+        router_losses=Refusal(f"losses of routers are not proven equal under {name}"),
         micro_batch_by_memory=False,
         dry_run=Refusal(waits),
     )
