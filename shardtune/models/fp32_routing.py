@@ -8,9 +8,8 @@ again, whatever the code says.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from copy import deepcopy
-from functools import wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,16 +29,21 @@ def route_in_fp32(model: nn.Module) -> None:
         if kind not in known:
             known[kind] = _multiplies_in_fp32(router)
         if known[kind]:
-            router.forward = _without_autocast(router.forward)
+            router.__class__ = _without_autocast(kind)
 
 
-def _without_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def exact(hidden: Tensor, *given: Any, **named: Any) -> Any:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return forward(hidden, *given, **named)
+@cache
+def _without_autocast(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class, not a method of one module: a copy of a router (peft trains one) has to route with
+    its own weights."""
 
-    return exact
+    class Exact(kind):  # type: ignore[misc,valid-type]
+        def forward(self, hidden: Tensor, *given: Any, **named: Any) -> Any:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return super().forward(hidden, *given, **named)
+
+    Exact.__name__ = Exact.__qualname__ = kind.__name__
+    return Exact
 
 
 class _LinearInputs(TorchFunctionMode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,3 +44,14 @@ def test_autocast_is_kept_out_where_the_family_says_fp32(family: str) -> None:
         found = logits(router, hidden)
     assert torch.equal(found, expected)
     assert torch.equal(rounded, expected) != IN_FP32[family]
+
+
+def test_a_copy_of_a_router_routes_with_its_own_weights() -> None:
+    model = AutoModelForCausalLM.from_config(config("deepseek_v3"))
+    route_in_fp32(model)
+    router = model.get_submodule(min(router_names(model)))
+    copy = deepcopy(router)  # as peft makes one that it trains
+    nn.init.ones_(copy.weight)
+    logits(copy, torch.randn(5, 32)).sum().backward()  # type: ignore[no-untyped-call]
+    assert copy.weight.grad is not None
+    assert router.weight.grad is None

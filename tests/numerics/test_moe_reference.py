@@ -73,7 +73,14 @@ def test_one_process(family: str, adapter: str, tmp_path: Path) -> None:
     require_same(run(World(), job), plain_outcome(job))
 
 
-@pytest.mark.parametrize(("family", "router"), [("qwen3_moe", "gate"), ("gpt_oss", "router")])
+@pytest.mark.parametrize(
+    ("family", "router"),
+    [
+        ("qwen3_moe", "gate"),
+        ("gpt_oss", "router"),
+        pytest.param("deepseek_v3", "gate", marks=pytest.mark.long),
+    ],
+)
 def test_a_router_that_is_trained_beside_the_adapters(
     family: str, router: str, tmp_path: Path
 ) -> None:
