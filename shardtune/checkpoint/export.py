@@ -138,16 +138,17 @@ def probe_logits(model: nn.Module, probe: MicroBatch, device: str = "cpu") -> Te
 
 
 def _beginning(probe: MicroBatch, device: str) -> MicroBatch:
-    """The first tokens of the first row, on `device`."""
+    """The first tokens of the first row, on `device`, as one document: a model that is loaded as
+    anybody would may not keep packed ones apart."""
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor[:1, :PROBE_TOKENS].to(device)
 
-    mask = probe.source_mask
+    mask, ids = probe.source_mask, cut(probe.input_ids)
     return replace(
         probe,
-        input_ids=cut(probe.input_ids),
-        position_ids=cut(probe.position_ids),
+        input_ids=ids,
+        position_ids=torch.arange(ids.shape[1], device=device)[None],
         targets=cut(probe.targets),
         source_mask=None if mask is None else cut(mask),
     )

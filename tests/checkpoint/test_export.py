@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,15 @@ def test_saving_leaves_the_model_as_it_was(either: Saved) -> None:
 
 def test_it_comes_back_without_a_difference(either: Saved) -> None:
     assert either.check(either.reload()) == 0.0
+
+
+def test_a_probe_of_packed_documents_is_asked_as_one() -> None:
+    """Somebody's own copy of a family may not keep them apart, as training does."""
+    model = load_model(SECTION, NoAdapter(), TrainSection(precision="fp32"), device="cpu")
+    row = batch(5)
+    positions = torch.arange(row.position_ids.shape[1])[None].expand_as(row.position_ids) % 3
+    packed = replace(row, position_ids=positions)
+    assert torch.equal(probe_logits(model, packed), probe_logits(model, row))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
