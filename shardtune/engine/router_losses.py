@@ -81,6 +81,10 @@ class RouterLosses:
 
     def _routed(self, router: nn.Module, given: Any, answer: Any) -> Any:
         """Takes the place of a router's answer: logits, scores of those chosen, which they are."""
+        if not _is_known(answer):
+            kind = type(router).__name__
+            fact = f"{kind} doesn't answer with logits, scores and chosen experts"
+            raise ModelError(Problem(AUX_KEY if self.balance else Z_KEY, fact, "set it to 0"))
         logits, scores, *others = answer
         if self.counting:
             self._count(logits.detach(), scores.shape[-1])
@@ -116,19 +120,27 @@ class _AddGradient(torch.autograd.Function):
         return gradient, ctx.losses.gradient(logits, ctx.mask), None, None
 
 
+def _is_known(answer: Any) -> bool:
+    """Whether it is logits by token and expert, scores of those chosen, and which they are."""
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        return False
+    return all(isinstance(each, Tensor) and each.ndim == 2 for each in answer)
+
+
 def _routers(model: nn.Module, balance: float, z: float) -> list[nn.Module]:
     """The modules whose logits transformers records; refuses a family that has no such loss."""
     base = unwrap_model(model)
     inner = getattr(base, "model", base)
     recorders = getattr(inner, "_can_record_outputs", None) or {}
     recorder = recorders.get("router_logits")
-    kind = getattr(recorder, "target_class", None)
+    # Others show logits in another place, among other things: llama4, Doge.
+    kind = getattr(recorder, "target_class", None) if getattr(recorder, "index", 0) == 0 else None
     found = [each for each in base.modules() if kind is not None and isinstance(each, kind)]
     homes = [sys.modules.get(kind.__module__) for kind in type(base).__mro__]  # FSDP derives one
     has_loss = any(hasattr(home, "load_balancing_loss_func") for home in homes)
     family = base.config.model_type
     if not found:
-        fact = f"{family} has no routers whose logits transformers shows"
+        fact = f"{family} has no routers that answer with their logits first in transformers"
         raise ModelError(Problem(AUX_KEY if balance else Z_KEY, fact, "set it to 0"))
     if balance and not has_loss:
         fact = f"{family} has no load-balancing loss in transformers"
