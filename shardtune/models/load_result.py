@@ -9,10 +9,12 @@ from typing import Any
 from shardtune.compat.quiet import quiet_expert_patterns
 from shardtune.config.job import ModelSection
 from shardtune.core.setup import Precision
+from shardtune.models.experts.expert_lora import hand_over_factors
 from shardtune.models.fused.apply import LayerSetup
 from shardtune.models.load import load_base
 from shardtune.models.materialize import build_model
 from shardtune.models.model_files import ModelFiles, explaining
+from shardtune.models.quantization.nf4_experts import NF4Experts, shown_unpacked
 from shardtune.models.quantization.swap import dequantize
 
 _FIX = "write it again: shardtune train RUN/job.yaml --resume"
@@ -51,7 +53,10 @@ def _with_adapter(model: Any, folder: str) -> Any:
         quiet_expert_patterns()
         # The result knows better than its model where answers end.
         model.generation_config = GenerationConfig.from_pretrained(folder)
-        return PeftModel.from_pretrained(model, folder)
+        with shown_unpacked(model):
+            adapted = PeftModel.from_pretrained(model, folder)
+            _hand_over_factors(adapted)
+        return adapted
 
 
 def attach_adapter(model: Any, folder: str, name: str) -> Any:
@@ -60,10 +65,21 @@ def attach_adapter(model: Any, folder: str, name: str) -> Any:
 
     with explaining(folder, folder, _FIX), warnings.catch_warnings():
         quiet_expert_patterns()
-        if isinstance(model, PeftModel):
-            model.load_adapter(folder, adapter_name=name)
-            return model
-        return PeftModel.from_pretrained(model, folder, adapter_name=name)
+        with shown_unpacked(model):
+            adapted = model
+            if isinstance(model, PeftModel):
+                model.load_adapter(folder, adapter_name=name)
+            else:
+                adapted = PeftModel.from_pretrained(model, folder, adapter_name=name)
+            _hand_over_factors(adapted)
+        return adapted
+
+
+def _hand_over_factors(adapted: Any) -> None:
+    """To packed experts: peft itself would add a correction to the bytes that they are in."""
+    packed = [module for module in adapted.modules() if isinstance(module, NF4Experts)]
+    if packed:
+        hand_over_factors(adapted, packed[0].compute_dtype)
 
 
 def load_stored(files: ModelFiles, precision: Precision) -> Any:

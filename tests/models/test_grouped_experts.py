@@ -15,6 +15,7 @@ from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.experts.expert_lora import FactoredParamWrapper
 from shardtune.models.experts.grouped_experts import GroupedExperts
+from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.nf4_experts import NF4Experts
 from shardtune.models.quantization.swap import dequantize
@@ -85,6 +86,27 @@ def test_experts_in_nf4_take_half_a_byte_a_weight(tmp_path: Path) -> None:
         packed = experts.gate_up_proj
         assert packed.dtype == torch.uint8
         assert packed.shape == (4, 2 * 24 * 32 // 2)  # a row for each expert
+
+
+def test_an_adapter_of_experts_in_nf4_is_loaded_as_it_was_trained(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    write(tmp_path / "base", "qwen3_moe")
+    model = build(tmp_path / "base", "nf4")
+    model.save_pretrained(tmp_path / "result")
+    model.generation_config.save_pretrained(tmp_path / "result")
+    section = ModelSection(name=str(tmp_path / "base"), quantization="nf4")
+    loaded = load_result(str(tmp_path / "result"), ModelFiles(section), "fp32")
+    assert any(isinstance(each, NF4Experts) for each in loaded.modules())
+    with torch.no_grad():
+        found, expected = (each.eval()(input_ids=IDS).logits for each in (loaded, model))
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_layers_of_experts_share_a_class(tmp_path: Path) -> None:
+    """torch.compile would compile each class anew."""
+    write(tmp_path, "qwen3_moe")
+    found = [type(each) for each in build(tmp_path, "none").modules()]
+    assert len({kind for kind in found if issubclass(kind, GroupedExperts)}) == 1
 
 
 def test_an_adapter_keeps_no_copy_of_the_experts(tmp_path: Path) -> None:

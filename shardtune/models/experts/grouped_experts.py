@@ -12,6 +12,7 @@ into the module, and nothing else holds them longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,16 @@ class GroupedExperts(nn.Module):
 
 def _grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """`x W^T` of each row with its expert's matrix."""
-    return functional.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
+    return _multiply(rows, matrices.transpose(-2, -1), ends)
+
+
+def _multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped product; transformers knows which GPUs and versions lack it, and has another
+    way there."""
+    from transformers.integrations import moe
+
+    found: Tensor = moe._grouped_mm(rows, matrices, offs=ends)
+    return found
 
 
 class _FrozenGroupedMatmul(torch.autograd.Function):
@@ -124,7 +134,7 @@ class _FrozenGroupedMatmul(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         gradient = gradients[0].contiguous()
         matrices = ctx.holder.matrix_for_backward(ctx.name, gradient)
-        return functional.grouped_mm(gradient, matrices, offs=ctx.ends), None, None, None
+        return _multiply(gradient, matrices, ctx.ends), None, None, None
 
 
 def expert_matrices(module: nn.Module) -> tuple[str, ...]:
@@ -149,7 +159,12 @@ def require_known_experts(parts: Iterable[nn.Module]) -> None:
 
 def become(module: Any, kind: type[GroupedExperts], compute_dtype: torch.dtype) -> None:
     """Lets a module of experts multiply as `kind` does; all else of it stays as it is."""
-    own = type(module)
-    module.__class__ = type(f"{kind.__name__}Of{own.__name__}", (kind, own), {"plain_class": own})
+    module.__class__ = _class_of(kind, type(module))
     module.compute_dtype = compute_dtype
     module.factors = {}
+
+
+@cache
+def _class_of(kind: type[GroupedExperts], own: type[nn.Module]) -> type[nn.Module]:
+    """One for all layers: torch.compile compiles a class once."""
+    return type(f"{kind.__name__}Of{own.__name__}", (kind, own), {"plain_class": own})

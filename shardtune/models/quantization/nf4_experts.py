@@ -6,7 +6,8 @@ like any other. Its scales, a thirtieth of the whole, are not sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,3 +61,21 @@ def pack_experts(module: Any, compute_dtype: torch.dtype) -> None:
     """Lets a module of frozen experts hold its matrices in NF4 as soon as it is given them."""
     become(module, NF4Experts, compute_dtype)
     module.states = {}
+
+
+@contextmanager
+def shown_unpacked(model: nn.Module) -> Iterator[None]:
+    """Lets peft see packed experts in the shape that their weights have: it looks at it when it
+    puts an adapter beside them. What it sees takes no memory, and has no values."""
+    experts = [module for module in model.modules() if isinstance(module, NF4Experts)]
+    packed = [(each, name, each._parameters[name]) for each in experts for name in each.states]
+    for module, name, weight in packed:
+        assert weight is not None
+        empty = torch.empty(1, dtype=module.compute_dtype, device=weight.device)
+        shape = module.states[name].shape
+        module._parameters[name] = nn.Parameter(empty.expand(shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, weight in packed:
+            module._parameters[name] = weight
