@@ -70,7 +70,8 @@ def logit_transform_of(causal: Any) -> LogitTransform | None:
     config = causal.config.get_text_config()
     if getattr(config, "output_multiplier_scale", None) not in (None, 1):
         return None
-    if not _ends_as_known(type(causal)):
+    kind: type[object] = type(causal)
+    if not _ends_as_known(kind):
         return None
     family = config.model_type
     read: list[tuple[Any, str, float | None]] = []

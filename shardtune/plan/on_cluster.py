@@ -90,5 +90,6 @@ def as_planned(job: Job, ranking: Ranking) -> ResolvedJob | None:
     reasons: dict[KeyPath, str] = {STRATEGY: reason}
     for key in PLANNED_KEYS:
         if planned_value(best.found.job, key) != planned_value(job, key):
-            reasons[("train",) + tuple(key.split("."))] = f"planned with {best.name}"
+            place: KeyPath = ("train", *key.split("."))
+            reasons[place] = f"planned with {best.name}"
     return ResolvedJob(best.found.job, reasons)
