@@ -70,7 +70,7 @@ def logit_transform_of(causal: Any) -> LogitTransform | None:
     config = causal.config.get_text_config()
     if getattr(config, "output_multiplier_scale", None) not in (None, 1):
         return None
-    kind: type[object] = type(causal)
+    kind: type = type(causal)
     if not _ends_as_known(kind):
         return None
     family = config.model_type

@@ -25,7 +25,7 @@ def route_in_fp32(model: nn.Module) -> None:
     known: dict[type, bool] = {}
     for name in sorted(router_names(model)):
         router: Any = model.get_submodule(name)
-        kind = type(router)
+        kind: type = type(router)
         if kind not in known:
             known[kind] = _multiplies_in_fp32(router)
         if known[kind]:
@@ -33,11 +33,11 @@ def route_in_fp32(model: nn.Module) -> None:
 
 
 @cache
-def _without_autocast(kind: type[nn.Module]) -> type[nn.Module]:
+def _without_autocast(kind: type) -> type:
     """A class, not a method of one module: a copy of a router (peft trains one) has to route with
     its own weights."""
 
-    class Exact(kind):  # type: ignore[misc,valid-type]
+    class Exact(kind):  # type: ignore[misc]
         def forward(self, hidden: Tensor, *given: Any, **named: Any) -> Any:
             with torch.autocast(hidden.device.type, enabled=False):
                 return super().forward(hidden, *given, **named)

@@ -159,12 +159,14 @@ def require_known_experts(parts: Iterable[nn.Module]) -> None:
 
 def become(module: Any, kind: type[GroupedExperts], compute_dtype: torch.dtype) -> None:
     """Lets a module of experts multiply as `kind` does; all else of it stays as it is."""
-    module.__class__ = _class_of(kind, type(module))
+    way: type = kind
+    own: type = type(module)
+    module.__class__ = _class_of(way, own)
     module.compute_dtype = compute_dtype
     module.factors = {}
 
 
 @cache
-def _class_of(kind: type[GroupedExperts], own: type[nn.Module]) -> type[nn.Module]:
+def _class_of(kind: type, own: type) -> type:
     """One for all layers: torch.compile compiles a class once."""
     return type(f"{kind.__name__}Of{own.__name__}", (kind, own), {"plain_class": own})
