@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -44,11 +44,17 @@ def resolved(job: Job, machine: Machine) -> Job:
     return resolve(job, machine).job
 
 
+def _seconds_of_children() -> float:
+    """Of a core: others may be at work on this machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     """The folder has neither weights nor a tokenizer: whoever opened them would say so instead."""
     write_config(tmp_path / "llama", "meta-llama/Llama-3.1-70B")
     (tmp_path / "job.yaml").write_text(job_text(model="{name: llama}"), encoding="utf-8")
-    begun = time.perf_counter()
+    begun = _seconds_of_children()
     done = subprocess.run(
         [sys.executable, "-m", "shardtune", "train", "job.yaml", "train.precision=bf16"],
         cwd=tmp_path,
@@ -56,7 +62,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
         text=True,
         check=False,
     )
-    assert time.perf_counter() - begun < 5
+    assert _seconds_of_children() - begun < 5
     assert done.returncode == 2
     assert re.search(r"needs 9\d{2}\.\d GiB on each \w+ and there are", done.stderr), done.stderr
     assert "fix: " in done.stderr
