@@ -29,6 +29,7 @@ from shardtune.models.fused.lora import (
 from shardtune.models.materialize import decoder_layers
 from shardtune.models.model_files import ModelFiles
 from tests.adapting import add_adapter
+from tests.conftest import Logged
 from tests.models.families import write
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -208,14 +209,14 @@ def test_dora_is_compiled_as_a_whole() -> None:
     assert_alike(model, before)
 
 
-def test_what_stays_as_it_is_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stays_as_it_is_says_why(logged: Logged) -> None:
     say_once.cache_clear()
     model = model_of("llama", LoRA(rank=4, variant="dora", dropout=0.5)).eval()
     before = loss_and_gradients(model)
     assert_alike(quickened(model), before)
     assert not kinds(model, FusedLoRALinear)
     quickened(model_of("llama", LoRA(rank=4, targets=("q_proj", "v_proj"))))
-    assert capsys.readouterr().err.splitlines() == [
+    assert logged.text.splitlines() == [
         "LoRA layers run as peft computes them: "
         "DoRA with dropout drops the frozen layer's input, too",
         "q_proj, v_proj: not one product with the others, which have no such adapter",

@@ -150,9 +150,9 @@ def open_job(**train: Any) -> Job:
 @pytest.mark.parametrize(
     ("memory_gib", "rows", "told"),
     [
-        (None, 8, "a rank has 16 rows a step; 8 x 2048 tokens take 66.6 of 139.8 GiB, and more"),
-        (60, 4, "a rank has 16 rows a step; 4 x 2048 tokens take 41.9 of 60.0 GiB, 8 rows would"),
-        (31, 2, "a rank has 16 rows a step; 2 x 2048 tokens take 29.6 of 31.0 GiB, 4 rows would"),
+        (None, 8, "a rank has 16 rows a step; 8 x 2048 tokens take 67.0 of 139.8 GiB, and more"),
+        (60, 4, "a rank has 16 rows a step; 4 x 2048 tokens take 42.1 of 60.0 GiB, 8 rows would"),
+        (31, 2, "a rank has 16 rows a step; 2 x 2048 tokens take 29.7 of 31.0 GiB, 4 rows would"),
         (24, 1, "a rank has 16 rows a step; 1 x 2048 tokens take 23.0 of 24.0 GiB, 2 rows would"),
         (12, 1, "a rank has 16 rows a step; 1 x 2048 tokens take 23.0 of 12.0 GiB, and nothing"),
     ],
