@@ -163,7 +163,7 @@ def with_lora(model: Any, case: Case, device: str, dtype: torch.dtype) -> Any:
 
 def lora_of(case: Case) -> LoRA:
     """The row's adapter."""
-    return LoRA.model_validate(case.adapter)
+    return LoRA.model_validate(case.adapter, strict=False)
 
 
 def hf_losses(model: Any, case: Case, peer: Peer, device: str) -> Losses:

@@ -113,7 +113,7 @@ def _rotate_back(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _on_gpu(x: Tensor, head_dim: int) -> bool:
-    return triton is not None and x.is_cuda and head_dim & (head_dim - 1) == 0
+    return triton is not None and x.is_cuda and head_dim % 2 == 0
 
 
 def _launch_rope_qkv(
@@ -126,26 +126,29 @@ def _launch_rope_qkv(
     _rope_qkv[(rows * length,)](
         *parts, qkv, *angles, length, heads, kv_heads, qkv.stride(0),
         *(size for part in parts for size in part.stride()[:3]), backward,
-        head_dim, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads), num_warps=8,
+        head_dim, triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(heads),
+        triton.next_power_of_2(kv_heads), num_warps=8,
     )  # fmt: skip
 
 
 def _rope_qkv_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, qkv, cos, sin, length, heads, kv_heads, qkv_row,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    backward: tl.constexpr, D: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+    backward: tl.constexpr, D: tl.constexpr, P: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
+    """The heads of one token. A half of a head is padded to P numbers, a power of two."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // length, token % length
     half: tl.constexpr = D // 2
-    d = tl.arange(0, half)[None, :]
+    d = tl.arange(0, P)[None, :]
+    in_head = d < half
     angle = token * D + d
-    cos_left = tl.load(cos + angle).to(tl.float32)
-    cos_right = tl.load(cos + angle + half).to(tl.float32)
-    sin_left = tl.load(sin + angle).to(tl.float32)
-    sin_right = tl.load(sin + angle + half).to(tl.float32)
+    cos_left = tl.load(cos + angle, mask=in_head, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angle + half, mask=in_head, other=0.0).to(tl.float32)
+    sin_left = tl.load(sin + angle, mask=in_head, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + angle + half, mask=in_head, other=0.0).to(tl.float32)
     h, g = tl.arange(0, H)[:, None].to(tl.int64), tl.arange(0, G)[:, None].to(tl.int64)
-    many, few = h < heads, g < kv_heads
+    many, few = (h < heads) & in_head, (g < kv_heads) & in_head
     queries += row * q_row + place * q_token + h * q_head + d
     keys += row * k_row + place * k_token + g * k_head + d
     values += row * v_row + place * v_token + g * v_head + d

@@ -3,8 +3,9 @@
 `silu(gate) * up` passes over the intermediate size. LoRA's addition to gate and up, the next
 layer's `x A^T`, and in the backward pass the gradients of all their matrices read the same numbers,
 so they are computed while these are in registers. A compiler fuses pointwise operations with one
-GEMM, not with several small ones around them. Elsewhere than on a GPU the same is done step by
-step, with plain torch.
+GEMM, not with several small ones around them. Where a tile would not fit (ranks above 64, fp32,
+elsewhere than on a GPU) the small products are GEMMs of their own that add to what is there, and
+what is pointwise is one pass.
 
 Rows are tokens. `y` holds gate and up side by side, without LoRA; `lora_hidden` and `lora_b` have
 gate's half first. The incoming gradient is without what flows back through the next layer's A.
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from shardtune.kernels.autotune import autotuned
 from shardtune.kernels.lora_dropout import (
@@ -29,7 +29,8 @@ from shardtune.kernels.lora_dropout import (
 from shardtune.kernels.lora_dropout import kept as _kept
 from shardtune.kernels.lora_residual import LARGEST_RANK
 from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
-from shardtune.kernels.stacked_linear import cat_aligned, empty_aligned
+from shardtune.kernels.stacked_linear import empty_aligned
+from shardtune.kernels.swiglu import swiglu, swiglu_backward_into
 from shardtune.kernels.triton_import import jit, tl, triton
 
 TILE = 64
@@ -60,8 +61,7 @@ def swiglu_lora(
     (`lora_dropout.py`)."""
     rows, half, rank = len(y), y.shape[1] // 2, lora_b.shape[1]
     if not _on_gpu(y, rank, len(next_lora_a)):
-        gate, up = _gate_up(y, lora_hidden, lora_b)
-        activation = functional.silu(gate) * up
+        activation = swiglu(_gate_up(y, lora_hidden, lora_b))
         if seed is not None:
             return activation, dropout_lora_a(activation, next_lora_a, seed, p, 1)
         return activation, activation @ next_lora_a.t()
@@ -157,10 +157,13 @@ def _(
     return empty_aligned(y, y.shape[0], y.shape[1] + lora_hidden.shape[1]), grad_b, grad_next_a
 
 
-def _gate_up(y: Tensor, lora_hidden: Tensor, lora_b: Tensor) -> tuple[Tensor, ...]:
-    """Gate and up with LoRA: y + [hg Bg^T | hu Bu^T]."""
-    parts = zip(lora_hidden.chunk(2, dim=1), lora_b.chunk(2), strict=True)
-    return (y + torch.cat([some @ matrix.t() for some, matrix in parts], dim=1)).chunk(2, dim=1)
+def _gate_up(y: Tensor, lora_hidden: Tensor, lora_b: Tensor) -> Tensor:
+    """Gate and up with LoRA, side by side: y + [hg Bg^T | hu Bu^T]."""
+    result = y.new_empty(y.shape)
+    halves = (result.chunk(2, dim=1), y.chunk(2, dim=1), lora_hidden.chunk(2, dim=1))
+    for place, base, hidden, matrix in zip(*halves, lora_b.chunk(2), strict=True):
+        torch.addmm(base, hidden, matrix.t(), out=place)
+    return result
 
 
 def _backward_step_by_step(
@@ -173,26 +176,27 @@ def _backward_step_by_step(
     seed: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, half), rank = grad_output.shape, lora_b.shape[1]
     if seed is None:
-        grad_activation = grad_output + grad_next_hidden @ next_lora_a
+        grad_activation = torch.addmm(grad_output, grad_next_hidden, next_lora_a)
     else:
         grad_activation = add_dropout_lora_a_grad(
             grad_output, grad_next_hidden, next_lora_a, seed, p, 1
         )
-    gate, up = _gate_up(y, lora_hidden, lora_b)
-    sigmoid = torch.sigmoid(gate.float())
-    silu = gate.float() * sigmoid
-    grad_gate = grad_activation * up * (sigmoid + silu * (1 - sigmoid))
-    halves = [each.to(y.dtype) for each in (grad_gate, grad_activation * silu)]
-    activation = (silu * up).to(y.dtype)
-    grad_hidden = [some @ matrix for some, matrix in zip(halves, lora_b.chunk(2), strict=True)]
+    grads = empty_aligned(y, rows, 2 * half + 2 * rank)
+    grad_y, *grad_hidden = torch.split(grads, [2 * half, rank, rank], dim=1)
+    gate_up = _gate_up(y, lora_hidden, lora_b)
+    activation = swiglu_backward_into(grad_y, grad_activation, gate_up)
+    halves = grad_y.chunk(2, dim=1)
+    for some, matrix, place in zip(halves, lora_b.chunk(2), grad_hidden, strict=True):
+        torch.mm(some, matrix, out=place)
     parts = zip(halves, lora_hidden.chunk(2, dim=1), strict=True)
     grad_lora_b = torch.cat([matmul_fp32_out(some.t(), of) for some, of in parts])
     if seed is None:
         grad_next_lora_a = matmul_fp32_out(grad_next_hidden.t(), activation)
     else:
         grad_next_lora_a = dropout_lora_a_weight_grad(grad_next_hidden, activation, seed, p, 1)
-    return cat_aligned(*halves, *grad_hidden), grad_lora_b, grad_next_lora_a
+    return grads, grad_lora_b, grad_next_lora_a
 
 
 def _on_gpu(y: Tensor, *ranks: int) -> bool:

@@ -14,7 +14,7 @@ from shardtune.kernels.cross_entropy import cross_entropy_in_place
 from shardtune.kernels.lora_residual import add_lora_residual
 from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
 from shardtune.kernels.stacked_linear import stack_weights
-from shardtune.kernels.swiglu_backward import swiglu_backward
+from shardtune.kernels.swiglu import swiglu_backward
 from shardtune.kernels.swiglu_lora import swiglu_lora, swiglu_lora_backward
 from shardtune.models.fused.lora_autograd import LoRALinear, LoRASwiGLUMLP
 from shardtune.models.quantization.fp8_linear import (
@@ -55,7 +55,7 @@ def _poisoned() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("rank", [8, 16, 24, 64])
+@pytest.mark.parametrize("rank", [8, 16, 24, 64, 128])
 @pytest.mark.parametrize("size", TILED, ids=str)
 def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     numbers = given(*size, rank, 16 if rank == 24 else rank, dtype)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from shardtune.core.fused_families import SHARED_INPUT_FAMILIES
 from shardtune.kernels.rope import rope_qkv, rope_qkv_backward
 from shardtune.kernels.stacked_linear import stack_weights, stacked_linear, stacked_linear_backward
-from shardtune.kernels.swiglu_backward import swiglu_backward
+from shardtune.kernels.swiglu import swiglu_backward
 from shardtune.models.fused.known_source import forward_is, input_goes_to
 from shardtune.models.fused.shared_input import (
     GATE_UP,
