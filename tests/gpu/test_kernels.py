@@ -100,9 +100,12 @@ def test_an_mlp_as_float64(rank: int, together: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NEAR])
 @pytest.mark.parametrize("heads", [(4, 4), (32, 8), (9, 3), (8, 1)], ids=str)
+@pytest.mark.parametrize("width", [64, 96])
 @pytest.mark.parametrize("by", ["token", "head"])
-def test_turned_as_float64(heads: tuple[int, int], by: Order, dtype: torch.dtype) -> None:
-    assert_turned(heads, 64, dtype, "cuda", by)
+def test_turned_as_float64(
+    heads: tuple[int, int], by: Order, width: int, dtype: torch.dtype
+) -> None:
+    assert_turned(heads, width, dtype, "cuda", by)
 
 
 @pytest.mark.parametrize("dtype", NEAR)
