@@ -14,6 +14,7 @@ from shardtune.core.regular_file import other_kind
 from shardtune.data.data_file import ENDINGS, FILE_KINDS, OpenedSource, open_data_file, scan
 from shardtune.data.open_file import ending
 from shardtune.data.readers import SavedRows
+from shardtune.data.row_slice import sliced
 from shardtune.errors import DataError, Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ PART_ROWS = 10_000  # rows of a part of a table
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _SPLIT_NAME = re.compile(r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])", re.I)
+_SLICE = re.compile(r"\[[^\]]*\](\+train\[[^\]]*\])*$")
 _CHOICES = re.compile(r"\[(.+)\]", re.DOTALL)
 
 
@@ -34,7 +36,8 @@ def open_source(source: Source) -> OpenedSource:
     try:
         if path.is_file():
             _require_no_parts(source)
-            return open_data_file(source, path)
+            opened = open_data_file(source, path)
+            return sliced(opened, source.split) if "[" in source.split else opened
         if path.is_dir():
             return _open_folder(source, path)
         if "*" in source.path:
@@ -59,8 +62,10 @@ def open_source(source: Source) -> OpenedSource:
 
 
 def _require_no_parts(source: Source) -> None:
-    """Refuses what a file by itself doesn't have; it would be passed over in silence."""
-    for key, given, usual in (("split", source.split, "train"), ("config", source.config, None)):
+    """Refuses what a file by itself doesn't have; it would be passed over in silence. Its rows are
+    its split `train`, of which a slice may be taken."""
+    split = _SLICE.sub("", source.split)
+    for key, given, usual in (("split", split, "train"), ("config", source.config, None)):
         if given != usual:
             fact = f"is a file, which has no {key} {given!r}"
             fix = f"leave {key} out; data.eval: {{share: 0.02}} holds rows of it out"

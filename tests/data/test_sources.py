@@ -92,6 +92,38 @@ def test_what_isn_t_there_is_answered_with_what_is(languages, settings, fact, fi
     assert fix in told[1]
 
 
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train", range(10)),
+        ("train[:3]", range(3)),
+        ("train[4:6]", range(4, 6)),
+        ("train[-2:]", range(8, 10)),
+        ("train[:20%]", range(2)),
+        ("train[:1]+train[9:]", (0, 9)),
+    ],
+)
+def test_a_slice_of_a_file(tmp_path, split, expected):
+    write(tmp_path / "a.jsonl", *(f"row {n}" for n in range(10)))
+    assert texts(tmp_path / "a.jsonl", split=split) == [f"row {n}" for n in expected]
+
+
+@pytest.mark.parametrize(
+    ("split", "fact", "fix"),
+    [
+        ("test[:3]", "is a file, which has no split 'test'", "leave split out"),
+        ("train[20:]", "split 'train[20:]' holds none of its 10 rows", "take more rows"),
+        ("train[5:5]", "split 'train[5:5]' holds none of its 10 rows", "take more rows"),
+        ("train[:x]", "split 'train[:x]' is no slice of its 10 rows", "write it as train[:1%]"),
+    ],
+)
+def test_no_slice_of_a_file(tmp_path, split, fact, fix):
+    write(tmp_path / "a.jsonl", *(f"row {n}" for n in range(10)))
+    told = refused(tmp_path / "a.jsonl", split=split)
+    assert told[0].startswith(fact)
+    assert fix in told[1]
+
+
 def test_slices_of_a_saved_folder(tmp_path):
     both = {
         name: datasets.Dataset.from_dict({"text": [f"{name} {n}" for n in range(count)]})
