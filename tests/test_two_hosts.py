@@ -94,6 +94,7 @@ def by_torchrun(hosts: tuple[Host, Host], folder: Path, *words: str) -> list[sub
     ]
 
 
+@pytest.mark.long
 def test_hybrid_sharding_by_our_command(
     hosts: tuple[Host, Host], folder: Path, alone: list[float]
 ) -> None:

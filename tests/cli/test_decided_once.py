@@ -9,6 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from shardtune.checkpoint.run_dir import RunDir
 from tests.jobs import write_job
 
@@ -41,6 +43,7 @@ for name, function in places.items():  # before anybody else imports them
 """Runs first in every process of the run: notes who opens the job file, and who decides."""
 
 
+@pytest.mark.long
 def test_the_launcher_decides_and_the_ranks_are_told(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WATCH, encoding="utf-8")
     rows = "".join(json.dumps({"text": "b" * n}) + "\n" for n in range(1, 9))

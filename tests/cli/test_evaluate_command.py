@@ -229,6 +229,7 @@ def test_what_was_measured_is_written_before_a_judge_fails(
     assert len(json.loads(out.read_text())["tasks"]) == 1
 
 
+@pytest.mark.long
 def test_ranks_share_the_rows(tmp_path: Path) -> None:
     rows = [{"prompt": text, "answer": "e"} for text in ("one", "two", "three", "four", "five")]
     path = write(tmp_path / "q.jsonl", rows)

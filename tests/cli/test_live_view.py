@@ -101,6 +101,7 @@ def test_show_of_a_deepspeed_job_in_80_columns(tmp_path: Path) -> None:
     assert min(map(len, third)) >= 5, "no column is a few letters wide"
 
 
+@pytest.mark.long
 def test_json_is_the_metrics_and_then_the_report(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardtune", "train", str(job_in(tmp_path)), "--json"]
     done = subprocess.run(

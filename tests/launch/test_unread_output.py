@@ -37,6 +37,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_blocked_pipe_and_a_full_disk_hurt_no_run(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -131,6 +131,7 @@ def test_it_is_shown_planned_estimated_and_looked_at(site: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_trains_as_data_parallelism_does(site: Path) -> None:
     shardtune_says(site, "train", "job.yaml", "save.directory=toy")
     shardtune_says(site, "train", "job.yaml", "save.directory=ddp", "strategy={type: ddp}")

@@ -42,6 +42,7 @@ LONG = {
     *("ia3", "tensor_lora"),
     *("zero3_offload_cpu", "zero1", "zero2_qlora"),  # which the conformance table has, too
     *("layers", "pipeline_1f1b", "zero3_full", "fsdp_qlora", "ddp_lora", "gpu_fp8_8b"),
+    *("falcon_qlora", "flan_t5_zero3"),  # families and encoders have tests of their own
     *("tinyllama_ddp", "codellama_fsdp", "zero3_lora_checkpointing"),
     *("gpu_lora_8b", "gpu_lean_8b", "gpu_paged_1b", "gpu_qlora_70b"),  # plain ones on a CPU
 }
@@ -166,7 +167,8 @@ def test_a_deepspeed_file_runs_as_it_is(
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("name", [pytest.param("fsdp_full", marks=pytest.mark.long), "zero3_full"])
+@pytest.mark.parametrize("name", ["fsdp_full", "zero3_full"])
+@pytest.mark.long
 def test_an_adapter_of_a_spread_model_is_read_back_exactly(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
