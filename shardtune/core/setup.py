@@ -18,10 +18,18 @@ SCALE_BLOCK = 256
 CAPTURED_TOKENS = 8192
 """Tokens of a micro-batch up to which its passes become a CUDA graph. With more of them a GPU is
 busy for longer than the host takes to launch its kernels, so nothing is gained."""
+CAPTURED_WORK = 10**13
+"""The same in tokens times weights, where all weights are trained: a graph keeps a place for their
+gradients, which is much to pay for nothing. An H200 takes about 0.12 s for that many."""
 Loss = Literal["plain", "fused"]
 Recompute = Literal["none", "mlp", "most", "full"]
 """What a layer computes twice: small operations only, also the wide products of its MLP, all but
 attention, or all. Each takes less memory and more time than the one before."""
+
+
+def captured_tokens(weights: int, *, all_trained: bool) -> int:
+    """Tokens of a micro-batch up to which its passes become a CUDA graph."""
+    return min(CAPTURED_TOKENS, CAPTURED_WORK // weights) if all_trained else CAPTURED_TOKENS
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.core.heartbeat import compiling
 from shardtune.core.peft_wrapper import unwrap_model
-from shardtune.core.setup import CAPTURED_TOKENS, EngineSetup
+from shardtune.core.setup import EngineSetup
 from shardtune.core.units import GIB
 from shardtune.core.world import World
 from shardtune.engine.host_to_device import Staged
@@ -102,11 +102,14 @@ class RecordedSteps:
         update: OptimizerUpdate,
         loss: Callable[[Staged], Tensor],
         device: torch.device,
+        most_tokens: int,
         *,
         in_place: bool = False,
     ) -> None:
-        """`loss`: the forward pass of a micro-batch on the device. `in_place`: see `why_not`."""
+        """`loss`: the forward pass of a micro-batch on the device, which is recorded for at most
+        `most_tokens`. `in_place`: see `why_not`."""
         self._in_place = in_place
+        self._most_tokens = most_tokens
         self._weights = list(parameters.named.values())
         self._update = update
         self._loss = loss
@@ -127,8 +130,8 @@ class RecordedSteps:
     def covers(self) -> str:
         """What is recorded, in words."""
         if self._in_place:
-            return f"steps of one micro-batch of up to {CAPTURED_TOKENS:,} tokens"
-        return f"micro-batches of up to {CAPTURED_TOKENS:,} tokens, and the update"
+            return f"steps of one micro-batch of up to {self._most_tokens:,} tokens"
+        return f"micro-batches of up to {self._most_tokens:,} tokens, and the update"
 
     @property
     def refused(self) -> str:
@@ -181,7 +184,7 @@ class RecordedSteps:
     def measured(self, batch: Staged) -> Iterator[None]:
         """Around a forward pass without a graph: notes what it saves."""
         shape = _shape_of(batch)
-        if self._refused or shape in self._needed or batch.input_ids.numel() > CAPTURED_TOKENS:
+        if self._refused or shape in self._needed or batch.input_ids.numel() > self._most_tokens:
             yield
             return
         before, compiled = torch.cuda.memory_allocated(self._device), _graphs_compiled()

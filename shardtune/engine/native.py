@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
 from shardtune.core.peft_wrapper import unwrap_model
-from shardtune.core.setup import EngineSetup
+from shardtune.core.setup import EngineSetup, captured_tokens
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 from shardtune.core.tensor_shards import TensorShard, round_robin
 from shardtune.core.world import World
@@ -120,11 +120,13 @@ class NativeEngine:
         config = unwrap_model(self.model).config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
         self.forward_pass.staging.buckets = ShapeBuckets(longest)
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
         return RecordedSteps(
             self.parameters,
             self.optimizer_update,
             self._forward_here,
             self.device,
+            captured_tokens(weights, all_trained=self.adds_in_place),
             in_place=self.adds_in_place,
         )
 

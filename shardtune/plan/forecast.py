@@ -19,7 +19,7 @@ from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.quantized_size import quantizable, require_quantizable
 from shardtune.core.model.row_length import require_short_rows
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.setup import CAPTURED_TOKENS
+from shardtune.core.setup import captured_tokens
 from shardtune.core.units import GIB
 from shardtune.errors import JobError, Problem
 from shardtune.plan.cluster import Cluster
@@ -260,7 +260,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         checkpointing="none" if level == "auto" else level,
         kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,
-        captured=microbatches == 1 and _captured(job, mesh.size, micro * read),
+        captured=microbatches == 1 and _captured(job, mesh.size, micro * read, shape),
         host_mapped=job.maps_states_to_host(mesh.size),
         attention="eager" if job.model.attention == "eager" else "sdpa",
         loss="pieces" if train.loss == "fused" and can.fused_loss else "plain",
@@ -277,14 +277,15 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     )
 
 
-def _captured(job: Job, ranks: int, tokens: int) -> bool:
+def _captured(job: Job, ranks: int, tokens: int, shape: ModelShape) -> bool:
     """Whether a run on GPUs would record its passes (`engine/cuda_graphs.py`). Asked for steps of
     one micro-batch only: with several, which are recorded too, no run has been measured."""
     train = job.train
+    all_trained = isinstance(job.adapter, NoAdapter)
     return (
         ranks == 1
-        and tokens <= CAPTURED_TOKENS
-        and (not isinstance(job.adapter, NoAdapter) or job.splits_weights(ranks))
+        and tokens <= captured_tokens(shape.parameters, all_trained=all_trained)
+        and (not all_trained or job.splits_weights(ranks))
         and train.kernels == "compiled"
         and train.precision == "bf16"
         and train.recompute != "full"
