@@ -2,7 +2,7 @@
 
 Greedy answers are those of `transformers.generate`, token by token. What is faster here: rows that
 have ended leave the batch, the beginning that all prompts share (few-shot examples, a system
-message) is computed once, and no key or value is copied twice.
+message) is computed once, no key or value is copied twice, and on a GPU a step is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from shardtune.core.decoding_context import decode_behind, decoding_context
 from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
+from shardtune.engine.decode_step import DecodeSteps, why_not_static
 from shardtune.models.context_window import fit_prompts, require_decoder
 from shardtune.models.kv_cache import attends_to_all, make_cache
 
@@ -83,10 +85,12 @@ def complete(
     device: str = "cpu",
     progress: RowsDone | None = None,
     retries: bool = True,
+    graphs: DecodeGraphs | None = None,
 ) -> list[Completion]:
     """One completion a prompt, in the order of the prompts. The longest prompts come first: what
     doesn't fit shows at once, and a smaller batch is tried then, if it `retries`. It must not where
-    a forward pass has collectives: a rank that left one and began another would wait forever."""
+    a forward pass has collectives: a rank that left one and began another would wait forever.
+    `graphs` are those of the device, unless somebody else records steps."""
     require_decoder(unwrap_model(model).config)
     prompts = fit_prompts(model, prompts, stopping.max_new_tokens)
     sampling = sampling or Sampling()
@@ -94,6 +98,8 @@ def complete(
     model.eval()
     try:
         decoder = _Decoder(model, tokenizer, stopping, sampling, device)
+        if retries:  # one GPU has the whole model
+            decoder.use_slots(graphs or DecodeGraphs(cuda_recorder(torch.device(device))))
         found: dict[int, Completion] = {}
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         tokens = 0
@@ -110,6 +116,7 @@ def complete(
                 except torch.OutOfMemoryError:
                     if len(batch) == 1 or not retries:
                         raise
+                    decoder.forget_rows()
                     found = {i: found[i] for i in order if i in found and i not in batch}
                     batch_size = len(batch) // 2
                     torch.cuda.empty_cache()
@@ -132,8 +139,20 @@ class _Decoder:
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in taken}
         longest = max((len(each) for each in stopping.stop_strings), default=0)
         self._tail = 4 * longest + 4  # a letter is four tokens at most
+        self._slots: DecodeSteps | None = None
         pad = tokenizer.pad_token_id
         self._pad = pad if pad is not None else min(stopping.stop_ids, default=0)
+
+    def use_slots(self, graphs: DecodeGraphs) -> None:
+        """Decodes by steps of few shapes, where they can be recorded and nothing is drawn."""
+        plain = unwrap_model(self._model)
+        if self._sampling.temperature <= 0 and not (graphs.refused or why_not_static(plain)):
+            self._slots = DecodeSteps(plain, graphs, self._model)
+
+    def forget_rows(self) -> None:
+        """After a batch that has failed."""
+        if self._slots is not None:
+            self._slots.clear()
 
     def batch(self, prompts: dict[int, Sequence[int]]) -> Iterator[tuple[int, Completion]]:
         """Completes some prompts together; each is handed out as soon as it has ended."""
@@ -168,6 +187,9 @@ class _Decoder:
                     alive.append(position)
             if not alive:
                 return
+            if self._slots is not None:
+                yield from self._in_slots(self._slots, [(rows[p], p) for p in alive], cache, shared)
+                return
             if len(alive) < len(rows):
                 rows = [rows[position] for position in alive]
                 kept = torch.tensor(alive, device=self._device)
@@ -175,6 +197,27 @@ class _Decoder:
                 cache.batch_select_indices(kept)
             ids = new[:, None]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+
+    def _in_slots(
+        self, slots: DecodeSteps, begun: list[tuple[_Row, int]], cache: Any, shared: int
+    ) -> Iterator[tuple[int, Completion]]:
+        """Goes on with rows that have a first token, each with its place in the prefilled cache."""
+        rows = [row for row, _ in begun]
+        most = self._stopping.max_new_tokens
+        slots.reserve(len(rows), max(len(row.prompt) for row in rows) + most)
+        for row, place in begun:
+            slots.add(cache, place, len(row.prompt), shared)
+        while rows:
+            new = slots.launch([row.written[-1] for row in rows], chosen=True).tokens()
+            for place in reversed(range(len(rows))):
+                row = rows[place]
+                row.written.append(new[place])
+                ended = self._has_ended(row)
+                if ended or len(row.written) == most:
+                    slots.remove(place)
+                    rows[place] = rows[-1]
+                    rows.pop()
+                    yield row.index, self._completion(row, ended)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """The logits of the next token, in fp32."""

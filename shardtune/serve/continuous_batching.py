@@ -2,8 +2,8 @@
 
 transformers has continuous batching of its own. It has no adapter per request and one seed for all,
 so this is ours: a prefill for those who join, then one forward pass a step for all who are there.
-Rows with the same adapter make a batch (a lane); with several adapters over one base, lanes take
-turns. That is slower than one mixed batch, and exact for whatever an adapter changes.
+Rows with the same adapter make a batch (a lane, `lanes.py`); with several adapters over one base,
+lanes take turns. That is slower than one mixed batch, and exact for whatever an adapter changes.
 
 Nothing here knows threads: `step` is called by whoever owns the model.
 """
@@ -11,84 +11,38 @@ Nothing here knows threads: `step` is called by whoever owns the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import logging
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardtune.core.peft_wrapper import unwrap_model
-from shardtune.serve.row_cache import RowCache, SingleRowCache, can_batch
-from shardtune.serve.sampling import RequestSampling, TokenLogprob
-from shardtune.serve.text_stream import TextStream
+from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
+from shardtune.engine.decode_step import DecodeSteps, why_not_static
+from shardtune.serve.generation_request import GenerationRequest, choose_tokens, guarded
+from shardtune.serve.lanes import EagerLane, Lane, StaticLane
+from shardtune.serve.row_cache import can_batch
 
 PREFILL_TOKENS = 4096
 """Prompt tokens that join in one step, at most (one prompt may have more): who waits for the next
 token waits for them."""
-
-Finish = Literal["stop", "length", "cancelled", "error"]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a step adds to an answer. The last one says why it is the last."""
-
-    text: str
-    tokens: tuple[TokenLogprob, ...] = ()
-    finish: Finish | None = None
-    error: str = ""
-
-
-@dataclass(eq=False)
-class GenerationRequest:
-    """A prompt, how to go on with it, and who hears of each piece."""
-
-    prompt: Sequence[int]
-    max_tokens: int
-    sampling: RequestSampling
-    stops: frozenset[int]
-    text: TextStream
-    hear: Callable[[Piece], None]
-    adapter: str | None = None
-    """None answers with the base model."""
-    written: int = field(default=0, init=False)
-    last: int = field(default=0, init=False)
-    finished: bool = field(default=False, init=False)
-
-    @property
-    def reserved(self) -> int:
-        """Tokens that it may come to."""
-        return len(self.prompt) + self.max_tokens
-
-    def take(self, chosen: TokenLogprob) -> None:
-        """Notes a token and tells of it, and of the end if it is the last."""
-        self.last, self.written = chosen.token, self.written + 1
-        if chosen.token in self.stops:
-            return self._end(Piece(self.text.end(), (), "stop"))
-        text = self.text.add(chosen.token)
-        if self.text.stopped:
-            return self._end(Piece(text, (chosen,), "stop"))
-        if self.written == self.max_tokens:
-            text += self.text.end()
-            finish: Finish = "stop" if self.text.stopped else "length"
-            return self._end(Piece(text, (chosen,), finish))
-        return self.hear(Piece(text, (chosen,)))
-
-    def give_up(self, finish: Finish, error: str = "") -> None:
-        """Ends it where it stands."""
-        self._end(Piece("", (), finish, error))
-
-    def _end(self, piece: Piece) -> None:
-        self.finished = True
-        self.hear(piece)
+_log = logging.getLogger("shardtune")
 
 
 class ContinuousBatch:
     """The requests of one base model and its adapters."""
 
-    def __init__(self, model: Any, *, max_rows: int = 16, max_cache_tokens: int = 65_536) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int = 16,
+        max_cache_tokens: int = 65_536,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """`graphs` are those of the model's GPU, unless somebody else records steps."""
         self._model, self._inner = model, unwrap_model(model)
         model.eval()
         self._config = self._inner.config
@@ -98,11 +52,15 @@ class ContinuousBatch:
         self.max_rows = max_rows if self._batched else 1
         self.max_cache_tokens = max_cache_tokens
         self._waiting: list[GenerationRequest] = []
-        self._lanes: dict[str | None, _Lane] = {}
+        self._lanes: dict[str | None, Lane] = {}
         self._adapter: str | None = None
         taken = inspect.signature(self._inner.forward).parameters
         self._takes_positions = "position_ids" in taken
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._graphs = graphs or DecodeGraphs(cuda_recorder(self._device))
+        if not self._graphs.refused and (why := why_not_static(self._inner)):
+            self._graphs = DecodeGraphs(None)
+            _log.info("decoding without CUDA graphs: %s", why)
         if model is not self._inner:
             self._switch(None)
 
@@ -128,10 +86,10 @@ class ContinuousBatch:
         whether anybody is left."""
         self._drop_finished()
         if joining := self._next():
-            _guarded(joining, lambda: self._prefill(joining))
-        for adapter, lane in self._lanes.items():
+            guarded(joining, lambda: self._prefill(joining))
+        for lane in self._lanes.values():
             if lane.rows:
-                _guarded(lane.rows, partial(self._decode, adapter, lane))
+                guarded(lane.rows, lane.decode)
         self._drop_finished()
         return bool(self._waiting or self.running)
 
@@ -161,7 +119,7 @@ class ContinuousBatch:
         return joining
 
     def _prefill(self, joining: list[GenerationRequest]) -> None:
-        lane = self._lanes.setdefault(joining[0].adapter, _Lane(self._new_cache()))
+        lane = self._lane(joining[0].adapter)
         longest = max(len(request.prompt) for request in joining)
         ids = torch.zeros(len(joining), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -169,27 +127,32 @@ class ContinuousBatch:
             start = longest - len(request.prompt)
             ids[row, start:] = torch.tensor(request.prompt)
             mask[row, start:] = 1
-        cache = lane.cache.prefill()
+        cache = lane.prefill()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(joining[0].adapter, ids, mask, positions, cache)
-        for row, request in enumerate(joining):
-            lane.cache.add(cache, row, len(request.prompt))
-            lane.rows.append(request)
-        _choose(joining, logits)
+        lane.join(joining, cache)
+        choose_tokens(joining, logits.argmax(-1).tolist(), lambda row: logits[row])
 
-    def _decode(self, adapter: str | None, lane: _Lane) -> None:
-        mask, positions = lane.cache.begin_step()
-        ids = torch.tensor([[request.last] for request in lane.rows])
-        _choose(lane.rows, self._forward(adapter, ids, mask, positions, lane.cache.cache))
+    def _lane(self, adapter: str | None) -> Lane:
+        """That of an adapter. Where steps can't be recorded after all, an empty one is replaced."""
+        lane = self._lanes.get(adapter)
+        recorded = not self._graphs.refused
+        if lane is None or (isinstance(lane, StaticLane) and not recorded and not lane.rows):
+            lane = (
+                StaticLane(DecodeSteps(self._inner, self._graphs, partial(self._call, adapter)))
+                if recorded
+                else EagerLane(self._config, partial(self._forward, adapter), self._batched)
+            )
+            self._lanes[adapter] = lane
+        return lane
 
     def _forward(
         self, adapter: str | None, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any
     ) -> Tensor:
         """The logits behind the last token of each row."""
-        if self._model is not self._inner and adapter != self._adapter:
-            self._switch(adapter)
         where = {"position_ids": positions.to(self._device)} if self._takes_positions else {}
-        answer = self._inner(
+        answer = self._call(
+            adapter,
             input_ids=ids.to(self._device),
             attention_mask=mask.to(self._device),
             past_key_values=cache,
@@ -200,6 +163,12 @@ class ContinuousBatch:
         logits: Tensor = answer.logits[:, -1]
         return logits
 
+    def _call(self, adapter: str | None, **inputs: Any) -> Any:
+        """The model's answer with an adapter."""
+        if self._model is not self._inner and adapter != self._adapter:
+            self._switch(adapter)
+        return self._inner(**inputs)
+
     def _switch(self, adapter: str | None) -> None:
         tuner = self._model.base_model
         if adapter is None:
@@ -208,46 +177,3 @@ class ContinuousBatch:
             tuner.enable_adapter_layers()
             self._model.set_adapter(adapter)
         self._adapter = adapter
-
-    def _new_cache(self) -> RowCache | SingleRowCache:
-        return RowCache(self._config) if self._batched else SingleRowCache(self._config)
-
-
-@dataclass
-class _Lane:
-    """Rows that run with one adapter."""
-
-    cache: RowCache | SingleRowCache
-    rows: list[GenerationRequest] = field(default_factory=list)
-
-    def drop_finished(self) -> None:
-        for row in reversed(range(len(self.rows))):
-            if self.rows[row].finished:
-                self.cache.remove(row)
-                self.rows[row] = self.rows[-1]
-                self.rows.pop()
-
-
-def _guarded(rows: Sequence[GenerationRequest], work: Callable[[], None]) -> None:
-    """Work that fails (no memory for a forward pass, say) ends its own requests, not the server."""
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001  whatever a model's own code may raise
-        first = str(error).strip().split("\n")[0]
-        for request in rows:
-            if not request.finished:
-                request.give_up("error", f"{type(error).__name__}: {first}")
-
-
-def _choose(requests: Sequence[GenerationRequest], logits: Tensor) -> None:
-    """The next token of each. Greedy ones are found in one call, without a copy of the logits."""
-    likeliest = logits.argmax(-1).tolist()
-
-    def choose(row: int, request: GenerationRequest) -> None:
-        how = request.sampling
-        plain = how.greedy and how.logprobs is None
-        request.take(TokenLogprob(likeliest[row]) if plain else how.choose(logits[row]))
-
-    for row, request in enumerate(requests):
-        if not request.finished:
-            _guarded([request], partial(choose, row, request))

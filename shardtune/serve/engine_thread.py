@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
-from shardtune.serve.continuous_batching import ContinuousBatch, GenerationRequest, Piece
+from shardtune.serve.continuous_batching import ContinuousBatch
+from shardtune.serve.generation_request import GenerationRequest, Piece
 from shardtune.serve.sampling import RequestSampling
 from shardtune.serve.served_model import ServedModel
 from shardtune.serve.text_stream import TextStream
@@ -71,7 +72,7 @@ class EngineThread:
         if self.draining:
             raise Draining
         loop = asyncio.get_running_loop()
-        heard: asyncio.Queue[Piece] = asyncio.Queue()
+        heard: asyncio.Queue[Piece | None] = asyncio.Queue()
 
         def hear(piece: Piece) -> None:
             with suppress(RuntimeError):  # the loop has ended, and with it who listened
@@ -121,7 +122,7 @@ class Answering:
     def __init__(
         self,
         request: GenerationRequest,
-        heard: asyncio.Queue[Piece],
+        heard: asyncio.Queue[Piece | None],
         deadline: float,
         cancel: Callable[[], None],
     ) -> None:
@@ -137,17 +138,19 @@ class Answering:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """As they come; whoever stops listening cancels it. Raises TookTooLong."""
+        left = max(self._deadline - time.monotonic(), 0)
+        # One timer for all pieces: a time limit for each would cost more than the piece.
+        too_long = asyncio.get_running_loop().call_later(left, self._heard.put_nowait, None)
         try:
             while True:
-                left = self._deadline - time.monotonic()
-                try:
-                    piece = await asyncio.wait_for(self._heard.get(), max(left, 0))
-                except asyncio.TimeoutError:
-                    raise TookTooLong from None
+                piece = await self._heard.get()
+                if piece is None:
+                    raise TookTooLong
                 if piece.finish is not None:
                     self._over = True
                 yield piece
                 if piece.finish is not None:
                     return
         finally:
+            too_long.cancel()
             self.cancel()

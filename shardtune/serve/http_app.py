@@ -19,7 +19,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from shardtune.errors import did_you_mean
-from shardtune.serve.continuous_batching import Piece
 from shardtune.serve.engine_thread import (
     Answering,
     Draining,
@@ -27,6 +26,7 @@ from shardtune.serve.engine_thread import (
     QueueFull,
     TookTooLong,
 )
+from shardtune.serve.generation_request import Piece
 from shardtune.serve.openai_answers import AnswerWriter, Usage
 from shardtune.serve.openai_requests import (
     ChatBody,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from shardtune.errors import did_you_mean
-from shardtune.serve.continuous_batching import GenerationRequest, Piece
+from shardtune.serve.generation_request import GenerationRequest, Piece
 from shardtune.serve.sampling import RequestSampling
 from shardtune.serve.served_model import ChatPrompt, ChatTurn, ServedModel
 from shardtune.serve.text_stream import TextStream

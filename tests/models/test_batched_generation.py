@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from shardtune.config.job import ModelSection
+from shardtune.engine.decode_graphs import DecodeGraphs
 from shardtune.errors import ModelError
 from shardtune.models import tiny
 from shardtune.models.batched_generation import Completion, Sampling, Stopping, complete, nucleus
@@ -49,6 +50,11 @@ def by_transformers(model: Any, prompt: list[int], tokens: int, stops: set[int])
     return list(written[0, len(prompt) :].tolist())
 
 
+def static_steps() -> DecodeGraphs:
+    """The steps that a GPU records. Here a recorded step is the step itself."""
+    return DecodeGraphs(lambda step: step)
+
+
 def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [list(tokenizer(text)["input_ids"]) for text in texts]
 
@@ -68,6 +74,10 @@ def test_a_batch_of_different_lengths_is_answered_as_each_alone(
         by_transformers(model, prompt, 24, {likely}) for prompt in prompts
     ]
     assert {each.reason for each in found} == {"stop", "length"}
+    static = complete(
+        model, tokenizer, prompts, stopping=stopping, batch_size=batch_size, graphs=static_steps()
+    )
+    assert static == found
 
 
 def test_a_beginning_that_all_share_is_computed_once(model: Any, tokenizer: Any) -> None:
@@ -83,6 +93,8 @@ def test_a_beginning_that_all_share_is_computed_once(model: Any, tokenizer: Any)
     assert seen[1] == (5, max(map(len, prompts)) - len(shared))
     for each, prompt in zip(found, prompts, strict=True):
         assert list(each.ids) == by_transformers(model, prompt, 8, set())
+    static = complete(model, tokenizer, prompts, stopping=Stopping(8), graphs=static_steps())
+    assert static == found
 
 
 def test_a_sliding_window_keeps_its_own_cache(tokenizer: Any) -> None:
@@ -97,6 +109,8 @@ def test_a_sliding_window_keeps_its_own_cache(tokenizer: Any) -> None:
     found = complete(model, tokenizer, prompts, stopping=Stopping(12))
     for each, prompt in zip(found, prompts, strict=True):
         assert list(each.ids) == by_transformers(model, prompt, 12, set())
+    static = complete(model, tokenizer, prompts, stopping=Stopping(12), graphs=static_steps())
+    assert static == found
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/models")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from shardtune.serve.continuous_batching import ContinuousBatch, GenerationRequest, Piece
+from shardtune.serve.continuous_batching import ContinuousBatch
+from shardtune.serve.generation_request import GenerationRequest, Piece
 from shardtune.serve.sampling import RequestSampling
 from shardtune.serve.text_stream import TextStream
 

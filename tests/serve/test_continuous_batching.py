@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from shardtune.engine.decode_graphs import DecodeGraphs
 from shardtune.serve.continuous_batching import ContinuousBatch
 from shardtune.serve.sampling import RequestSampling
 from tests.models.families import CONFIGS, config
 from tests.serve.answers import Answer, ask, batched, generated, random_prompts
 
+Make = Callable[..., ContinuousBatch]
 QUICK = ("llama",)
 LENGTHS = [3, 12, 7, 10, 1, 9, 6, 5, 11, 2, 4, 8, 6, 8, 4, 10, 3, 5, 7, 9]
 
@@ -22,6 +25,17 @@ def tiny(family: str, **changes: Any) -> Any:
     torch.manual_seed(5)
     made = AutoModelForCausalLM.from_config(config(family, **changes))
     return made.eval()
+
+
+def static(model: Any, **settings: Any) -> ContinuousBatch:
+    """A batch with the steps that a GPU records. Here a recorded step is the step itself."""
+    return ContinuousBatch(model, graphs=DecodeGraphs(lambda step: step), **settings)
+
+
+@pytest.fixture(params=[ContinuousBatch, static], ids=["eager", "static"])
+def make(request: pytest.FixtureRequest) -> Make:
+    made: Make = request.param
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +58,13 @@ def test_every_family_answers_as_generate_does(family: str) -> None:
     alone = [generated(model, p, n) for p, n in zip(prompts, LENGTHS, strict=True)]
     assert batched(ContinuousBatch(model, max_rows=16), prompts, LENGTHS) == alone
     assert batched(ContinuousBatch(model, max_rows=1), prompts[:2], LENGTHS[:2]) == alone[:2]
+    assert batched(static(model, max_rows=16), prompts, LENGTHS) == alone
 
 
-def test_who_comes_later_joins_between_two_tokens(llama: Any) -> None:
-    batch = ContinuousBatch(llama, max_rows=4)
+def test_who_comes_later_joins_between_two_tokens(
+    llama: Any, make: Callable[..., ContinuousBatch]
+) -> None:
+    batch = make(llama, max_rows=4)
     prompts = random_prompts(7, 200, longest=60)
     waiting = [ask(prompt, 4 + 4 * (n % 3)) for n, prompt in enumerate(prompts)]
     answers = [heard for _, heard in waiting]
@@ -63,8 +80,10 @@ def test_who_comes_later_joins_between_two_tokens(llama: Any) -> None:
         assert answers[n].finish == "length"
 
 
-def test_a_cancelled_request_frees_its_place(llama: Any) -> None:
-    batch = ContinuousBatch(llama, max_rows=2)
+def test_a_cancelled_request_frees_its_place(
+    llama: Any, make: Callable[..., ContinuousBatch]
+) -> None:
+    batch = make(llama, max_rows=2)
     asked = [ask([7, 8, 9 + n], 20) for n in range(3)]
     for request, _ in asked:
         batch.submit(request)
@@ -80,11 +99,13 @@ def test_a_cancelled_request_frees_its_place(llama: Any) -> None:
         assert asked[n][1].tokens == generated(llama, [7, 8, 9 + n], 20)
 
 
-def test_a_stop_token_ends_an_answer_and_is_not_told(llama: Any) -> None:
+def test_a_stop_token_ends_an_answer_and_is_not_told(
+    llama: Any, make: Callable[..., ContinuousBatch]
+) -> None:
     full = generated(llama, [1, 2, 3], 12)
     stop = full[5]
     request, heard = ask([1, 2, 3], 12, stops=frozenset({stop}))
-    batch = ContinuousBatch(llama)
+    batch = make(llama)
     batch.submit(request)
     while batch.step():
         pass
@@ -92,9 +113,11 @@ def test_a_stop_token_ends_an_answer_and_is_not_told(llama: Any) -> None:
     assert heard.finish == "stop"
 
 
-def test_a_seed_draws_the_same_alone_and_in_a_batch(llama: Any) -> None:
+def test_a_seed_draws_the_same_alone_and_in_a_batch(
+    llama: Any, make: Callable[..., ContinuousBatch]
+) -> None:
     def drawn(others: int) -> Answer:
-        batch = ContinuousBatch(llama)
+        batch = make(llama)
         request, heard = ask(
             [4, 5, 6], 15, sampling=RequestSampling(temperature=0.9, top_p=0.95, seed=3, logprobs=2)
         )
@@ -115,7 +138,7 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch(llama: Any) -> None:
 
 
 @pytest.mark.slow
-def test_each_request_has_its_adapter() -> None:
+def test_each_request_has_its_adapter(make: Make) -> None:
     from peft import LoraConfig, get_peft_model
 
     base = tiny("llama")
@@ -126,7 +149,7 @@ def test_each_request_has_its_adapter() -> None:
     for name in ("one", "two"):
         model.set_adapter(name)
         plain[name] = generated(model.get_base_model(), [9, 8, 7], 20)
-    batch = ContinuousBatch(model)
+    batch = make(model)
     asked = {name: ask([9, 8, 7], 20, adapter=name) for name in plain}
     for request, _ in asked.values():
         batch.submit(request)
@@ -136,8 +159,10 @@ def test_each_request_has_its_adapter() -> None:
     assert len({tuple(tokens) for tokens in plain.values()}) == 3
 
 
-def test_a_pass_that_fails_ends_its_requests_alone(llama: Any) -> None:
-    batch = ContinuousBatch(llama)
+def test_a_pass_that_fails_ends_its_requests_alone(
+    llama: Any, make: Callable[..., ContinuousBatch]
+) -> None:
+    batch = make(llama)
     bad, heard = ask([10**6], 5)  # a token that the model doesn't have
     batch.submit(bad)
     assert not batch.step()
@@ -146,12 +171,14 @@ def test_a_pass_that_fails_ends_its_requests_alone(llama: Any) -> None:
     assert batched(batch, [[1, 2]], [5]) == [generated(llama, [1, 2], 5)]
 
 
-def test_a_draw_that_fails_leaves_its_neighbours(llama: Any) -> None:
+def test_a_draw_that_fails_leaves_its_neighbours(
+    llama: Any, make: Callable[..., ContinuousBatch]
+) -> None:
     class Failing(RequestSampling):
         def choose(self, logits: Any) -> Any:
             return super().choose(logits * float("nan"))
 
-    batch = ContinuousBatch(llama)
+    batch = make(llama)
     asked = [
         ask([1, 2], 5, sampling=how)
         for how in (
@@ -170,8 +197,10 @@ def test_a_draw_that_fails_leaves_its_neighbours(llama: Any) -> None:
     assert [heard.finish for _, heard in asked] == ["length", "error", "length", "length"]
 
 
-def test_no_more_rows_than_the_cache_has_tokens_for(llama: Any) -> None:
-    batch = ContinuousBatch(llama, max_cache_tokens=100)
+def test_no_more_rows_than_the_cache_has_tokens_for(
+    llama: Any, make: Callable[..., ContinuousBatch]
+) -> None:
+    batch = make(llama, max_cache_tokens=100)
     for n in range(4):
         batch.submit(ask([n + 1] * 10, 30)[0])  # 40 tokens each: two fit
     batch.step()
