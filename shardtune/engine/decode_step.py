@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtune.core.document_boundaries import takes_boundaries
-from shardtune.engine.decode_graphs import DecodeGraphs
+from shardtune.engine.decode_graphs import Bucket, DecodeGraphs
 from shardtune.engine.slot_cache import SlotCache, why_no_slots
 from shardtune.kernels.decode_attention import attending_by_groups
 
@@ -31,8 +31,9 @@ def why_not_static(model: Any) -> str:
     taken = inspect.signature(model.forward).parameters
     if not {"position_ids", "logits_to_keep"} <= taken.keys():
         return "its forward pass counts positions itself"
-    if model.config._attn_implementation not in ("sdpa", "eager") and not takes_boundaries(model):
-        return f"attention is {model.config._attn_implementation}"
+    attention = model.config.get_text_config()._attn_implementation
+    if attention not in ("sdpa", "eager") and not takes_boundaries(model):
+        return f"attention is {attention}"
     return why_no_slots(model)
 
 
@@ -58,7 +59,7 @@ class DecodeSteps:
     ) -> None:
         """`forward` is called in place of the model where something has to be done around it."""
         self._graphs, self._forward = graphs, forward or model
-        self._config, self._dtype = model.config, model.dtype
+        self._config, self._dtype = model.config.get_text_config(), model.dtype
         self._device: torch.device = next(model.parameters()).device
         self._cuda = self._device.type == "cuda"
         self.cache = SlotCache(model.config)
@@ -110,8 +111,7 @@ class DecodeSteps:
         step before found likeliest. Its tokens have to be read before the next one starts."""
         if not (chosen and self._current):
             self._send(last)
-        bucket = self.cache.bucket()
-        self._graphs.run((self._owner, *bucket), lambda: self._run(bucket))
+        self._graphs.run(self._owner, self.cache.bucket(), self._run)
         rows = self._launched = len(self.cache.lengths)
         self.cache.lengths = [length + 1 for length in self.cache.lengths]
         self._current = True
@@ -127,7 +127,7 @@ class DecodeSteps:
         sent = torch.tensor([[*row, *[0] * free] for row in rows])
         self._inputs.copy_(sent.pin_memory() if self._cuda else sent, non_blocking=self._cuda)
 
-    def _run(self, bucket: tuple[int, int]) -> None:
+    def _run(self, bucket: Bucket) -> None:
         """The step itself: from `_inputs` to `_inputs` and `_logits`."""
         here = self._inputs[:, : bucket[0]]
         ids, positions = here[_IDS, :, None], here[_POSITIONS, :, None]

@@ -22,6 +22,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from shardtune.engine.decode_graphs import Bucket
+
 COLUMN_STEP = 128
 """Columns are rounded up to a multiple of this; above 1,024, of an eighth of the power of two."""
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -90,12 +92,12 @@ class SlotCache:
             self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
-    def bucket(self) -> tuple[int, int]:
+    def bucket(self) -> Bucket:
         """Rows and columns that the next step is computed with."""
         rows, columns = len(self.lengths), max(self.lengths) + 1
         return min(round_rows(rows), self.shape[0]), min(round_columns(columns), self.shape[1])
 
-    def begin_step(self, bucket: tuple[int, int], positions: Tensor, dtype: torch.dtype) -> Any:
+    def begin_step(self, bucket: Bucket, positions: Tensor, dtype: torch.dtype) -> Any:
         """What the next forward pass writes at `positions` (rows, 1) and sees; returns its mask, or
         one for each kind of layer where there are two."""
         rows, columns = bucket

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardtune.core.decoding_context import decode_behind, decoding_context
 from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
-from shardtune.engine.decode_step import DecodeSteps, why_not_static
+from shardtune.engine.decode_step import DecodeSteps, Flight, why_not_static
 from shardtune.models.context_window import fit_prompts, require_decoder
 from shardtune.models.kv_cache import attends_to_all, make_cache
 
@@ -207,17 +207,27 @@ class _Decoder:
         slots.reserve(len(rows), max(len(row.prompt) for row in rows) + most)
         for row, place in begun:
             slots.add(cache, place, len(row.prompt), shared)
+        ahead: list[_Row] = []
         while rows:
-            new = slots.launch([row.written[-1] for row in rows], chosen=True).tokens()
+            if not ahead:
+                ahead, flight = list(rows), self._launch(slots, rows)
+            for row, token in zip(ahead, flight.tokens(), strict=True):
+                row.written.append(token)
+            # The GPU computes the next token while the host looks whose last one this was. Who has
+            # ended by that is computed once in vain.
+            ahead = list(rows) if len(rows[0].written) < most else []
+            if ahead:
+                flight = self._launch(slots, rows)
             for place in reversed(range(len(rows))):
-                row = rows[place]
-                row.written.append(new[place])
-                ended = self._has_ended(row)
+                row, ended = rows[place], self._has_ended(rows[place])
                 if ended or len(row.written) == most:
                     slots.remove(place)
                     rows[place] = rows[-1]
                     rows.pop()
                     yield row.index, self._completion(row, ended)
+
+    def _launch(self, slots: DecodeSteps, rows: Sequence[_Row]) -> Flight:
+        return slots.launch([row.written[-1] for row in rows], chosen=True)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """The logits of the next token, in fp32."""

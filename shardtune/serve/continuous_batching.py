@@ -99,10 +99,13 @@ class ContinuousBatch:
             lane.drop_finished()
 
     def _next(self) -> list[GenerationRequest]:
-        """Who joins: the first that waits, and others with its adapter as far as there is room."""
+        """Who joins: the first that waits, and others with its adapter as far as there is room.
+        Of those whose turn it is by now, the ones with prompts like the first one's: what is padded
+        is computed in vain."""
         running = [row for lane in self._lanes.values() for row in lane.rows]
         joining: list[GenerationRequest] = []
-        for request in self._waiting:
+        ready = self._waiting[: max(self.max_rows - len(running), 0)]
+        for request in sorted(ready, key=lambda each: abs(len(each.prompt) - len(ready[0].prompt))):
             together = [*running, *joining, request]
             if joining:
                 longest = max(len(each.prompt) for each in (*joining, request))
@@ -110,7 +113,7 @@ class ContinuousBatch:
                     break
             widest = max(each.reserved for each in together)
             fits = widest * len(together) <= self.max_cache_tokens
-            if len(together) > self.max_rows or (running and not fits) or (joining and not fits):
+            if (running or joining) and not fits:
                 break
             if not joining or request.adapter == joining[0].adapter:
                 joining.append(request)
