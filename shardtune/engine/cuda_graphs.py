@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.core.heartbeat import compiling
-from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.core.setup import EngineSetup
 from shardtune.core.units import GIB
 from shardtune.core.world import World
@@ -56,7 +55,7 @@ def why_not(
     backward pass adds to the step's gradient, weight by weight, so it isn't there twice."""
     trained = sum(parameter.numel() for parameter in parameters.named.values())
     whole = sum(parameter.numel() for parameter in model.parameters())
-    recomputes = getattr(unwrap_model(model), "is_gradient_checkpointing", False)
+    recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     reasons = (
         (torch.device(world.device).type != "cuda", "the model is not on a GPU"),
         (world.size > 1, "the ranks' gradients meet inside the backward pass"),
