@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -38,8 +38,7 @@ class Collator:
         of padding.
         """
         documents = [document for row in rows for document in row]
-        longest = max((sum(document.length for document in row) for row in rows), default=1)
-        width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._capacity)
+        width = _width(map(_tokens, rows), self._capacity)
         shape = (max(len(rows), 1), width)
 
         # Where each document begins, in its row and in the flat tensors.
@@ -69,8 +68,12 @@ class Collator:
             samples=self.ids(documents),
             tokens=len(tokens),
             labels=int(trained.sum()),
-            lengths=torch.tensor([sum(each.length for each in row) for row in rows] or [0]),
+            lengths=torch.tensor([_tokens(row) for row in rows] or [0]),
         )
+
+    def size(self, rows: Sequence[BatchRow]) -> int:
+        """Tokens of the micro-batch that rows become, padding counted."""
+        return max(len(rows), 1) * _width(map(_tokens, rows), self._capacity)
 
     def ids(self, documents: Sequence[DocumentRef]) -> tuple[str, ...]:
         """The documents' sample ids."""
@@ -148,14 +151,31 @@ class PairCollator(Collator):
             source_mask=torch.from_numpy(mask),
         )
 
+    def size(self, rows: Sequence[BatchRow]) -> int:
+        """Tokens of both sides."""
+        documents = [document for row in rows for document in row]
+        targets = [int(self._sets[each.dataset].labels[each.index]) for each in documents]
+        sources = [each.length - n for each, n in zip(documents, targets, strict=True)]
+        width = _width(sources, self._capacity) + _width(targets, self._target_capacity)
+        return max(len(rows), 1) * width
+
+
+def _tokens(row: BatchRow) -> int:
+    return sum(document.length for document in row)
+
+
+def _width(lengths: Iterable[int], capacity: int, least: int = 1) -> int:
+    """Of a table whose rows have so many tokens."""
+    longest = max([least, *lengths])
+    return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, capacity)
+
 
 def _padded(
     rows: Sequence[NDArray[np.int64]], value: int, least: int, capacity: int
 ) -> NDArray[np.int64]:
     """The rows as one table at least so wide, `value` behind each; one row of it where there are
     none."""
-    longest = max(least, *map(len, rows)) if rows else least
-    width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, capacity)
+    width = _width(map(len, rows), capacity, least)
     table = np.full((max(len(rows), 1), width), value, dtype=np.int64)
     for row, values in zip(table, rows, strict=False):
         row[: len(values)] = values

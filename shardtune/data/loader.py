@@ -136,10 +136,9 @@ class Loader:
         for step in range(min(steps, PADDING_STEPS)):
             rows = self._sampler.rows(step, self._last)
             dealt = micro_batches(rows, self._ranks, self._micro_batch, turn=step)
-            for batch in (batch for share in dealt for batch in share if batch):
-                lengths = [sum(document.length for document in row) for row in batch]
-                tokens += sum(lengths)
-                computed += len(lengths) * max(lengths)
+            for batch in (batch for share in dealt for batch in share):
+                tokens += sum(document.length for row in batch for document in row)
+                computed += self._collate.size(batch)
         return 1 - tokens / max(computed, 1)
 
     def samples(self, step: int) -> tuple[str, ...]:

@@ -249,6 +249,14 @@ def test_the_largest_micro_batch_has_the_longest_of_both_sides(
         assert batch.targets.shape == (micro_batch, 8)
 
 
+def test_padding_is_counted_on_both_sides(tmp_path: Path) -> None:
+    data = loader(tmp_path, rows=[("s" * 11, "t"), ("s", "t" * 7), ("s" * 2, "t" * 2)])
+    ((batch,),) = data.steps(0, 1)
+    computed = batch.input_ids.numel() + batch.targets.numel()
+    assert computed == 3 * (12 + 8)
+    assert data.padding_share(1) == pytest.approx(1 - batch.tokens / computed)
+
+
 def test_ids_are_those_of_the_tokenizer() -> None:
     ids = tokenizer("bart")("Hi")["input_ids"]
     np.testing.assert_array_equal(ids, [START, *b"Hi", END])
