@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from torch import Tensor, nn
 
 MASKED_HERE = frozenset({"gpt_oss", "granitemoehybrid"})
 """Families that take masks ready made, and make theirs without positions."""
+OF_PACKED_ROWS = frozenset(
+    {"attention_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+)
+"""What a layer may be told of its rows, which isn't true of rows that are one document each."""
 
 
 def isolate_documents(model: Any) -> None:
@@ -34,7 +38,9 @@ def isolate_documents(model: Any) -> None:
     told = _Told()
     decoder.register_forward_pre_hook(told.look, with_kwargs=True)
     for mixer in mixers:
-        mixer.forward = _by_document(mixer.forward, told)
+        kind: type = type(mixer)
+        mixer.__class__ = _by_document(kind)
+        mixer._told = told
     if masks:
         decoder.register_forward_pre_hook(_with_masks(config, told), with_kwargs=True)
 
@@ -46,9 +52,17 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 class _Told:
-    """Where the documents of the current micro-batch lie, as all layers of a model are told."""
+    """Where the documents of the current micro-batch lie, as all layers of a model are told.
+
+    A copy is the same one. A layer that is copied by itself (peft trains copies) hears what its
+    model hears. Of a model and its copy the one that is called tells its layers before they
+    compute.
+    """
 
     documents: DocumentRows | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Told:
+        return self
 
     def look(self, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
         """Before each forward pass. With a cache there is one document a row, which goes on."""
@@ -101,17 +115,23 @@ class DocumentRows:
         return answer.view(*hidden.shape[:2], -1)
 
 
-def _by_document(forward: Callable[..., Any], told: _Told) -> Callable[..., Any]:
-    @wraps(forward)
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def apart(hidden_states: Tensor, *given: Any, **named: Any) -> Any:
-        documents = told.documents
-        if documents is None:
-            return forward(hidden_states, *given, **named)
-        named = {key: value for key, value in named.items() if key != "attention_mask"}
-        return documents.apply(lambda rows: forward(rows, *given, **named), hidden_states)
+@cache
+def _by_document(kind: type) -> type:
+    """A class, not a method of one layer: a copy of a layer has to compute with its own weights."""
 
-    return apart
+    class ByDocument(kind):  # type: ignore[misc]
+        _told: _Told
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+            forward, documents = super().forward, self._told.documents
+            if documents is None:
+                return forward(hidden_states, *given, **named)
+            named = {key: value for key, value in named.items() if key not in OF_PACKED_ROWS}
+            return documents.apply(lambda rows: forward(rows, *given, **named), hidden_states)
+
+    ByDocument.__name__ = ByDocument.__qualname__ = kind.__name__
+    return ByDocument
 
 
 def _with_masks(config: Any, told: _Told) -> Callable[..., Any]:
