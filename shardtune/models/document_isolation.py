@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.engine.uneven_calls import UnevenCalls
+
 MASKED_HERE = frozenset({"gpt_oss", "granitemoehybrid"})
 """Families that take masks ready made, and make theirs without positions."""
 OF_PACKED_ROWS = frozenset(
@@ -119,7 +121,7 @@ class DocumentRows:
 def _by_document(kind: type) -> type:
     """A class, not a method of one layer: a copy of a layer has to compute with its own weights."""
 
-    class ByDocument(kind):  # type: ignore[misc]
+    class ByDocument(kind, UnevenCalls):  # type: ignore[misc]
         _told: _Told
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]

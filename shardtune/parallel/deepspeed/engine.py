@@ -29,6 +29,7 @@ from shardtune.core.tensor_shards import TensorShard, by_weight
 from shardtune.core.world import World
 from shardtune.engine.forward_pass import COMPUTE
 from shardtune.engine.native import NativeEngine
+from shardtune.parallel.deepspeed.leaf_modules import gather_around_uneven_calls
 from shardtune.parallel.deepspeed.rank_shards import flat_shards
 from shardtune.parallel.deepspeed.startup import (
     require_async_io,
@@ -62,6 +63,7 @@ class DeepSpeedEngine(NativeEngine):
             if stage == 3:
                 divide = _Divide(deepspeed, config, COMPUTE[setup.precision])
                 model = builder.in_parts(world.device, divide)
+                gather_around_uneven_calls(model)
             else:
                 model = builder.whole(world.device)
             super().__init__(model, setup, world)
