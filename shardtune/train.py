@@ -45,7 +45,7 @@ from shardtune.training.health import explain_oom
 from shardtune.training.meter import Meter
 from shardtune.training.pending_steps import PendingSteps
 from shardtune.training.preflight import preflight
-from shardtune.training.ranks_agree import require_agreement
+from shardtune.training.ranks_agree import checked_by_main_rank, require_agreement
 from shardtune.training.run import Run
 from shardtune.training.scheduled_tasks import (
     TASKS_KEY,
@@ -102,7 +102,8 @@ def train(
         intervals = {each.name: each.every for each in inputs.tasks}
         clock = TimeLeft(steps, int(job.evaluate.every), intervals)
         if data.packing:
-            require_isolating_layers(inputs.model.config, job.model.attn_implementation)
+            config, attention = inputs.model.config, job.model.attn_implementation
+            checked_by_main_rank(world, lambda: require_isolating_layers(config, attention))
         with clock.timed("load"):
             engine = plan.strategy.build(builder, plan.setup, world)  # the only strategy-aware line
         if data.packing:

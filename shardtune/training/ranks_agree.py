@@ -1,14 +1,15 @@
-"""What all ranks of a run must have in common."""
+"""What all ranks of a run must have in common, and what one of them checks for all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
 from shardtune.core.yaml_document import dotted
-from shardtune.errors import Problem, RunError
+from shardtune.errors import ModelError, Problem, RunError
 from shardtune.launch.process_group import JoinedWorld
 
 _SAME_JOB = "give it in the job, or start all ranks from one file on equal machines"
@@ -37,3 +38,16 @@ def require_agreement(world: JoinedWorld, job: Job, read: Mapping[str, str]) -> 
     ]
     if problems:
         raise RunError(problems)
+
+
+def checked_by_main_rank(world: JoinedWorld, check: Callable[[], None]) -> None:
+    """Lets the main rank `check` what is the same on each; what it refuses, all of them refuse."""
+    problems: tuple[Problem, ...] = ()
+    if world.is_main:
+        try:
+            check()
+        except ModelError as error:
+            problems = error.problems
+    found = world.all_gather(json.dumps([asdict(each) for each in problems]))[0]
+    if refused := json.loads(found):
+        raise ModelError([Problem(**each) for each in refused])

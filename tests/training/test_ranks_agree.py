@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardtune.core.world import World
-from shardtune.errors import RunError
+from shardtune.errors import ModelError, Problem, RunError
 from shardtune.launch.process_group import JoinedWorld
-from shardtune.training.ranks_agree import require_agreement
+from shardtune.training.ranks_agree import checked_by_main_rank, require_agreement
 from tests.jobs import make_job
 from tests.ranks import on_ranks
 
@@ -45,3 +45,28 @@ def test_ranks_that_chose_differently_are_refused_together() -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 def test_one_rank_has_nobody_to_ask(rows: int) -> None:
     require_agreement(JoinedWorld(), make_job(train={"micro_batch": rows}), {})
+
+
+def checked(world: World, fact: str) -> tuple[int, str]:
+    """How often this rank looked, and what it was refused for."""
+    looks = []
+
+    def check() -> None:
+        looks.append(world.rank)
+        if fact:
+            raise ModelError(Problem("data.packing", fact, "set data.packing: false"))
+
+    try:
+        checked_by_main_rank(JoinedWorld(world.rank, world.size, world.local_rank), check)
+    except ModelError as error:
+        return len(looks), str(error)
+    return len(looks), ""
+
+
+@pytest.mark.parametrize("fact", ["", "a leak of 0.1"])
+def test_one_rank_looks_and_all_are_refused(fact: str) -> None:
+    (looks, first), (others, second) = on_ranks(2, checked, fact)
+    assert (looks, others) == (1, 0)
+    assert first == second
+    assert fact in first
+    assert bool(first) == bool(fact)
