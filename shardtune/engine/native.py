@@ -32,6 +32,7 @@ from shardtune.engine.host_to_device import Staged, sent
 from shardtune.engine.nonfinite_samples import nonfinite_samples
 from shardtune.engine.optim.build_optimizer import future_moments, make_optimizer, moment_tensors
 from shardtune.engine.optimizer_update import OptimizerUpdate
+from shardtune.engine.router_losses import routed_tokens
 from shardtune.engine.shape_buckets import ShapeBuckets
 from shardtune.engine.step_figures import step_result
 from shardtune.engine.timer import ComputeTimer
@@ -195,14 +196,15 @@ class NativeEngine:
         return counts
 
     def _count_routed(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Counts where the step's tokens go, for the losses of routers. A single micro-batch is
-        counted in its own forward pass; several take one more each, of the same random numbers."""
+        """Counts where the step's tokens go, for routers' load-balancing loss. A single micro-batch
+        is counted in its own forward pass; several take one more each, of the same random numbers.
+        The z-loss alone takes none."""
         losses = self.forward_pass.router_losses
         if losses is None:
             return
-        losses.begin_step()
+        losses.begin_step(sum(map(routed_tokens, microbatches)), self.peers)
         losses.scale = self.scaler.scale(torch.full((), float(self.peers.size)).to(self.device))
-        if len(microbatches) > 1:
+        if losses.counting and len(microbatches) > 1:
             self._train()
             for index, batch in enumerate(microbatches):
                 torch.manual_seed(self._seed_of(index))

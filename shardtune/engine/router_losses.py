@@ -8,7 +8,8 @@ probabilities for it, R the number of pairs and E the number of experts:
 
 The first is no sum over tokens: what a token adds to it depends on where all the others go. So the
 experts that the tokens of a step choose are counted over all micro-batches and ranks before the
-first gradient is computed; c has no gradient itself. Then each router adds the gradient of its own
+first gradient is computed; c has no gradient itself. R alone, which the z-loss needs, is known
+without a forward pass. Then each router adds the gradient of its own
 logits, where its scores go into the experts: nothing leaves the layer, so that activation
 checkpointing and sharding work as ever.
 """
@@ -22,10 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.step import MicroBatch
 from shardtune.engine.data_peers import Peers
 from shardtune.errors import ModelError, Problem
 
 AUX_KEY, Z_KEY = "train.router_aux_loss_coef", "train.router_z_loss_coef"
+
+
+def routed_tokens(batch: MicroBatch) -> int:
+    """Tokens of a micro-batch that routers see, padding not counted where it is known."""
+    return batch.input_ids.numel() if batch.lengths is None else batch.tokens
 
 
 class RouterLosses:
@@ -41,14 +48,23 @@ class RouterLosses:
         self._device = device
         self._chosen = torch.zeros(0, device=device)
         self._pairs = torch.zeros((), device=device)
-        for router in _routers(model, balance, z):
+        self._logits_of: set[type] = set()
+        """The classes of routers whose answers have been seen to begin with logits."""
+        routers = _routers(model, balance, z)
+        self._layers = len(routers)
+        for router in routers:
             router.register_forward_hook(self._routed)
 
-    def begin_step(self) -> None:
-        """Forgets what was counted, and counts from here on."""
+    def begin_step(self, tokens: int, peers: Peers) -> None:
+        """Of so many tokens on this rank that are no padding. Where the step needs to know which
+        experts they choose, it counts from here on."""
         self._chosen = torch.zeros(0, device=self._device)
         self._pairs = torch.zeros((), device=self._device)
-        self.counting = True
+        self.counting = bool(self.balance)
+        if not self.counting:
+            self._pairs += tokens * self._layers
+            peers.sum(self._pairs)
+            self._pairs.clamp_(min=1)
 
     def begin_batch(self, lengths: Tensor | None, width: int) -> None:
         """Of a micro-batch whose rows have so many tokens, padding not counted; None: all of
@@ -86,11 +102,22 @@ class RouterLosses:
             fact = f"{kind} doesn't answer with logits, scores and chosen experts"
             raise ModelError(Problem(AUX_KEY if self.balance else Z_KEY, fact, "set it to 0"))
         logits, scores, *others = answer
+        self._require_logits(type(router), logits)
         if self.counting:
             self._count(logits.detach(), scores.shape[-1])
         if torch.is_grad_enabled():
             scores = _AddGradient.apply(scores, logits, self, self._mask)  # type: ignore[no-untyped-call]
         return (logits, scores, *others)
+
+    def _require_logits(self, kind: type, first: Tensor) -> None:
+        """Refuses probabilities: softmax takes from logits what both losses are made of. A GPU is
+        waited for once a class, not once a step."""
+        if kind in self._logits_of:
+            return
+        if _are_probabilities(first.detach().float()):
+            fact = f"{kind.__name__} answers with probabilities, from which logits can't be had"
+            raise ModelError(Problem(AUX_KEY if self.balance else Z_KEY, fact, "set it to 0"))
+        self._logits_of.add(kind)
 
     def _count(self, logits: Tensor, top: int) -> None:
         chosen = logits.float().topk(top, dim=-1).indices
@@ -125,6 +152,11 @@ def _is_known(answer: Any) -> bool:
     if not isinstance(answer, tuple) or len(answer) != 3:
         return False
     return all(isinstance(each, Tensor) and each.ndim == 2 for each in answer)
+
+
+def _are_probabilities(rows: Tensor) -> bool:
+    """Whether each row adds up to one, as logits don't for all tokens of a micro-batch."""
+    return bool((rows >= 0).all() and ((rows.sum(-1) - 1).abs() < 1e-2).all())
 
 
 def _routers(model: nn.Module, balance: float, z: float) -> list[nn.Module]:

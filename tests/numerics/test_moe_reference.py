@@ -99,8 +99,8 @@ BALANCED = ("gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe")
 AUX, Z = 0.3, 0.05
 
 
-def with_router_losses(job: Job, micro_batch: int) -> Job:
-    more = {"router_aux_loss_coef": AUX, "router_z_loss_coef": Z, "micro_batch": micro_batch}
+def with_router_losses(job: Job, micro_batch: int, aux: float = AUX) -> Job:
+    more = {"router_aux_loss_coef": aux, "router_z_loss_coef": Z, "micro_batch": micro_batch}
     return job.model_copy(update={"train": job.train.model_copy(update=more)})
 
 
@@ -108,6 +108,7 @@ def plain_router_losses(job: Job) -> Outcome:
     """All documents of a step in one padded batch: transformers' own auxiliary loss, and the z-loss
     of its Switch Transformer on the same logits."""
     model, trained = plain_model(job)
+    aux = float(job.train.router_aux_loss_coef)
     optimizer = torch.optim.SGD(trained, lr=RATE, momentum=0.9)
     rows, data, losses, norms = documents(), loader(job, 0, 1), [], []
     for step in range(STEPS):
@@ -123,7 +124,7 @@ def plain_router_losses(job: Job) -> Outcome:
         real = mask.flatten().bool()
         z = torch.stack([router_z_loss_func(each[real][None]) for each in found.router_logits])
         optimizer.zero_grad()
-        (loss + AUX * found.aux_loss + Z * z.mean()).backward()
+        (loss + aux * found.aux_loss + Z * z.mean()).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
         optimizer.step()
         losses.append(loss.item())
@@ -142,8 +143,9 @@ def test_router_losses(family: str, adapter: str, micro_batch: int, tmp_path: Pa
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("aux", [AUX, 0.0])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_router_losses_over_ranks(strategy: str, tmp_path: Path) -> None:
+def test_router_losses_over_ranks(strategy: str, aux: float, tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral")
-    job = with_router_losses(family_job(tmp_path, "mixtral", "lora", strategy, 2), 1)
+    job = with_router_losses(family_job(tmp_path, "mixtral", "lora", strategy, 2), 1, aux)
     require_same(on_ranks(2, run, job)[0], plain_router_losses(job))
