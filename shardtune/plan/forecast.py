@@ -260,6 +260,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         checkpointing="none" if level == "auto" else level,
         kept_layers=train.keep_layers if level in ("mlp", "most") else 0,
         offloaded=train.offload_activations,
+        counts_routed=microbatches > 1 and train.balances_experts > 0,
         captured=microbatches == 1 and _captured(job, mesh.size, micro * read, shape),
         host_mapped=job.maps_states_to_host(mesh.size),
         attention="eager" if job.model.attention == "eager" else "sdpa",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shardtune.core.model.known_models import known_model
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import parse_cluster
+from shardtune.plan.forecast import forecast
 from shardtune.plan.search import rank
 from tests.plan.test_search import LORA, job
 
@@ -31,3 +34,22 @@ def test_mixtral_is_offered_expert_parallelism() -> None:
     weights = 2 * (shape.parameters - routed * 7 / 8)
     assert weights < found.memory.peak < 39 * GIB
     assert shape.active_parameters < shape.parameters / 3
+
+
+@pytest.mark.parametrize(
+    ("train", "counted"),
+    [
+        ({"router_aux_loss_coef": 0.01, "micro_batch": 1}, True),
+        ({"router_aux_loss_coef": 0.01, "micro_batch": 8}, False),
+        ({"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.01, "micro_batch": 1}, False),
+    ],
+)
+def test_experts_are_counted_before_the_first_gradient(
+    train: dict[str, float], counted: bool
+) -> None:
+    """A step of one micro-batch counts in its own forward pass, and the z-loss needs no count."""
+    name = "Qwen/Qwen3-30B-A3B"
+    told = {"global_batch": 8, "precision": "bf16", "kernels": "eager", "loss": "plain"}
+    asked = job(name, adapter=LORA, train=told | train)
+    found = forecast(asked, known_model(name), parse_cluster("1xH200"))
+    assert found.work.counts_routed == counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from shardtune.core.footprint import Message, predict_messages
 from shardtune.core.layout import Cargo, Layout, Op
@@ -151,7 +151,7 @@ class _Step:
         slot = layers * (forward + backward + slices) + 2 * border
         optimizer, offload = self._update()
         step = StepTime(
-            compute=micro * (layers * layer.both + loss.both),
+            compute=micro * (layers * (self._passes * layer.forward + layer.backward) + loss.both),
             communication=sum(each.seconds for each in waits),
             optimizer=optimizer,
             offload=offload + micro * self._waiting(layer),
@@ -176,6 +176,12 @@ class _Step:
     def _replicas(self) -> int:
         return self.mesh.size // (self.cut.tensor * self.cut.pipeline * self.cut.context)
 
+    @property
+    def _passes(self) -> int:
+        """Forward passes of a micro-batch. One that only counts experts computes the logits of one
+        token, which are nothing beside its layers."""
+        return 2 if self.work.counts_routed else 1
+
     def _layer(self) -> Busy:
         """One layer of one micro-batch, with what is computed again."""
         layer = layer_seconds(self.shape, self.work, self.cut, self.on)
@@ -191,7 +197,13 @@ class _Step:
 
     def _messages(self) -> tuple[Message, ...]:
         part = part_bytes(sent_bytes(self.shape, self.work), self.shape, self.work, self.cut)
-        return predict_messages(self.layout, self.mesh, part, microbatches=self.work.microbatches)
+        micro = self.work.microbatches
+        found = list(predict_messages(self.layout, self.mesh, part, microbatches=micro))
+        gathers = [each for each in found if _is_gather(each)]
+        if gathers:  # the first is that of the forward pass
+            forward = gathers[0]
+            found[found.index(forward)] = replace(forward, times=self._passes * forward.times)
+        return tuple(found)
 
     def _took(self, message: Message, size: float) -> float:
         return seconds(message.move.op, size, self._group(message.axis), self.cluster, self.on.chip)
@@ -226,8 +238,7 @@ class _Step:
     def _pieces(self, message: Message) -> float:
         """Weights and gradients travel layer by layer, or in buckets of a fixed size."""
         buckets = self.work.buckets
-        in_layers = message.move.what in WEIGHTS and message.move.when == "micro_batch"
-        if buckets is None or in_layers:
+        if buckets is None or _is_gather(message):
             return self._layers
         elements = buckets.reduce if message.move.what == "grads" else buckets.gather
         return max(1, math.ceil(message.size / (elements * self.work.widths.reduced)))
@@ -264,7 +275,8 @@ class _Step:
             if move.when == "step":
                 lasts = after * took / at_end if at_end else 0.0
             elif move.what in WEIGHTS and first:
-                lasts, first = micro * forward, False
+                lasts, first = micro * self._passes * forward, False
+                unhidden *= self._passes
             elif move.what in WEIGHTS or move.what == "grads":
                 lasts = micro * backward * took / behind if behind else 0.0
             else:
@@ -303,7 +315,7 @@ class _Step:
             weights = message.move.what in WEIGHTS
             counts = message.move.when == "micro_batch" and self.work.overlap
             counts = counts and (message.move.what == "grads" or (weights and first))
-            first = first and not (weights and message.move.when == "micro_batch")
+            first = first and not _is_gather(message)
             part = share
             if self.work.buckets is not None and not weights:
                 part = max(share, 1 / self._pieces(message))
@@ -388,3 +400,8 @@ class _Step:
         pairs = rows * attention_flops(self.shape, work.sequence, work.target)
         passes = 3 if self.work.adapter is None else 2
         return passes * once + 3 * pairs
+
+
+def _is_gather(message: Message) -> bool:
+    """Whether it brings weights to where a micro-batch is computed."""
+    return message.move.what in WEIGHTS and message.move.when == "micro_batch"

@@ -127,6 +127,9 @@ class Workload:
     """What flows between the layers waits in CPU memory for the backward pass."""
     offloaded: bool = False
     """What our own engine's layers save waits in CPU memory, copied beside the computation."""
+    counts_routed: bool = False
+    """Each micro-batch has a forward pass before the first gradient, which counts the experts that
+    its tokens choose: the load-balancing loss is one over all of them."""
     captured: bool = False
     """Whether its passes are CUDA graphs, which the host launches at once."""
     host_mapped: bool = False

@@ -125,6 +125,23 @@ def test_recomputing_costs_a_forward_pass() -> None:
     assert 1.2 < full / none < 1.4  # a third of the three passes, less the head's share
 
 
+def test_counting_experts_costs_a_forward_pass() -> None:
+    """As recomputing does; where weights are gathered for it they are sent once more."""
+    work = replace(WORK, microbatches=2)
+    counting = replace(work, counts_routed=True)
+    again = alone(replace(work, checkpointing="full"))
+    assert alone(counting).step.compute == pytest.approx(again.step.compute)
+    cluster = parse_cluster("2x8xH100@100Gbps")
+    plain, found = fsdp(cluster, work), fsdp(cluster, counting)
+    gathered = [
+        sum(each.wire for each in speed.sent if each.move.op == "all_gather")
+        for speed in (plain, found)
+    ]
+    assert gathered[1] == pytest.approx(1.5 * gathered[0])
+    assert found.step.communication > plain.step.communication
+    assert found.step.total < 1.5 * plain.step.total
+
+
 def test_frozen_weights_need_no_gradient() -> None:
     # Two passes instead of three, less what the adapters themselves take.
     lora = replace(WORK, adapter=AdapterSize(16))
