@@ -13,7 +13,10 @@ from benchmarks.judging import SINGLE, Constants, cluster_of, errors
 from benchmarks.sources import LENGTHS
 from shardtune.plan.estimate.constants import beginning_of
 
-SHARED = ("launch", "sharpness", "unaligned", "fused_passes", "eager_passes", "compiled_passes")
+SHARED = (
+    *("launch", "start", "sharpness", "joint_sharpness", "unaligned"),
+    *("fused_passes", "eager_passes", "compiled_passes"),
+)
 """Of the host and the operations: fitted with the A100, of which there is most."""
 FITTED: dict[str, tuple[str, ...]] = {
     "A100": ("matmul", "attention", "memory", "link", "clash"),
@@ -56,7 +59,7 @@ def fit_all(cases: Sequence[Case], start: Constants) -> Constants:
     timed = [case for case in known if case.metric != "memory"]
     for chip, names in FITTED.items():
         mine = [c for c in timed if beginning_of(cluster_of(c).gpu.name) == chip]
-        constants = _fit_chip(mine, constants, chip, names, SHARED if chip == "A100" else ())
+        constants = fit_chip(mine, constants, chip, names, SHARED if chip == "A100" else ())
     return constants
 
 
@@ -79,7 +82,7 @@ def _fit_memory(
     return made(found)
 
 
-def _fit_chip(
+def fit_chip(
     cases: Sequence[Case], start: Constants, chip: str, own: Sequence[str], shared: Sequence[str]
 ) -> Constants:
     def made(values: dict[str, float]) -> Constants:

@@ -83,7 +83,8 @@ def _gib(row: Row) -> float | None:
         return None
     low, _, high = value.partition("-")
     number = (float(low) + float(high)) / 2 if high else float(low)
-    decimal = "1e9" in unit or row["source"].startswith(("Lightning-AI", "NVIDIA-NeMo"))
+    # Automodel's guide has the same figure once more, as a line of the log that says GiB.
+    decimal = "1e9" in unit or row["source"].startswith(("Lightning-AI", "NVIDIA-NeMo/Megatron"))
     return number * 1e9 / GIB if decimal else number
 
 
@@ -97,7 +98,6 @@ def _link(row: Row) -> float | None:
     found = re.search(r"(\d+) ?Gbps", row["gpu"] + row["source"])
     if not found:
         return None
-    # fms-fsdp names the bandwidth of a GPU, llm-foundry that of a node.
     return float(found[1])
 
 

@@ -67,10 +67,12 @@ def _torchtitan(row: Row) -> Settings:
 
 
 def _fms_fsdp(row: Row) -> Settings:
+    """Its policy `bfSixteen` reduces gradients in bf16."""
     layout, mesh = fsdp(ranks_of(row))
     if row["grad_ckpt"] == "selective":
         raise Missing("which layers are recomputed")
-    return Settings(layout, mesh, work_of(row, widths=SHARDED_FP32, kernels="fused"))
+    widths = replace(SHARDED_FP32, reduced=2)
+    return Settings(layout, mesh, work_of(row, widths=widths, kernels="fused"))
 
 
 def _llm_foundry(row: Row) -> Settings:

@@ -57,6 +57,9 @@ class Gpu:
     host_gbs: float
     """To the host in one direction: PCIe, or NVLink where the processor has that."""
     source: str
+    fp32_tflops: float | None = None
+    """In full fp32, as torch multiplies unless it is told otherwise: not TF32, which rounds what
+    goes in to 10 bits. None if unknown: as fast as in 16 bits, which is true of some CPUs alone."""
 
     @property
     def peak_tflops(self) -> float:

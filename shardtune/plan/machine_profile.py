@@ -66,6 +66,8 @@ class GpuFacts(Section):
     bf16_tflops: Rate | None
     """Peak of dense products in bf16; null if it can't."""
     fp16_tflops: Rate
+    fp32_tflops: Rate | None = None
+    """Peak in full fp32, without TF32; null takes that of 16 bits, as on a CPU without those."""
     memory_gbs: Rate
     """Device memory, in GB/s."""
     nvlink_gbs: Rate | None = None

@@ -169,6 +169,9 @@ def test_every_gpu_is_whole_and_plausible(name: str) -> None:
     assert 10 < gpu.peak_tflops < 3000
     assert 300 <= gpu.memory_gbs <= 8000
     assert gpu.bf16_tflops in (None, gpu.fp16_tflops)
+    assert gpu.fp32_tflops is not None
+    # Tensor cores and AMD's matrix cores have no full fp32, or less of it.
+    assert 1.9 < gpu.fp16_tflops / gpu.fp32_tflops < 32
     assert (gpu.nvlink == "none") == (gpu.nvlink_gbs is None)
     assert gpu.source
     # What is usable is less than what is sold (in GB of 10^9), but not much less.

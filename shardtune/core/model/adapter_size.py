@@ -10,6 +10,9 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.core.model.weight import HEAD, Weight
 from shardtune.errors import ModelError, Problem, did_you_mean
 
+RANK_MULTIPLE = 8
+"""Ranks beside experts are filled up with zeros to a multiple of it: GPUs read 16 bytes at once."""
+
 
 def lora_parameters(
     shape: ModelShape,

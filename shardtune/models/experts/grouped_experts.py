@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.engine.dtensor import local
 from shardtune.errors import ModelError, Problem
-
-RANK_MULTIPLE = 8
-"""Ranks are filled up with zeros to a multiple of it: GPUs read 16 bytes at once."""
 
 
 class LoraFactors(NamedTuple):

@@ -19,8 +19,8 @@ from shardtune.plan.estimate.layer_tensors import (
     adapts_last,
     attention_blocks,
     attention_numbers,
+    expert_factor_bytes,
     mask_bytes,
-    merged_expert_bytes,
     mlp_numbers,
     mlp_width,
     norm_numbers,
@@ -54,7 +54,7 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     if writes_scores(shape, work):
         scores = work.micro_batch * work.scores / cut.context
         total += scores * shape.heads / cut.tensor * score_bytes(shape, work)
-    total += mask_bytes(shape, work) + merged_expert_bytes(shape, work)
+    total += mask_bytes(shape, work) + expert_factor_bytes(shape, work)
     if work.dropout:
         total += 2 * shape.hidden * tokens / spread  # a byte for each of two masks
         total += mlp_width(shape) * tokens / cut.tensor if work.pair else 0.0  # and in the MLP

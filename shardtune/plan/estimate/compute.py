@@ -18,7 +18,9 @@ from shardtune.plan.estimate.layer_tensors import mlp_width, norm_count, stream_
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import (
     ATTENTION_INPUTS,
+    ATTENTION_OUTPUTS,
     MLP_INPUTS,
+    MLP_OUTPUTS,
     is_last,
     is_repeated,
     met,
@@ -31,6 +33,9 @@ LOSS_PASSES: dict[LossKind, int] = {
     "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 6,
 }  # fmt: skip
 """Bytes that pass for a logit, forward and backward, beside the head's own products."""
+SLICED_LOSS_PASSES = 52
+"""The same where the vocabulary is divided: maximum, difference, exponential, sum and quotient are
+steps of their own, as each is known only when all slices are. Counted for Megatron's."""
 LOSS_LAUNCHES = 30
 """Operations of embedding, last norm, head and loss in a forward pass."""
 
@@ -61,16 +66,24 @@ class GpuRates:
     cluster: Cluster
     chip: Chip
     time: TimeConstants
+    width: float = 2
+    """Bytes of a number that is computed with."""
 
     @cached_property
     def peak(self) -> float:
-        """FLOP/s by the data sheet."""
-        return self.cluster.gpu.peak_tflops * 1e12
+        """FLOP/s by the data sheet. In fp32 what a GPU reaches of it is taken to be what it reaches
+        in 16 bits: none of the published runs multiplies in fp32."""
+        gpu = self.cluster.gpu
+        in_fp32 = gpu.fp32_tflops if self.width == 4 else None
+        return (in_fp32 or gpu.peak_tflops) * 1e12
 
     @cached_property
     def flops(self) -> float:
         """FLOP/s of a large product."""
-        found = [point.tflops for point in self.cluster.measured.matmul if point.dtype != "fp8"]
+        points = self.cluster.measured.matmul
+        found = [point.tflops for point in points if point.dtype != "fp8"]
+        if self.width == 4 and self.cluster.gpu.fp32_tflops is not None:
+            found = [point.tflops for point in points if point.dtype == "fp32"]
         ceiling = max(found) * 1e12 if found else self.peak * self.chip.ceiling
         return ceiling * self.chip.matmul
 
@@ -82,10 +95,10 @@ class GpuRates:
         return sheet * 1e9 * self.chip.memory
 
     def product(
-        self, m: float, n: float, k: float, *, faster: float = 1.0, operand: int = 2
+        self, m: float, n: float, k: float, *, faster: float = 1.0, operand: float | None = None
     ) -> float:
         """An m x k matrix times a k x n one: the arithmetic, then the way of its bytes. `faster` is
-        against 16 bits, `operand` how many bytes a number has that goes in.
+        against 16 bits, `operand` how many bytes a number has that goes in, if not as all.
 
         They overlap, but tiles have edges, and kernels a start and an end: over all shapes the sum
         is nearer to what is measured than the longer of the two.
@@ -93,7 +106,8 @@ class GpuRates:
         speed = self.flops * faster
         if n % 8 or k % 8:
             speed *= self.time.unaligned
-        return 2 * m * n * k / speed + (2 * m * n + operand * (n * k + m * k)) / self.bytes
+        read = (operand or self.width) * (n * k + m * k)
+        return 2 * m * n * k / speed + (self.width * m * n + read) / self.bytes
 
 
 def layer_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
@@ -154,7 +168,10 @@ def loss_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates
     vocab = shape.vocab / cut.tensor
     product = on.product(tokens, vocab, shape.hidden)
     trained = work.adapter is None
-    small = tokens * vocab * LOSS_PASSES[work.loss] / on.bytes
+    passes = LOSS_PASSES[work.loss]
+    if cut.tensor > 1 and work.loss in ("plain", "shifted"):
+        passes = SLICED_LOSS_PASSES
+    small = tokens * vocab * passes / on.bytes
     head = vocab * shape.hidden
     if work.autocast and trained:
         small += _casts(head, on, 1).both
@@ -163,8 +180,8 @@ def loss_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates
         small += -(-tokens // loss_chunk_rows(shape.vocab)) * head * 8 / on.bytes
     host = 0.0 if work.captured else LOSS_LAUNCHES * on.time.launch
     return Busy(
-        _slower(product + small / 2, host, on),
-        _slower(product * (1 + trained) + small / 2, 2 * host, on),
+        _slower(product + small / 2, host, cut, on),
+        _slower(product * (1 + trained) + small / 2, 2 * host, cut, on),
     )
 
 
@@ -188,9 +205,10 @@ def _linear(
     faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 else 1.0
     if work.fp8_by_row:
         faster = on.time.fp8_trained_rows
-    forward = copies * on.product(
-        rows, outputs / cut.tensor, inputs, faster=faster, operand=1 if by_row else 2
-    )
+    # Slices of a product share its outputs, but what ends attention or an MLP shares its inputs.
+    ends = weight.module.rpartition(".")[2] in ATTENTION_OUTPUTS | MLP_OUTPUTS
+    sliced = (outputs, inputs / cut.tensor) if ends else (outputs / cut.tensor, inputs)
+    forward = copies * on.product(rows, *sliced, faster=faster, operand=1 if by_row else None)
     trained = work.adapter is None
     busy = Busy(forward, forward * (1 + trained))
     if by_row:
@@ -361,14 +379,19 @@ def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: RankShare, on:
     if work.packed_bits is not None:
         forward += 20
     if cut.tensor > 1:
-        forward += 6  # two collectives
+        forward += 2  # two collectives
     if work.captured:
         gap = forward * on.time.graph_gap
         return Busy(busy.forward + gap, busy.backward + 2 * gap)
-    host = forward * on.time.launch
-    return Busy(_slower(busy.forward, host, on), _slower(busy.backward, 2 * host, on))
+    host, starts = forward * on.time.launch, forward * on.time.start
+    return Busy(
+        _slower(busy.forward + starts, host, cut, on),
+        _slower(busy.backward + 2 * starts, 2 * host, cut, on),
+    )
 
 
-def _slower(gpu: float, host: float, on: GpuRates) -> float:
-    power = on.time.sharpness
+def _slower(gpu: float, host: float, cut: RankShare, on: GpuRates) -> float:
+    """The slower of the two. A rank that waits for others loses by their hosts as well as by their
+    GPUs, and hides neither behind the other as far."""
+    power = on.time.sharpness if cut.tensor == 1 else on.time.joint_sharpness
     return float((gpu**power + host**power) ** (1 / power))

@@ -50,22 +50,26 @@ class MemoryConstants:
 class TimeConstants:
     """What is the same for all GPUs: the host, and how often small operations pass over data."""
 
-    launch: float = 21.2e-6
+    launch: float = 22.52e-6
     """Seconds that the host takes to launch one operation. Fitted."""
+    start: float = 3.06e-6
+    """Seconds of a GPU that a kernel's start and end take, when not all of it is busy. Fitted."""
     graph_gap: float = 0.6e-6
     """Seconds between two kernels of a CUDA graph. Fitted."""
     masks: float = 2.0
     """Passes over an adapter's input that its dropout mask takes as long as. Fitted."""
-    sharpness: float = 1.815
+    sharpness: float = 4.195
     """How sharply the slower of host and GPU decides: infinity would be a plain maximum. Fitted."""
-    eager_passes: float = 0.99
-    fused_passes: float = 1.547
-    compiled_passes: float = 0.886
+    joint_sharpness: float = 2.068
+    """The same where slices of a layer wait for each other four times in it. Fitted."""
+    eager_passes: float = 1.007
+    fused_passes: float = 1.686
+    compiled_passes: float = 0.854
     """Passes of small operations over their data, against what counting them gives. Fitted."""
     narrow: float = 1.4
     """How much longer the narrow products of an adapter take than small operations over the same
     bytes. Set by hand after our own steps on an H200."""
-    unaligned: float = 0.478
+    unaligned: float = 0.3992
     """Speed of a product whose width is no multiple of eight. Fitted."""
     fp8_trained_rows: float = 1.0
     """Speed of an 8-bit product against a 16-bit one where trained weights are scaled row by row:
@@ -121,8 +125,8 @@ UNIT_LESS = 0.9
 """`fp8_rows` of a GPU that can't multiply 8-bit numbers: they are turned to 16 bits each time. A
 guess."""
 
-A100 = Chip(0.869, 0.925, 0.383, 0.382, 0.791, fp8_rows=UNIT_LESS, link=1.0, clash=0.239)
-H100 = Chip(0.803, 0.939, 0.219, 0.61, 0.617, link=0.971, clash=0.644)
+A100 = Chip(0.869, 0.9464, 0.3832, 0.382, 0.801, fp8_rows=UNIT_LESS, link=1.0, clash=0.2426)
+H100 = Chip(0.803, 0.942, 0.219, 0.61, 0.655, link=0.997, clash=0.667)
 H200 = replace(H100, matmul=0.90, memory=0.76, link=0.935, clash=0.599)
 """Set by hand after our own steps: their products ran at 690 to 735 TFLOP/s (the card is at its
 power limit), their small kernels at 3.5 to 4.2 TB/s."""

@@ -6,8 +6,10 @@ small operations run, on what is trained and on the model's family (`family_copi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
+from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.core.model.shape import LAYER_PARTS, ModelPart, ModelShape
 from shardtune.plan.estimate.family_copies import (
     ACTIVATION_COPIES,
@@ -305,14 +307,21 @@ def _copies_inside(shape: ModelShape, work: Workload, copies: FamilyCopies) -> f
     return found.trained if work.adapter is None else found.frozen
 
 
-def merged_expert_bytes(shape: ModelShape, work: Workload) -> float:
-    """Experts with adapters are whole tensors: peft adds the correction to them, and the layer
-    keeps the sum, as large as all its experts."""
+def expert_factor_bytes(shape: ModelShape, work: Workload) -> float:
+    """LoRA factors of a layer's experts as grouped products keep them: in the dtype of the
+    computation, with ranks filled up. Under autocast the factors themselves are among its casts
+    (`casts_of`), and only what fills them up comes on top."""
     if not by_family(work) or not adapts_experts(shape, work):
         return 0.0
     assert work.adapter is not None
-    adapted = sum(weight.size * weight.times for weight in work.adapter.on(shape) if weight.routed)
-    return adapted * work.widths.compute / shape.layers
+    rank = work.adapter.expert_rank
+    columns = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE - (rank if work.autocast else 0)
+    sides = sum(
+        math.prod(weight.shape[:-2]) * sum(weight.shape[-2:]) * weight.times
+        for weight in work.adapter.on(shape)
+        if weight.routed
+    )
+    return columns * sides * work.widths.compute / shape.layers
 
 
 # Adapters ----------------------------------------------------------------------------------------

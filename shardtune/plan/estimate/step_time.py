@@ -115,7 +115,7 @@ def estimate_speed(
     time: TimeConstants = TIME,
 ) -> SpeedEstimate:
     """The time of one step on the slowest rank."""
-    on = GpuRates(cluster, chip or chip_of(cluster.gpu.name), time)
+    on = GpuRates(cluster, chip or chip_of(cluster.gpu.name), time, work.widths.compute)
     return _Step(
         layout, shape, mesh, cluster, work, RankShare.of(mesh, work.pipelining), on
     ).speed()

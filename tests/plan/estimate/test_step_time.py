@@ -198,6 +198,34 @@ def test_a_measured_ceiling_counts_instead_of_the_data_sheet() -> None:
     assert alone(WORK, measured).step.compute > 1.5 * alone(WORK).step.compute
 
 
+def test_products_in_fp32_run_at_the_rate_of_fp32() -> None:
+    """Full fp32, not TF32: 37.4 of an A40's 149.7 TFLOP/s in bf16."""
+    a40 = parse_cluster("1xA40")
+    in_fp32 = replace(WORK, widths=replace(WORK.widths, compute=4))
+    assert 3 < alone(in_fp32, a40).step.compute / alone(WORK, a40).step.compute < 4.5
+    assert alone(in_fp32, a40).peak == 37.4e12
+    assert alone(in_fp32, a40).mfu < 1
+
+
+def test_a_measured_fp32_rate_is_for_fp32_alone() -> None:
+    point = MatmulPoint(m=8192, n=8192, k=8192, dtype="fp32", tflops=20)
+    in_fp32 = replace(WORK, widths=replace(WORK.widths, compute=4))
+    measured = replace(H200, measured=Measured(matmul=(point,)))
+    assert alone(in_fp32, measured).step.compute > 2 * alone(in_fp32).step.compute
+
+
+def test_slices_of_small_layers_are_no_faster_than_their_hosts() -> None:
+    """Published iteration times: a GPT of hidden size 1,024 takes no less time in eight slices."""
+    few = replace(WORK, micro_batch=1, sequence=256, kernels="fused")
+    cluster = parse_cluster("8xA100")
+
+    def seconds(degree: int) -> float:
+        mesh = Mesh((("data", 1), ("tensor", degree)))
+        return estimate_speed(DDP().layout(), LLAMA, mesh, cluster, few).step.compute
+
+    assert seconds(8) > 0.8 * seconds(2)
+
+
 def test_every_gpu_of_the_catalogue_has_constants() -> None:
     from shardtune.plan.cluster import known_gpus
 
