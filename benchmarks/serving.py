@@ -6,8 +6,9 @@
 
 Each method has a process of its own and the same random weights. A round is so many requests at
 once, with prompts of 32 to 512 tokens and 128 new tokens each. A first round of the same lengths
-compiles, records and allocates; the second, with other tokens, is measured from the first request
-to the last token. A method that fails is a line of the table; what it had measured before stays.
+compiles, records and allocates; up to three more, with other tokens, are measured from the first
+request to the last token. A method that fails is a line of the table; what it had measured before
+stays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import Child, leave_on_sigterm
-from benchmarks.serving_methods import EVALUATE, LONGEST, METHODS, NEW, PAGED, SERVE, SHORTEST
+from benchmarks.serving_methods import (
+    ENOUGH,
+    EVALUATE,
+    LONGEST,
+    MEASURED,
+    METHODS,
+    NEW,
+    PAGED,
+    SERVE,
+    SHORTEST,
+)
 from benchmarks.table import DOCS, write_table
 
 MODELS = ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
@@ -134,8 +145,9 @@ def main(given: list[str] | None = None) -> int:
         ["model", "requests", "method", "output tokens/s", "to transformers'", "wanted"],
         table_rows(records),
         f"Requests that come at once: prompts of {SHORTEST} to {LONGEST} tokens (seeded), {NEW} "
-        "new tokens each, greedy, no stop token, random weights in bf16. The rate is that of a "
-        "whole round, its prompts included, after a round of the same lengths that isn't counted. "
+        "new tokens each, greedy, no stop token, random weights in bf16. The rate is that of whole "
+        "rounds, prompts included, after one of the same lengths that isn't counted: the median "
+        f"of {MEASURED}, of fewer where they take more than {ENOUGH:.0f} s. "
         f"`{SERVE}` is our engine with its thread and its detokenization, without HTTP; it is "
         "compared with the best of transformers' continuous batching. "
         f"`{EVALUATE}` is the batched generation of `shardtune evaluate`, compared with the best "

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 SHORTEST, LONGEST, NEW = 32, 512, 128  # tokens of a prompt, and of each answer
+MEASURED, ENOUGH = 3, 10.0  # rounds, and the seconds after which there are no more
 TINY = (4, 24, 6)
 """The same three for a toy on the CPU."""
 
@@ -80,7 +82,6 @@ def evaluation(model: Any, prompts: Prompts, new: int) -> Iterator[Answer]:
             stopping=Stopping(new),
             batch_size=len(given),
             device=device,
-            retries=False,
         )
         return [list(each.ids) for each in found]
 
@@ -224,26 +225,35 @@ def _tokenizer(model: Any) -> Any:
 def measure(
     model: Any, method: Method, sizes: Sequence[int], *, tiny: bool
 ) -> Iterator[dict[str, Any]]:
-    """Output tokens per second of a round, prompts included, after a round of the same shapes."""
+    """Output tokens per second of rounds, prompts included, after a round of the same lengths."""
     new = TINY[2] if tiny else NEW
     for requests in sizes:
         rounds = [
             prompts_of(requests, model.config.vocab_size, round_=number, tiny=tiny)
-            for number in range(2)
+            for number in range(1 + MEASURED)
         ]
+        seconds: list[float] = []
         with method(model, rounds[0], new) as answer:
-            answer(rounds[0])
-            begun = time.perf_counter()
-            answers = answer(rounds[1])
-            seconds = time.perf_counter() - begun
-        short = [len(each) for each in answers if len(each) != new]
-        if short:
-            raise RuntimeError(f"{len(short)} answers have {short[0]} tokens and not {new}")
+            _require(answer(rounds[0]), new)
+            for prompts in rounds[1:]:
+                if sum(seconds) > ENOUGH:
+                    break
+                begun = time.perf_counter()
+                answers = answer(prompts)
+                seconds.append(time.perf_counter() - begun)
+                _require(answers, new)
         yield {
             "requests": requests,
-            "tokens_per_second": requests * new / seconds,
+            "tokens_per_second": requests * new / median(seconds),
+            "seconds": seconds,
             "answers": answers if tiny else [each[:4] for each in answers],
         }
+
+
+def _require(answers: Prompts, new: int) -> None:
+    short = [len(each) for each in answers if len(each) != new]
+    if short:
+        raise RuntimeError(f"{len(short)} answers have {short[0]} tokens and not {new}")
 
 
 def main(given: list[str] | None = None) -> int:
