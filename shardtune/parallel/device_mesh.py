@@ -8,10 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardtune.core.mesh import MODEL_AXES, Mesh
 from shardtune.core.world import World
 from shardtune.engine.data_peers import Peers
+from shardtune.parallel.group_of_one import ensure_process_group
 
 
 def device_mesh(mesh: Mesh, world: World) -> DeviceMesh:
     """One process group for each line of ranks along each axis."""
+    ensure_process_group(world)
     return init_device_mesh(
         torch.device(world.device).type,
         tuple(size for _, size in mesh.axes),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from shardtune.compat.deepspeed_process import (
     choose_accelerator,
     leave_out_shm_op,
@@ -14,6 +12,7 @@ from shardtune.compat.deepspeed_process import (
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.deepspeed.jit_build_locks import clear_dead_builds
+from shardtune.parallel.group_of_one import ensure_process_group
 
 
 def start(world: World) -> Any:
@@ -31,10 +30,7 @@ def start(world: World) -> Any:
     if world.device == "cpu":
         leave_out_shm_op(deepspeed)
     clear_dead_builds()
-    if not dist.is_initialized():  # one rank; DeepSpeed wants a group even so
-        backend = "gloo" if world.device == "cpu" else "cpu:gloo,cuda:nccl"
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    ensure_process_group(world)
     deepspeed.init_distributed(
         dist_backend="gloo" if world.device == "cpu" else "nccl",
         auto_mpi_discovery=False,
