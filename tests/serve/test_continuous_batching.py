@@ -10,6 +10,7 @@ import torch
 
 from shardtune.engine.decode_graphs import DecodeGraphs
 from shardtune.serve.continuous_batching import ContinuousBatch
+from shardtune.serve.lanes import EagerLane
 from shardtune.serve.sampling import RequestSampling
 from tests.models.families import CONFIGS, config
 from tests.serve.answers import Answer, ask, batched, generated, random_prompts
@@ -135,6 +136,31 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch(
         logits = llama(torch.tensor([[4, 5, 6]])).logits[0, -1].log_softmax(-1)
     assert first.logprob == pytest.approx(float(logits[first.token]), abs=1e-5)
     assert [token for token, _ in first.top] == logits.topk(2).indices.tolist()
+
+
+def test_steps_that_cannot_be_recorded_give_the_same_answers(llama: Any) -> None:
+    def fail(step: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("a layer waits for the GPU")
+
+    graphs = DecodeGraphs(fail)
+    batch = ContinuousBatch(llama, max_rows=2, graphs=graphs)
+    prompts = random_prompts(3, 200, longest=20)
+    alone = [generated(llama, prompt, 8) for prompt in prompts]
+    assert batched(batch, prompts, [8, 8, 8]) == alone
+    assert graphs.refused
+    assert isinstance(batch._lanes[None], EagerLane)  # the third one came when both had left
+
+
+def test_prompts_of_like_length_join_together(llama: Any) -> None:
+    """Only those whose turn it is, and the first one always."""
+    batch = ContinuousBatch(llama, max_rows=4)
+    sizes = [1500, 40, 1400, 50, 1500]  # three long ones are more than a step reads
+    asked = [ask([1] * size, 1)[0] for size in sizes]
+    for request in asked:
+        batch.submit(request)
+    assert batch._next() == [asked[0], asked[2]]
+    assert batch._next() == [asked[1], asked[3]]
+    assert batch._next() == [asked[4]]
 
 
 @pytest.mark.slow
