@@ -337,6 +337,35 @@ def test_who_may_ask(tmp_path: Path) -> None:
     assert with_key.get("/api/runs", headers=allowed).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:8070"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+    ids=lambda headers: " ".join(map(": ".join, headers.items())),
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_another_site_gets_nothing_and_changes_nothing(
+    method: str, headers: dict[str, str], tmp_path: Path
+) -> None:
+    """Whatever its page asks a person's browser for; a socket is no way in either."""
+    write_run(tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    asked = client(tmp_path)
+    (id,) = (run["id"] for run in listed(tmp_path)["runs"])
+    for path in ("/api/runs", f"/api/runs/{id}", f"/api/runs/{id}/curves", "/api/plan"):
+        reply = asked.request(method, path, headers=headers, params={"key": "secret"})
+        assert 400 <= reply.status_code < 500
+        assert "access-control-allow-origin" not in reply.headers
+        upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+        assert asked.request(method, path, headers=headers | upgrade).status_code >= 400
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_the_page_loads_only_its_own_files_and_nothing_is_sent_twice(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     asked = client(tmp_path)
