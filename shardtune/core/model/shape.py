@@ -135,11 +135,16 @@ class ModelShape:
 
     def layer_parameters(self, part: ModelPart) -> int:
         """Parameters of one layer of a kind; where layers differ, of the largest."""
-        sizes: dict[str, int] = {}
-        for weight in self.in_part(part):
+        return self._layer_parameters.get(part, 0)
+
+    @cached_property
+    def _layer_parameters(self) -> dict[ModelPart, int]:
+        largest: dict[ModelPart, dict[str, int]] = {}
+        for weight in self.weights:
             if weight.parameter:
+                sizes = largest.setdefault(weight.part, {})
                 sizes[weight.name] = max(weight.size, sizes.get(weight.name, 0))
-        return sum(sizes.values())
+        return {part: sum(sizes.values()) for part, sizes in largest.items()}
 
     def layers_in(self, part: ModelPart) -> int:
         """How many layers of a kind there are."""

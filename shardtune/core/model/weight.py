@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 ModelPart = Literal["embedding", "layer", "moe_layer", "encoder_layer", "root", "head"]
@@ -39,7 +40,7 @@ class Weight:
     """For experts' matrices: the names of the modules that older versions of the model had in their
     place. peft still takes these names for the experts."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Numbers in one of them."""
         return math.prod(self.shape)
@@ -49,7 +50,7 @@ class Weight:
         """Numbers in all of them."""
         return self.size * self.times
 
-    @property
+    @cached_property
     def module(self) -> str:
         """The module that it belongs to: `self_attn.q_proj`."""
         return self.name.rpartition(".")[0]
