@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tests.track.tracked_runs import append, begin_run, end_run, points, step_li
 SETTINGS = {
     "tensorboard": [], "csv": [], "wandb": ["mode=offline"], "mlflow": [], "trackio": [],
 }  # fmt: skip
+PATIENCE = 20.0
+"""Seconds for a tracker's own service, which outlives us, to write what it was given."""
 READERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 TRACKERS = [
     pytest.param(
@@ -62,7 +65,6 @@ def held(run: Path, tracker: str) -> list[read_back.Point]:
 
 def require_all(run: Path, tracker: str) -> None:
     """Every point of metrics.jsonl, each once, with its value. TensorBoard keeps 32 bits."""
-    found = held(run, tracker)
     single = tracker == "tensorboard"
     wanted = {
         (name, step): struct.unpack("<f", struct.pack("<f", value))[0] if single else value
@@ -70,6 +72,11 @@ def require_all(run: Path, tracker: str) -> None:
         for step, value in curve.items()
     }
     assert len(wanted) > 130
+    found = held(run, tracker)
+    deadline = time.monotonic() + PATIENCE
+    while len(found) < len(wanted) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        found = held(run, tracker)
     assert {(name, step): value for name, step, value in found} == wanted
     assert len(found) == len(wanted)
 
