@@ -20,7 +20,8 @@ CAPTURED_TOKENS = 8192
 busy for longer than the host takes to launch its kernels, so nothing is gained."""
 CAPTURED_WORK = 10**13
 """The same in tokens times weights, where all weights are trained: a graph keeps a place for their
-gradients, which is much to pay for nothing. An H200 takes about 0.12 s for that many."""
+gradients, which is much to pay for nothing. An H200 takes 0.11 s for that many
+(3 B at 27,141 tokens/s)."""
 Loss = Literal["plain", "fused"]
 Recompute = Literal["none", "mlp", "most", "full"]
 """What a layer computes twice: small operations only, also the wide products of its MLP, all but
