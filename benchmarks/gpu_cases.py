@@ -313,3 +313,13 @@ def our_job(case: Case, method: str, *, tiny: bool = False) -> Sections:
 
 TINY_BATCH = (2, 64)
 """Rows and length where `--tiny` stands in for the real batch."""
+TINY_SIZES: Sections = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+"""Of a toy, where `--tiny` stands in for the real model."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_cases import ATTENTION, MLP, TINY_BATCH, Case
+from benchmarks.gpu_cases import ATTENTION, MLP, TINY_BATCH, TINY_SIZES, Case
 from shardtune.core.model.known_models import find_model
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.data.packing import pack
@@ -31,17 +31,7 @@ def config_of(case: Case, *, tiny: bool) -> Any:
 
     known = dict(find_model(case.model).config)
     if tiny:
-        known |= {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 512,
-            "num_kv_heads": 2,
-            "pad_token_id": 0,
-        }
+        known |= TINY_SIZES | {"num_kv_heads": 2, "pad_token_id": 0}
         known.pop("layer_types", None)
         if known["model_type"] == "falcon":
             del known["head_dim"]  # it has a property of that name

@@ -186,19 +186,12 @@ def build(name: str, *, tiny: bool) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    from benchmarks.gpu_cases import TINY_SIZES
     from shardtune.core.model.known_models import find_model
 
     known = dict(find_model(name).config)
     if tiny:
-        known |= {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 512,
-        }
+        known |= TINY_SIZES
     known |= {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
     torch.manual_seed(0)
     with torch.device("cpu" if tiny else "cuda"):
