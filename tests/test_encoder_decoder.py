@@ -71,6 +71,7 @@ def forecast(job: Job) -> RunForecast:
     return RunForecast.of(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.long), "lora"])
 def test_from_job_to_result(folder: Path, adapter: str) -> None:
     job = job_in(folder, adapter, {"type": "ddp"})

@@ -286,6 +286,7 @@ def train_here(job: Job) -> RunReport:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("held_out", [True, False], ids=["eval", "no-eval"])
 def test_train_in_this_process(tmp_path: Path, held_out: bool) -> None:
@@ -388,6 +389,7 @@ def extendable(folder: Path, name: str, *, packing: bool = True, **train: Any) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_an_extended_run_is_a_run_of_that_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -410,6 +412,7 @@ def test_an_extended_run_is_a_run_of_that_length(
     assert found.train.steps == 6, "what is resumed from now on is the longer run"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_a_schedule_can_begin_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_here(extendable(tmp_path, "run", epochs=0.3, schedule="linear"))
@@ -512,6 +515,7 @@ def as_before_control_tokens(run: RunDir) -> None:
     (run.path / "run.json").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     job = extendable(tmp_path, "run", steps=2)
@@ -742,6 +746,7 @@ def test_a_run_that_stopped_between_two_looks_goes_on(tmp_path: Path) -> None:
     assert computed(tmp_path / "parts") == computed(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_a_model_learns_the_same_however_often_one_looks(tmp_path: Path) -> None:
     source = {"format": "instruction", "path": data_file(tmp_path / "d.jsonl", 20), "name": "d"}

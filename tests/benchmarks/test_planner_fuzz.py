@@ -14,6 +14,7 @@ from shardtune.plan.forecast import Forecast, forecast
 from tests.plan.test_search import LORA, job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "jobs"), [(8, 15), pytest.param(9, 400, marks=pytest.mark.long)])
 def test_the_planner_stands_random_jobs(seed: int, jobs: int, tmp_path: Path) -> None:
     told: list[str] = []
@@ -53,6 +54,7 @@ def test_more_gradients_are_no_communication_buffers() -> None:
     assert relation.broken(found, wrong)
 
 
+@pytest.mark.slow
 def test_a_slow_command_is_told(tmp_path: Path) -> None:
     found = Findings(seconds={"estimate": [0.01] * 99 + [9.0], "plan": [2.0] * 100})
     (told,) = too_slow(found, 1.0)

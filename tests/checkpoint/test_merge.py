@@ -119,6 +119,7 @@ def test_merges_keep_what_was_trained(tmp_path: Path, kind: str, dtype: Any) -> 
     assert found.rounded.bound < 0.2, "the bound is no licence: logits reach 0.6 here"
 
 
+@pytest.mark.slow
 def test_a_quantized_run_is_merged_into_the_weights_it_was_trained_on(tmp_path: Path) -> None:
     section, train = RUNS["nf4"]
     finished_run(tmp_path / "run", LoRA(rank=4), section, train)

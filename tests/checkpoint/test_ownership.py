@@ -259,6 +259,7 @@ def test_an_overwritten_run_is_back_if_the_new_one_does_not_begin(tmp_path: Path
     assert said == [f"{tmp_path}: the new run did not begin; the one that was there is back"]
 
 
+@pytest.mark.slow
 def test_an_overwrite_that_is_cut_short_anywhere_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

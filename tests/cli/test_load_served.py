@@ -74,6 +74,7 @@ def test_names_are_told_apart(tmp_path: Path) -> None:
         load_served([str(tmp_path / "run" / "result")], MEMORY)
 
 
+@pytest.mark.slow
 def test_bases_of_one_name_get_numbers(tmp_path: Path) -> None:
     for place in "ab":
         finished_run(tmp_path / place / "tiny", NoAdapter(), TINY)

@@ -544,6 +544,7 @@ def run(bad: Bad) -> int | str | None:
 ALL = JOBS | INPUTS | WEIGHTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_mistake_is_told_and_nothing_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

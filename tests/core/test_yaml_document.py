@@ -82,6 +82,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(JSON)
 def test_json_is_read_as_json(value: Any) -> None:

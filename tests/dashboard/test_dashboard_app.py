@@ -293,6 +293,7 @@ def test_hostile_names_and_files_harm_nothing(tmp_path: Path) -> None:
         assert asked.get(path).status_code == 404
 
 
+@pytest.mark.slow
 def test_a_run_that_is_deleted_while_it_is_followed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", done=False, old=False)
     dashboard = Dashboard(tmp_path, AccessRules())

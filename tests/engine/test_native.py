@@ -121,6 +121,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     assert engine.step([batch(3)]).applied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_state_goes_on_exactly(precision: Precision) -> None:
     adapter = LoRA(rank=4, dropout=0.1)  # dropout, so that the random numbers matter too

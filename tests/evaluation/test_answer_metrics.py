@@ -76,6 +76,7 @@ def test_a_schema_that_is_not_there_is_named() -> None:
         JsonMetric(check="schema").score("{}", Reference(("",)))
 
 
+@pytest.mark.slow
 def test_rouge_and_chrf_are_those_of_the_usual_libraries() -> None:
     rouge = pytest.importorskip("rouge_score.rouge_scorer", reason="needs shardtune[eval]")
     sacrebleu = pytest.importorskip("sacrebleu", reason="needs shardtune[eval]")

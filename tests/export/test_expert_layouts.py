@@ -183,6 +183,7 @@ def test_an_adapter_of_another_number_of_experts_is_refused() -> None:
         layouts.read_peft(*adapter(trained("mixtral")), experts=8)
 
 
+@pytest.mark.slow
 def test_a_run_with_experts_is_exported(tmp_path: Path) -> None:
     source = finished(tmp_path, "qwen3_moe", LoRA(rank=8))
     found = export_vllm(source, tmp_path / "out")

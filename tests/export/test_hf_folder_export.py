@@ -68,6 +68,7 @@ def test_the_command(
     assert "is an export that was changed since" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_gguf_by_the_command(
     source: ExportSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

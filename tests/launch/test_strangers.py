@@ -71,6 +71,7 @@ def test_who_does_not_is_told_nothing(
         knock(OURS, port)
 
 
+@pytest.mark.slow
 def test_a_stranger_reaches_no_store_and_costs_no_descriptor(gate: tuple[Gate, int]) -> None:
     """Not even one that has found its port."""
     kept, port = gate

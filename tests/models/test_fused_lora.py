@@ -388,6 +388,7 @@ def test_saved_files_are_those_of_peft(tmp_path: Path) -> None:
         assert len(list(file.keys())) == 2 * 14
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's own, when its compiler is imported
 def test_only_a_job_with_compiled_layers_has_them(tmp_path: Path) -> None:
     write(tmp_path, "llama")

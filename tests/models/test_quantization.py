@@ -213,6 +213,7 @@ def test_what_can_not_work_is_refused(adapter: Adapter, said: str) -> None:
         check(job, lambda key: ".".join(map(str, key)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
 @pytest.mark.parametrize("make", [NF4Linear, Int8Linear])
 def test_compiled_code_keeps_no_restored_weights_for_the_backward_pass(

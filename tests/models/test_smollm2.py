@@ -211,6 +211,7 @@ CHATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REFERENCE.is_dir(), reason="needs ../shared/tokenizers/smollm2")
 def test_the_tokenizer_is_the_published_one(pulled: Path) -> None:
     ours, reference = (AutoTokenizer.from_pretrained(path) for path in (pulled, REFERENCE))

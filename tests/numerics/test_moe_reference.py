@@ -65,6 +65,7 @@ def require_same(found: Outcome, expected: Outcome) -> None:
     assert figures == pytest.approx((*expected.losses, *expected.norms), rel=SAME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", rows(FAMILIES))
 def test_one_process(family: str, adapter: str, tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_one_process(family: str, adapter: str, tmp_path: Path) -> None:
     require_same(run(World(), job), plain_outcome(job))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "router"),
     [
@@ -131,6 +133,7 @@ def plain_router_losses(job: Job) -> Outcome:
     return Outcome(tuple(losses), tuple(norms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", rows(BALANCED))

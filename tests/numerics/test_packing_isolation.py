@@ -144,6 +144,7 @@ def test_at_least_sixteen_families_are_isolated() -> None:
     assert set(STATEFUL) <= set(ISOLATED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", some(ISOLATED))
 def test_packed_is_the_sum_of_singles(family: str, tmp_path: Path) -> None:
     """Losses and gradients, and the guard agrees."""

@@ -35,6 +35,7 @@ def test_the_lock_of_a_dead_compilation_goes(lock: Path) -> None:
     assert not lock.exists()
 
 
+@pytest.mark.slow
 def test_a_compilation_on_another_machine_has_time_to_show_itself(
     lock: Path, logged: Logged
 ) -> None:

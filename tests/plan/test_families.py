@@ -208,6 +208,7 @@ def slow_but(names: tuple[str, ...], all_names: list[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(QUICK, list(CONFIGS)))
 def test_all_weights_trained(name: str, tmp_path: Path) -> None:
     closed, kept = both(name, tmp_path)

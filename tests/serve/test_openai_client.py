@@ -162,6 +162,7 @@ def test_a_template_gets_no_more_turns_than_it_can_loop_over() -> None:
         ChatBody(model="tiny", messages=HELLO * 2049)
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_a_template_takes_its_time(
     here: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +251,7 @@ def test_a_vote_is_a_line_of_the_file(here: Running) -> None:
     assert httpx.post(f"{here.url}/votes", json=vote | {"choice": "?"}).status_code == 400
 
 
+@pytest.mark.slow
 def test_a_key_a_full_queue_and_a_slow_answer(tmp_path: Any) -> None:
     limits = ServerLimits(waiting=1, seconds=0.6)
     with serving(tmp_path, limits=limits, access=AccessRules("secret"), max_rows=1) as here:

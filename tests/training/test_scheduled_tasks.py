@@ -208,6 +208,7 @@ def _train_and_lose(job: Job, rows: Path, monkeypatch: pytest.MonkeyPatch) -> Ru
     return train(job)
 
 
+@pytest.mark.slow
 def test_a_run_asks_before_when_due_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,6 +211,7 @@ def write_data(folder: Path) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_adapters_are_judged_by_the_updates_of_the_step_that_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_errors_on_the_half_that_was_not_fitted() -> None:
     cases, unknown = read_all(REFERENCE)
     found = judge(halves(cases)[1], Constants())
