@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from weakref import WeakSet
 
 import torch
 
@@ -96,8 +97,12 @@ def cuda_recorder(device: torch.device) -> Recorder | None:
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
+    alive: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def record(step: DecodeStep) -> DecodeStep:
+        nonlocal pool
+        if not alive:  # torch gives up a pool with its last graph, and takes no other into it
+            pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Another thread may use the GPU meanwhile, which is no part of it.
@@ -106,6 +111,7 @@ def cuda_recorder(device: torch.device) -> Recorder | None:
         except Exception:
             torch.cuda.synchronize(device)
             raise
+        alive.add(graph)
         replay: DecodeStep = graph.replay
         return replay
 

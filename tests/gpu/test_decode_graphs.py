@@ -63,6 +63,24 @@ def test_rows_that_come_and_go(family: str) -> None:
         assert heard.tokens == generated(model, prompt, length)
 
 
+def test_graphs_are_recorded_again_after_all_were_forgotten() -> None:
+    """A row more than there was room for moves the cache: no graph of before is left then."""
+    model = tiny("llama")
+    prompts = random_prompts(6, 60, longest=24)
+    recorded = graphs()
+    batch = ContinuousBatch(model, max_rows=8, graphs=recorded)
+    asked = [ask(prompt, 40) for prompt in prompts]
+    for request, _ in asked:
+        batch.submit(request)
+        for _ in range(6):
+            batch.step()
+    while batch.step():
+        pass
+    assert recorded.refused == ""
+    for (_, heard), prompt in zip(asked, prompts, strict=True):
+        assert heard.tokens == generated(model, prompt, 40)
+
+
 def test_adapters_have_graphs_of_their_own() -> None:
     from peft import LoraConfig, get_peft_model
 
