@@ -20,6 +20,7 @@ WIDE: Sections = {"gradient_checkpointing": "mlp"}
 PAGED: Sections = {"optimizer": {"type": "adamw", "paged": True}}
 COMMAND = "shardtune train"
 """The name of the method that is the command itself, on files, with a job's defaults."""
+LEAST_BUT_EXPERTS: Sections = {"gradient_checkpointing": "most"}
 LEAST: Sections = {"gradient_checkpointing": "most", "offload_activations": True}
 
 SHORT_ROWS: dict[str, tuple[Literal["1B", "8B"], Literal["bf16", "nf4"], int, int]] = {
@@ -48,6 +49,13 @@ FAMILY_ROWS: dict[str, str] = {
 """Other families than Llama, by the names of their rows: LoRA with 16,384 tokens a step."""
 WITHOUT_LIGER = frozenset({"falcon", "gpt_neox", "starcoder2"})
 """Families that Liger doesn't know."""
+MIXTURE_ROWS: dict[str, str] = {
+    "Qwen3-30B-A3B 8x2048": "Qwen/Qwen3-30B-A3B",
+    "gpt-oss-20b 8x2048": "openai/gpt-oss-20b",
+    "OLMoE-1B-7B all 8x2048": "allenai/OLMoE-1B-7B-0924",
+}
+"""Mixtures of experts, by the names of their rows: 16,384 tokens a step through the real router;
+LoRA has the experts among its layers."""
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 OURS: dict[str, dict[str, Sections]] = {
@@ -62,6 +70,9 @@ OURS: dict[str, dict[str, Sections]] = {
     "1B all 8x2048": {"shardtune": {}, COMMAND: {}, "shardtune, paged": {"train": PAGED}},
     "packed 8x2048": {"shardtune": {}, COMMAND: {}},
     "dropout 8x2048": {"shardtune": {}},
+    "Qwen3-30B-A3B 8x2048": {"shardtune": {"train": LEAST_BUT_EXPERTS}},
+    "gpt-oss-20b 8x2048": {"shardtune": {}},
+    "OLMoE-1B-7B all 8x2048": {"shardtune": {}},
     **{
         name: {"shardtune": {}}
         for name in (
@@ -165,6 +176,8 @@ class Peer:
     """Documents in rows of their own, padded to the longest of the micro-batch."""
     attention: str = "sdpa"
     """What transformers is asked for."""
+    experts: str = ""
+    """How transformers multiplies experts (`experts_implementation`), where it is told."""
 
     @property
     def on_gpu_only(self) -> bool:
@@ -193,6 +206,26 @@ PEERS: dict[str, Peer] = {
     "torchtune + compile": Peer("torchtune", needs=TUNE, compiled=True),
     "Unsloth": Peer("unsloth", needs=UNSLOTH, checkpointing=True),
     "HF, padded": Peer(padded=True),
+    "HF, grouped experts": Peer(experts="grouped_mm"),
+    "HF, grouped experts, checkpointing": Peer(experts="grouped_mm", checkpointing=True),
+    "HF, batched experts, checkpointing": Peer(experts="batched_mm", checkpointing=True),
+    "Liger, grouped experts, checkpointing": Peer(
+        needs=LIGER, liger=True, experts="grouped_mm", checkpointing=True
+    ),
+    "compile, grouped experts": Peer(compiled=True, own_loss=True, experts="grouped_mm"),
+    "compile + Liger loss, grouped experts, checkpointing": Peer(
+        needs=LIGER, compiled=True, experts="grouped_mm", checkpointing=True
+    ),
+    "HF, grouped experts, FlexAttention, checkpointing": Peer(
+        experts="grouped_mm", checkpointing=True, attention="flex_attention"
+    ),
+    "Liger, grouped experts, FlexAttention, checkpointing": Peer(
+        needs=LIGER,
+        liger=True,
+        experts="grouped_mm",
+        checkpointing=True,
+        attention="flex_attention",
+    ),
     "Liger, padded": Peer(needs=LIGER, liger=True, padded=True),
 }
 
@@ -226,6 +259,22 @@ PACKED = (
     "compile + Liger loss",
     "compile + Liger loss, FlashAttention 4",
 )
+MIXTURE = (
+    "HF, grouped experts, checkpointing",
+    "HF, batched experts, checkpointing",
+    "Liger, grouped experts, checkpointing",
+    "compile + Liger loss, grouped experts, checkpointing",
+)
+FLEX_MIXTURE = (
+    "Liger, grouped experts, checkpointing",
+    "HF, grouped experts, FlexAttention, checkpointing",
+    "Liger, grouped experts, FlexAttention, checkpointing",
+)
+WHOLE_MIXTURE = (
+    "HF, grouped experts",
+    "HF, grouped experts, checkpointing",
+    "compile, grouped experts",
+)
 LARGE, HUGE, SMALL = (f"meta-llama/Llama-{size}" for size in ("3.1-8B", "3.1-70B", "3.2-1B"))
 
 
@@ -251,6 +300,19 @@ def _family(name: str, model: str) -> Case:
     return Case(name, model, 8, 2048, peers, asked=1.05)
 
 
+def _mixtures() -> Iterator[Case]:
+    """Liger doesn't know OLMoE."""
+    qwen, gpt_oss, olmoe = MIXTURE_ROWS.items()
+    yield Case(*qwen, 8, 2048, MIXTURE, asked=1.5, memory=75)
+    yield Case(*gpt_oss, 8, 2048, FLEX_MIXTURE, asked=1.3)
+    whole = (
+        "HF, grouped experts",
+        "HF, grouped experts, checkpointing",
+        "compile, grouped experts",
+    )
+    yield Case(*olmoe, 8, 2048, whole, lora=False, asked=1.05)
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -273,6 +335,7 @@ CASES: dict[str, Case] = {
         Case("0.5B all 8x2048", "Qwen/Qwen2.5-0.5B", 8, 2048, FAST[1:4], lora=False),
         Case("3B all 8x2048", "meta-llama/Llama-3.2-3B", 8, 2048, FAST[1:4], lora=False),
         Case("1B all 1x1024", SMALL, 1, 1024, FAST[1:3], lora=False, asked=1.05),
+        *_mixtures(),
     )
 }
 
@@ -323,3 +386,10 @@ TINY_SIZES: Sections = {
     "vocab_size": 512,
 }
 """Of a toy, where `--tiny` stands in for the real model."""
+TINY_EXPERTS: Sections = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+"""The same of a mixture, where its configuration has them."""

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_cases import ATTENTION, MLP, TINY_BATCH, TINY_SIZES, Case
+from benchmarks.gpu_cases import ATTENTION, MLP, TINY_BATCH, TINY_EXPERTS, TINY_SIZES, Case
+from shardtune.config.job import LoRA
+from shardtune.core.model.active_experts import active_experts
 from shardtune.core.model.known_models import find_model
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.data.packing import pack
@@ -32,6 +34,7 @@ def config_of(case: Case, *, tiny: bool) -> Any:
     known = dict(find_model(case.model).config)
     if tiny:
         known |= TINY_SIZES | {"num_kv_heads": 2, "pad_token_id": 0}
+        known |= {name: size for name, size in TINY_EXPERTS.items() if name in known}
         known.pop("layer_types", None)
         if known["model_type"] == "falcon":
             del known["head_dim"]  # it has a property of that name
@@ -146,18 +149,42 @@ def flops(case: Case, config: Any, batch: Batch) -> float:
     size = getattr(config, "head_dim", None) or size
     hidden, wide, keys = config.hidden_size, heads * size, _key_heads(config) * size
     attention_shapes = [(hidden, wide), (hidden, keys), (hidden, keys), (wide, hidden)]
-    inner = getattr(config, "intermediate_size", None) or config.ffn_hidden_size
-    mlp_shapes = [(hidden, inner)] * (2 if config.model_type in UNGATED else 3)
+    mlp_shapes, expert_shapes, router = _mlp_shapes(config)
     shapes = attention_shapes + mlp_shapes
     adapted = {(): shapes, ATTENTION: attention_shapes, MLP: mlp_shapes}[case.targets]
     layers = config.num_hidden_layers
+    met = active_experts(config.to_dict())
     weights = layers * sum(a * b for a, b in shapes) + config.vocab_size * hidden
-    adapters = layers * case.rank * sum(a + b for a, b in adapted) if case.lora else 0
+    weights += layers * (met * sum(a * b for a, b in expert_shapes) + router)
+    adapters = 0
+    if case.lora:
+        ranks = (case.rank, met * lora_of(case).rank_of_experts(met))
+        both = (adapted, expert_shapes)
+        adapters = layers * sum(
+            rank * sum(a + b for a, b in some) for rank, some in zip(ranks, both, strict=True)
+        )
     each = (4 if case.lora else 6) * weights + 6 * adapters
     rows, length = batch.ours.input_ids.shape
     lengths = [len(document) for document in batch.documents] or [length] * rows
     attention = layers * sum(2 * wide * own * own for own in lengths)
     return float(each * batch.ours.tokens + 3 * attention)
+
+
+def _mlp_shapes(config: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
+    """Matrices of a layer's MLP that all tokens meet, those of one expert, and a router's size."""
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_hidden_size", 0)
+    if not active_experts(config.to_dict()):
+        return [(hidden, inner)] * (2 if config.model_type in UNGATED else 3), [], 0
+    counted = ("num_experts", "num_local_experts")
+    count = next(getattr(config, name) for name in counted if hasattr(config, name))
+    wide = getattr(config, "moe_intermediate_size", None) or inner
+    return [], [(hidden, wide)] * 3, hidden * count
+
+
+def lora_of(case: Case) -> LoRA:
+    """The row's adapter."""
+    return LoRA.model_validate(case.adapter, strict=False)
 
 
 def _key_heads(config: Any) -> int:

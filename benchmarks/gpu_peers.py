@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_cases import Case, Peer
-from benchmarks.gpu_data import BASE, Batch, config_of, draw
-from shardtune.config.job import LoRA
+from benchmarks.gpu_data import BASE, Batch, config_of, draw, lora_of
+from shardtune.core.model.active_experts import active_experts
 from shardtune.core.peft_wrapper import unwrap_name
+from shardtune.models.expert_layers import expert_weights
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
+from shardtune.models.lora_targets import lora_target_modules
 from shardtune.models.materialize import decoder_layers
 from shardtune.models.peft_adapters import initialize_adapters
 
@@ -65,7 +67,7 @@ def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Lo
 
         functorch.activation_memory_budget = peer.budget
     asked = case.attention if peer.attention == "sdpa" else peer.attention
-    model = _filled(config, case, device, asked)
+    model = _filled(config, case, device, asked, peer.experts)
     layers = decoder_layers(model)
     if case.lora:
         model = with_lora(model, case, device, torch.float32 if peer.fp32_adapters else BASE)
@@ -92,13 +94,17 @@ def _apply_liger(case: Case, *, layers: bool) -> None:
     apply(**losses, **dict.fromkeys(names, layers))
 
 
-def _filled(config: Any, case: Case, device: str, attention: str = "sdpa") -> Any:
+def _filled(
+    config: Any, case: Case, device: str, attention: str = "sdpa", experts: str = ""
+) -> Any:
     """The model on the device, each weight drawn by its name; layers in NF4 one at a time."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    asked = {"attn_implementation": attention}
+    asked |= {"experts_implementation": experts} if experts else {}
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=BASE, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=BASE, **asked)
     model.tie_weights()  # the context above made two parameters of a shared one
     model.requires_grad_(not case.lora)
     drawn: dict[nn.Parameter, nn.Parameter] = {}
@@ -141,17 +147,22 @@ def _nf4(name: str, linear: nn.Linear, device: str) -> nn.Module:
 
 
 def with_lora(model: Any, case: Case, device: str, dtype: torch.dtype) -> Any:
-    """peft's adapters, which start from the numbers that ours start from."""
+    """peft's adapters, which start from the numbers that ours start from. Those of a mixture's
+    experts (`target_parameters`) have the rank of ours."""
     from peft import LoraConfig, get_peft_model
 
     adapter = lora_of(case)
+    experts = expert_weights(model) if adapter.adapts_experts else []
+    rank = adapter.rank_of_experts(active_experts(model.config.to_dict()))
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         use_dora=adapter.variant == "dora",
-        target_modules=list(case.targets) or "all-linear",
+        target_modules=lora_target_modules(model, case.targets or "all-linear"),
+        target_parameters=experts or None,
+        rank_pattern=dict.fromkeys(experts, rank),
     )
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
     initialize_adapters(adapted, "", adapter, seed=0, device=device)
@@ -159,11 +170,6 @@ def with_lora(model: Any, case: Case, device: str, dtype: torch.dtype) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
-
-
-def lora_of(case: Case) -> LoRA:
-    """The row's adapter."""
-    return LoRA.model_validate(case.adapter, strict=False)
 
 
 def hf_losses(model: Any, case: Case, peer: Peer, device: str) -> Losses:

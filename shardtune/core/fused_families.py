@@ -6,7 +6,7 @@ from __future__ import annotations
 SHARED_INPUT_FAMILIES = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3"),
-        *("granite", "olmo2", "starcoder2", "phi3"),
+        *("granite", "olmo2", "starcoder2", "phi3", "mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
     }
 )
 """Layers with a shared input (Q, K, V; gate, up) can be one GEMM: attention and MLP use their input

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
 
 from shardtune.models.experts.grouped_experts import (
+    Factors,
     GroupedExperts,
     LoraFactors,
     become,
@@ -18,19 +18,17 @@ from shardtune.models.experts.grouped_experts import (
 
 
 class FactoredParamWrapper(ParamWrapper):  # type: ignore[misc]
-    """peft's adapter of one of the experts' weights. While the experts run it shows them its
-    factors, instead of a sum of weights and correction in the weights' place."""
+    """peft's adapter of one of the experts' weights. It hands its factors to the experts, through
+    the wrapper of the next weight, instead of a sum of weights and correction in the weights'
+    place."""
 
-    @contextmanager
-    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        chosen = [name for name in active_adapters if name in self.lora_A]
-        experts: GroupedExperts = self.get_base_layer()
-        if chosen:
-            experts.factors[self.parameter_name] = self._factors(chosen[0])
-        try:
-            yield
-        finally:
-            experts.factors.pop(self.parameter_name, None)
+    def forward(self, x: Tensor, *given: Any, factors: Factors | None = None) -> Tensor:
+        chosen = [name for name in self.active_adapters if name in self.lora_A]
+        factors = dict(factors or {})
+        if chosen and not self.disable_adapters and not self.merged:
+            factors[self.parameter_name] = self._factors(chosen[0])
+        found: Tensor = self.base_layer(x, *given, factors=factors)
+        return found
 
     def _factors(self, name: str) -> LoraFactors:
         """As peft lays them out: A by expert and rank, B by rank and expert."""

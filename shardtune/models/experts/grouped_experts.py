@@ -22,6 +22,13 @@ from torch.nn import functional
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.engine.dtensor import local
 from shardtune.errors import ModelError, Problem
+from shardtune.models.experts.routed_rows import (
+    Routed,
+    route,
+    to_row_order,
+    to_rows,
+    to_tokens,
+)
 
 
 class LoraFactors(NamedTuple):
@@ -34,13 +41,8 @@ class LoraFactors(NamedTuple):
     scale: float
 
 
-class Routed(NamedTuple):
-    """Rows sorted by the expert that they are sent to."""
-
-    experts: Tensor
-    """Of each row."""
-    ends: Tensor
-    """Behind the last row of each expert."""
+Factors = dict[str, LoraFactors]
+"""By the weight's name."""
 
 
 class GroupedExperts(nn.Module):
@@ -59,8 +61,6 @@ class GroupedExperts(nn.Module):
     plain_class: type[nn.Module]
     """What it was."""
     compute_dtype: torch.dtype
-    factors: dict[str, LoraFactors]
-    """By the weight's name, while an adapter's wrapper runs the module."""
 
     def matrix(self, name: str) -> Tensor:
         """All experts' matrices, (experts, outputs, inputs), in the dtype of the computation."""
@@ -71,39 +71,56 @@ class GroupedExperts(nn.Module):
         """The same once more, for the backward pass."""
         return self.matrix(name)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        tokens, chosen = top_k_index.shape
-        experts, order = torch.sort(top_k_index.reshape(-1))
-        bounds = torch.arange(self.num_experts, device=experts.device)
-        ends = torch.searchsorted(experts, bounds, right=True).to(torch.int32)
-        routed = Routed(experts, ends)
-        rows = hidden_states[order // chosen].to(self.compute_dtype)
-        first = "gate_up_proj" if self.has_gate else "up_proj"
-        inner = self._project(first, rows, routed)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        factors: Factors | None = None,
+    ) -> Tensor:
+        """`factors` come from the adapters' wrappers around the module."""
+        factors = factors or {}
+        routed = route(top_k_index, self.num_experts)
+        rows = to_rows(hidden_states.to(self.compute_dtype), routed)
+        inner = self._project("gate_up_proj" if self.has_gate else "up_proj", rows, routed, factors)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-        found = self._project("down_proj", inner.to(self.compute_dtype), routed)
+        weights = to_row_order(top_k_weights.reshape(-1), routed).unsqueeze(1)
         if self.has_post_expert_norm:
-            found = self.post_expert_norm(found)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        weighted = found[back] * top_k_weights.reshape(-1, 1)
-        return weighted.view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+            found = self._project("down_proj", inner.to(self.compute_dtype), routed, factors)
+            weighted = self.post_expert_norm(found) * weights
+        else:
+            # W (w a) is w (W a): in this order no backward pass asks for a result of W.
+            inner = (inner * weights).to(self.compute_dtype)
+            weighted = self._project("down_proj", inner, routed, factors, weights)
+        return to_tokens(weighted, routed).to(hidden_states.dtype)
 
-    def _project(self, name: str, rows: Tensor, routed: Routed) -> Tensor:
+    def _project(
+        self,
+        name: str,
+        rows: Tensor,
+        routed: Routed,
+        factors: Factors,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Each row through its expert's matrix; where rows are weighted already, their biases are
+        weighted here."""
         found: Tensor = _FrozenGroupedMatmul.apply(rows, routed.ends, self, name)  # type: ignore[no-untyped-call]
         if self.has_bias:
-            found = found + getattr(self, f"{name}_bias").to(found.dtype)[routed.experts]
-        if name in self.factors:
-            found = found + self._correction(self.factors[name], rows, routed)
+            bias = getattr(self, f"{name}_bias").to(found.dtype)[routed.experts]
+            found = found + (bias if weights is None else (bias * weights).to(found.dtype))
+        if name in factors:
+            found = found + correction(factors[name], rows, routed)
         return found
 
-    def _correction(self, factors: LoraFactors, rows: Tensor, routed: Routed) -> Tensor:
-        lora_a, lora_b = (each.to(rows.dtype) for each in factors[:2])
-        missing = -lora_a.shape[1] % RANK_MULTIPLE
-        lora_a = functional.pad(lora_a, (0, 0, 0, missing))
-        lora_b = functional.pad(lora_b, (0, missing)).contiguous()
-        hidden = _grouped_matmul(rows, lora_a, routed.ends)
-        return factors.scale * _grouped_matmul(hidden, lora_b, routed.ends)
+
+def correction(factors: LoraFactors, rows: Tensor, routed: Routed) -> Tensor:
+    """`s (x A^T) B^T` of each row with its expert's factors."""
+    lora_a, lora_b = (each.to(rows.dtype) for each in factors[:2])
+    missing = -lora_a.shape[1] % RANK_MULTIPLE
+    lora_a = functional.pad(lora_a, (0, 0, 0, missing))
+    lora_b = functional.pad(factors.scale * lora_b, (0, missing)).contiguous()
+    hidden = _grouped_matmul(rows, lora_a, routed.ends)
+    return _grouped_matmul(hidden, lora_b, routed.ends)
 
 
 def _grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -114,10 +131,18 @@ def _grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def _multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """torch's grouped product; transformers knows which GPUs and versions lack it, and has another
     way there."""
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and _gpu_has_grouped_mm():
+        return functional.grouped_mm(rows, matrices, offs=ends)
     from transformers.integrations import moe
 
     found: Tensor = moe._grouped_mm(rows, matrices, offs=ends)
     return found
+
+
+@torch.compiler.assume_constant_result
+def _gpu_has_grouped_mm() -> bool:
+    """Whether torch's own product runs on this GPU; a compiler needn't look into the question."""
+    return hasattr(functional, "grouped_mm") and torch.cuda.get_device_capability() >= (8, 0)
 
 
 class _FrozenGroupedMatmul(torch.autograd.Function):
@@ -161,7 +186,6 @@ def become(module: Any, kind: type[GroupedExperts], compute_dtype: torch.dtype) 
     own: type = type(module)
     module.__class__ = _class_of(way, own)
     module.compute_dtype = compute_dtype
-    module.factors = {}
 
 
 @cache

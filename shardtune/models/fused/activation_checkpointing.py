@@ -97,6 +97,8 @@ _ATTENTION_OPS = frozenset(
     {
         "shardtune::dropout_seed",  # a second one would be another
         "shardtune::dora_row_norms",  # a number for each row of weights
+        "aten::sort",  # of rows by expert: another order would be another gradient
+        "aten::topk",  # a router's choice, likewise
         "aten::rsqrt",  # of a norm: a number for each row, without which rows are reduced again
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention",
