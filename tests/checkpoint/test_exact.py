@@ -21,7 +21,7 @@ CASES = {
     "single": 1, "ddp": 2, "fsdp": 2, "zero3": 2, "pipeline2-1f1b": 2,
     "tensor2": 2, "zero1": 2, "zero2": 2,
 }  # fmt: skip
-LONG = ("tensor2", "zero1", "zero2", "zero3")
+LONG = ("single", "tensor2", "zero1", "zero2", "zero3")
 MEASURED = {
     "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation", "parts"
 }  # fmt: skip

@@ -64,8 +64,9 @@ def marks(row: Row) -> list[pytest.MarkDecorator]:
     if row.model in MIXTURES and row.id not in MIXED:
         return [pytest.mark.long]
     large = row.ranks >= 4 or any(word in row.strategy for word in VARIANTS)
-    slowest = row.strategy in SLOWEST or row.id in ("zero3-ia3", "zero3-qlora")
-    return [pytest.mark.long] if slowest or (large and row.adapter != "lora") else []
+    slowest = row.strategy in SLOWEST or (large and row.adapter != "lora")
+    other = row.adapter in ("ia3", "qlora") and row.strategy not in ("ddp", "fsdp", "zero2")
+    return [pytest.mark.long] if slowest or other else []
 
 
 @pytest.mark.parametrize("row", marked([row for row in ROWS if row.refused]))

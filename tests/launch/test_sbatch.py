@@ -149,7 +149,7 @@ def test_a_job_that_would_not_run_there_gets_no_script(
     assert "error:" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_slurm_real.py has a real Slurm
 def test_the_script_trains_on_two_nodes_with_two_tasks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,6 +152,7 @@ def near(found: list[list[float]], expected: list[list[float]]) -> None:
     np.testing.assert_allclose(norms, lengths, rtol=2e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "micro_batch"), FACTORISATIONS)
 @pytest.mark.parametrize("packing", [False, True], ids=["single", "packed"])
 def test_every_factorisation_equals_the_full_batch(

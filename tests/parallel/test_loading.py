@@ -34,7 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], Adapter]] = {
     "zero3-full": (ZERO3, NoAdapter()),
     "pipeline-full": ({"type": "pipeline", "stages": 4}, NoAdapter()),
 }
-LONG = {"fsdp-full", "zero3-full"}  # loaded as with an adapter
+LONG = {"fsdp-full", "zero3-full", "zero3-lora"}
+"""Loaded as with an adapter; DeepSpeed's share is measured on two ranks in test_sharded.py."""
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,10 @@ from tests.jobs import write_job
 
 @pytest.mark.process
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("strategy", ["{type: fsdp}", "{type: fsdp, sharding: hybrid}"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["{type: fsdp}", pytest.param("{type: fsdp, sharding: hybrid}", marks=pytest.mark.long)],
+)
 def test_one_rank_needs_no_others(strategy: str, tmp_path: Path) -> None:
     """Torch would look for other ranks by itself, and wait for minutes."""
     rows = "".join(json.dumps({"text": "b" * n}) + "\n" for n in range(1, 9))

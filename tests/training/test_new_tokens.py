@@ -35,7 +35,8 @@ RUNS = {
         "model.quantization=nf4",
     ),
 }
-LONG = {"fsdp-lora", "zero3-lora", "zero3-qlora"}
+LONG = {"ddp-lora-bf16", "zero3-lora", "zero3-qlora"}
+"""16 bits are slow on some CPUs."""
 FULL = ("strategy.type=fsdp", "adapter={type: none}")
 TEXT = "<|q|>7<|a|>seven<|end|>"
 

@@ -157,7 +157,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+LONG = {"fsdp-keep", "pipeline", "zero2"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in STRATEGIES],
+)
 def test_training_does_not_notice_it(name: str) -> None:
     settings, ranks = STRATEGIES[name]
     if settings["type"] == "deepspeed":
