@@ -42,11 +42,7 @@ LONG = {
     *("ia3", "tensor_lora"),
     *("zero3_offload_cpu", "zero1", "zero2_qlora"),  # which the conformance table has, too
     *("layers", "pipeline_1f1b", "zero3_full", "fsdp_qlora", "ddp_lora", "gpu_fp8_8b"),
-    *(
-        "falcon_qlora",
-        "flan_t5_zero3",
-        "fsdp_full",
-    ),  # families and encoders have tests of their own
+    *("falcon_qlora", "flan_t5_zero3"),  # families and encoders have tests of their own
     *("tinyllama_ddp", "codellama_fsdp", "fsdp_full", "zero3_lora_checkpointing"),
     *("gpu_lora_8b", "gpu_lean_8b", "gpu_paged_1b", "gpu_qlora_70b"),  # plain ones on a CPU
 }
