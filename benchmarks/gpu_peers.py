@@ -61,7 +61,7 @@ def build(case: Case, peer: Peer, data: list[Batch], device: str, *, tiny: bool)
 
 def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Losses]:
     if peer.liger or (peer.compiled and not peer.own_loss):
-        _apply_liger(case, layers=peer.liger)
+        _apply_liger(case, layers=peer.liger, experts=not peer.experts)
     if peer.budget is not None:
         import torch._functorch.config as functorch
 
@@ -80,8 +80,9 @@ def _hf(case: Case, peer: Peer, config: Any, device: str) -> tuple[nn.Module, Lo
     return model, hf_losses(model, case, peer, device)
 
 
-def _apply_liger(case: Case, *, layers: bool) -> None:
-    """Liger's loss, and its layers where they are wanted; what it has for the family."""
+def _apply_liger(case: Case, *, layers: bool, experts: bool) -> None:
+    """Liger's loss, and its layers where they are wanted; what it has for the family. Where
+    transformers is told how to multiply experts, Liger's own stay out."""
     from inspect import signature
 
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -91,7 +92,10 @@ def _apply_liger(case: Case, *, layers: bool) -> None:
     losses = {"cross_entropy": not fused, "fused_linear_cross_entropy": fused}
     known = signature(apply).parameters
     names = [name for name in ("rope", "rms_norm", "swiglu", "geglu") if name in known]
-    apply(**losses, **dict.fromkeys(names, layers))
+    chosen = dict.fromkeys(names, layers)
+    if not experts:
+        chosen |= {"swiglu": False}
+    apply(**losses, **chosen)
 
 
 def _filled(

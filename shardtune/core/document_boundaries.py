@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VARLEN, VARLEN_DETERMINISTIC = "shardtune", "shardtune-ordered"
-"""The names by which transformers finds our attention functions: with torch's kernels, and with one
-that adds up in the same order each time."""
+VARLEN_SINKS = "shardtune-sinks"
+"""The names by which transformers finds our attention functions: with torch's kernels, with one
+that adds up in the same order each time, and with torch's beside sinks."""
 FEWEST = 64  # documents that room is made for: lists of few sizes let few graphs be compiled
 
 
@@ -51,7 +52,8 @@ def varlen_inputs(positions: Tensor, send: Callable[[Tensor], Tensor]) -> dict[s
 def takes_boundaries(model: Any) -> bool:
     """Whether the model's attention takes boundaries in place of a mask."""
     config = getattr(model, "config", None)
-    return getattr(config, "_attn_implementation", None) in (VARLEN, VARLEN_DETERMINISTIC)
+    known = (VARLEN, VARLEN_DETERMINISTIC, VARLEN_SINKS)
+    return getattr(config, "_attn_implementation", None) in known
 
 
 def document_ends(positions: Tensor) -> Tensor | None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.engine.uneven_calls import UnevenCalls
 
 MASKED_HERE = frozenset({"gpt_oss", "granitemoehybrid"})
@@ -33,7 +34,7 @@ def isolate_documents(model: Any) -> None:
     before."""
     config = model.config.get_text_config()
     mixers = [module for module in model.modules() if is_recurrent(module)]
-    masks = config.model_type in MASKED_HERE
+    masks = config.model_type in MASKED_HERE and not takes_boundaries(model)
     decoder = model.get_decoder() if mixers or masks else None
     if not isinstance(decoder, nn.Module):
         return

@@ -7,6 +7,7 @@ tells the model nothing of documents (generation, other tools) gets exactly what
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,18 +20,21 @@ from torch.nn import functional
 from shardtune.core.document_boundaries import (
     VARLEN,
     VARLEN_DETERMINISTIC,
+    VARLEN_SINKS,
     takes_boundaries,
     varlen_inputs,
 )
+from shardtune.core.model.family_support import SINK_FAMILIES
 from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.kernels import flash_attention as flash
+from shardtune.kernels.sink_attention import sink_attention
 
 _PROBE = "shardtune_look"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """What some families ask of attention besides: none of it is known here."""
 WINDOW_FAMILIES = frozenset(
-    {"gemma3_text", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3",
-     "starcoder2"}
+    {"gemma3_text", "gpt_oss", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2", "qwen3",
+     "smollm3", "starcoder2"}
 )  # fmt: skip
 """Families whose layers hand their sliding window on to attention, each its own (`sliding_window`):
 the last so many tokens are seen, the token itself among them."""
@@ -69,6 +73,10 @@ def use_varlen_attention(model: Any, device: str, compute: torch.dtype) -> None:
         return
     register()
     config = model.config.get_text_config()
+    if config.model_type in SINK_FAMILIES:
+        _ordinary[model] = "it has none for sinks"
+        model.set_attn_implementation(VARLEN_SINKS)
+        return
     why = flash.why_unavailable(device, compute, *_heads(config), windowed=_is_windowed(config))
     if why is not None:
         _ordinary[model] = why
@@ -114,17 +122,18 @@ def _is_windowed(config: Any) -> bool:
 
 
 def register() -> None:
-    """Registers `varlen_attention` with transformers, with SDPA's masks for callers without
-    boundaries."""
+    """Registers our attention with transformers, with the masks of what callers without boundaries
+    get."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
-    for name, function in (
-        (VARLEN, varlen_attention),
-        (VARLEN_DETERMINISTIC, deterministic_varlen_attention),
+    for name, function, mask in (
+        (VARLEN, varlen_attention, sdpa_mask),
+        (VARLEN_DETERMINISTIC, deterministic_varlen_attention, sdpa_mask),
+        (VARLEN_SINKS, sink_varlen_attention, eager_mask),
     ):
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, sdpa_mask)
+        AttentionMaskInterface.register(name, mask)
 
 
 def why_unavailable(device: str, compute: torch.dtype) -> str | None:
@@ -151,6 +160,7 @@ def why_unsuited(model: Any) -> str | None:
     windowed = windowed and getattr(config, "use_sliding_window", True)
     windowed = windowed and config.model_type not in WINDOW_FAMILIES
     ahead = not getattr(config, "is_causal", True)
+    own = "eager" if config.model_type in SINK_FAMILIES else "sdpa"
     reasons = (
         (not model._supports_attention_backend, "it takes no attention from outside"),
         (config is not whole or whole.is_encoder_decoder, "it is not a decoder of text alone"),
@@ -158,9 +168,10 @@ def why_unsuited(model: Any) -> str | None:
         (getattr(model, "_is_stateful", False), "it carries a state from token to token"),
         (windowed, "it looks back a part only"),
         (ahead or getattr(config, "use_bidirectional_attention", False), "it looks ahead"),
-        (whole._attn_implementation != "sdpa", "another attention was asked for"),
+        (whole._attn_implementation != own, "another attention was asked for"),
     )
-    found = next((why for holds, why in reasons if holds), None) or _probe(model)
+    found = next((why for holds, why in reasons if holds), None)
+    found = found or _probe(model, sinks=config.model_type in SINK_FAMILIES)
     return None if found is None else f"{config.model_type}: {found}"
 
 
@@ -179,7 +190,7 @@ def _probe_attention(
 
 
 @torch.no_grad()
-def _probe(model: Any) -> str | None:
+def _probe(model: Any, *, sinks: bool) -> str | None:
     """Not every family hands on what it is given, and none says so. So we look, at the cost of the
     projections of one layer; with weights that have no memory it costs nothing."""
     from transformers import AttentionInterface
@@ -195,6 +206,8 @@ def _probe(model: Any) -> str | None:
     try:
         model(input_ids=ids, position_ids=positions, use_cache=False, **told)
     except _Arrived as arrived:
+        if sinks and arrived.asked.pop("s_aux", None) is None:
+            return "it hands no sinks to attention"
         return _why_refused(arrived)
     except Exception as error:  # noqa: BLE001 - a family that we know too little of
         return f"it can't be asked ({type(error).__name__})"
@@ -281,6 +294,40 @@ def deterministic_varlen_attention(
 ) -> tuple[Tensor, None]:
     """The same by the kernel whose gradients are the same each time."""
     return varlen_attention(module, *given, ordered=True, **told)
+
+
+def sink_varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    s_aux: Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, Any]:
+    """The same with a sink for each head. Without boundaries it is the family's own function."""
+    if max_length_q is None:
+        own = sys.modules[type(module).__module__].eager_attention_forward
+        answer: tuple[Tensor, Any] = own(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+            s_aux=s_aux, sliding_window=sliding_window, **others,
+        )  # fmt: skip
+        return answer
+    assert not _unsupported(dropout=dropout, **others), "`why_unsuited` has looked"
+    rows, heads, length, dim = query.shape
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    ends = cu_seq_lens_q
+    if ends is None:
+        ends = _row_ends(rows, length, query.device)
+    flat = (each.transpose(1, 2).flatten(0, 1) for each in _cast(query, key, value))
+    found, _ = sink_attention(*flat, s_aux, ends, max_length_q, scaling, window)
+    return found.view(rows, length, heads, dim), None
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,11 @@ from shardtune.core.model.adapter_size import (
     lora_parameters,
     require_plain_experts,
 )
-from shardtune.core.model.family_support import require_attention, require_isolation
+from shardtune.core.model.family_support import (
+    SINK_FAMILIES,
+    require_attention,
+    require_isolation,
+)
 from shardtune.core.model.parallel_plan import require_cuttable
 from shardtune.core.model.quantized_size import quantizable, require_quantizable
 from shardtune.core.model.row_length import require_short_rows
@@ -263,7 +267,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         counts_routed=microbatches > 1 and train.balances_experts > 0,
         captured=microbatches == 1 and _captured(job, mesh.size, micro * read, shape),
         host_mapped=job.maps_states_to_host(mesh.size),
-        attention="eager" if job.model.attention == "eager" else "sdpa",
+        attention="eager" if _writes_scores(job, shape) else "sdpa",
         loss="pieces" if train.loss == "fused" and can.fused_loss else "plain",
         kernels="compiled" if train.kernels == "compiled" else "eager",
         counted=True,
@@ -276,6 +280,12 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         sequence_parallel=mesh.size_of("tensor") > 1,
         pipelining=order or ALTERNATING,
     )
+
+
+def _writes_scores(job: Job, shape: ModelShape) -> bool:
+    """Whether attention is `eager`, and stays so (`models/packed_attention.py`)."""
+    replaced = shape.family in SINK_FAMILIES and job.train.precision != "fp32"
+    return job.model.attention == "eager" and not replaced
 
 
 def _captured(job: Job, ranks: int, tokens: int, shape: ModelShape) -> bool:

@@ -84,6 +84,11 @@ FAMILY_SUPPORT: Mapping[str, FamilySupport] = {
 attention, and documents are padded unless the job says otherwise."""
 
 
+SINK_FAMILIES = frozenset({"gpt_oss"})
+"""Families whose heads have a sink (`s_aux`), and for which transformers has no sdpa. Where a GPU
+would compute `eager` in 16 bits, a kernel of ours takes its place."""
+
+
 def support_of(config: Mapping[str, Any]) -> FamilySupport | None:
     """What is known of the family that a config.json describes, or of the text model inside it."""
     inner = config.get("text_config")

@@ -22,6 +22,7 @@ from torch.nn import functional
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.engine.dtensor import local
 from shardtune.errors import ModelError, Problem
+from shardtune.kernels.contiguous_copy import contiguous_copy
 from shardtune.models.experts.routed_rows import (
     Routed,
     route,
@@ -117,8 +118,8 @@ def correction(factors: LoraFactors, rows: Tensor, routed: Routed) -> Tensor:
     """`s (x A^T) B^T` of each row with its expert's factors."""
     lora_a, lora_b = (each.to(rows.dtype) for each in factors[:2])
     missing = -lora_a.shape[1] % RANK_MULTIPLE
-    lora_a = functional.pad(lora_a, (0, 0, 0, missing))
-    lora_b = functional.pad(factors.scale * lora_b, (0, missing)).contiguous()
+    lora_a = contiguous_copy(functional.pad(lora_a, (0, 0, 0, missing)))
+    lora_b = contiguous_copy(functional.pad(factors.scale * lora_b, (0, missing)))
     hidden = _grouped_matmul(rows, lora_a, routed.ends)
     return _grouped_matmul(hidden, lora_b, routed.ends)
 
@@ -139,7 +140,7 @@ def _multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return found
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _gpu_has_grouped_mm() -> bool:
     """Whether torch's own product runs on this GPU; a compiler needn't look into the question."""
     return hasattr(functional, "grouped_mm") and torch.cuda.get_device_capability() >= (8, 0)

@@ -32,12 +32,13 @@ class Routed(NamedTuple):
 def route(top_k_index: Tensor, num_experts: int) -> Routed:
     """Sorts what a router has chosen, (tokens, experts of each)."""
     chosen = top_k_index.shape[1]
-    experts, order = torch.sort(top_k_index.reshape(-1))
-    bounds = torch.arange(num_experts, device=experts.device)
+    narrow = top_k_index.reshape(-1).to(torch.int16)  # which a GPU sorts in half the time
+    experts, order = torch.sort(narrow)
+    bounds = torch.arange(num_experts, device=experts.device, dtype=torch.int16)
     ends = torch.searchsorted(experts, bounds, right=True).to(torch.int32)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    return Routed(experts, ends, order, places, chosen)
+    return Routed(experts.long(), ends, order, places, chosen)
 
 
 def to_rows(hidden: Tensor, routed: Routed) -> Tensor:

@@ -106,6 +106,7 @@ _ATTENTION_OPS = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "torch_attn::_varlen_attn",
         "shardtune::flash_attention",
+        "shardtune::sink_attention",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
     }
