@@ -19,17 +19,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.exam import page, peer
-from tests.exam.artefacts import huge_rows, odd_names, pickles, two_jobs
+from tests.exam import page, peer, supervision, values
 from tests.exam.case import Findings, Verdict
 from tests.exam.harness import Lab
-from tests.exam.ownership import users_files
 from tests.exam.proofs import Proofs, run_tests
 from tests.exam.table import ROWS, Check, Row, count
 
-ASIDE: tuple[Check, ...] = (huge_rows, pickles, two_jobs, odd_names, users_files)
-"""Runs of one process each, which nobody times: two at once on two cores, the tests and the peer
-among them."""
+TIMED: tuple[Check, ...] = (
+    supervision.kills, supervision.hangs, supervision.signals, supervision.interruption,
+    supervision.orphans, supervision.pauses, values.memory,
+)  # fmt: skip
+"""Checks that look at the clock are never made beside one another."""
 
 
 def main() -> int:
@@ -63,17 +63,23 @@ def main() -> int:
 def sit(
     rows: Sequence[Row], lab: Lab, *, with_peer: bool
 ) -> tuple[dict[int, Verdict], dict[int, Verdict]]:
-    """Each check once, whatever the number of rows that it answers; ours and the peer's."""
+    """Each check once, whatever the number of rows that it answers; ours and the peer's. Two things
+    are done at a time: most of a run is the start of its processes, one after the other."""
     wanted = list(dict.fromkeys(check for row in rows for check in row.checks))
+    timed = [check for check in TIMED if check in wanted]
     with ThreadPoolExecutor(max_workers=2) as pool:
+        struck = pool.submit(_in_turn, timed, lab)
         tests = pool.submit(run_tests, sorted({test for row in rows for test in row.tests}))
         theirs = pool.submit(peer.sit, lab) if with_peer else None
-        aside = {check: pool.submit(_findings, check, lab) for check in ASIDE if check in wanted}
-    others = theirs.result() if theirs else {}
-    seen: dict[Check, Findings] = {check: each.result() for check, each in aside.items()}
-    seen |= {check: _findings(check, lab) for check in wanted if check not in seen}
+        others = {check: pool.submit(_findings, check, lab) for check in wanted
+                  if check not in timed}  # fmt: skip
+    seen = struck.result() | {check: each.result() for check, each in others.items()}
     verdicts = {row.number: _verdict(row, tests.result(), seen) for row in rows}
-    return verdicts, others
+    return verdicts, theirs.result() if theirs else {}
+
+
+def _in_turn(checks: Sequence[Check], lab: Lab) -> dict[Check, Findings]:
+    return {check: _findings(check, lab) for check in checks}
 
 
 def _findings(check: Check, lab: Lab) -> Findings:

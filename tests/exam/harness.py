@@ -1,20 +1,22 @@
 """Real runs of `shardtune train`, with faults, for the exam to look at.
 
 The model has 2 layers and reads bytes; 512 rows of very different length; fp32, AdamW, dropout on,
-global batch 12 in micro-batches of one row, a checkpoint and a line of trace at every step.
+global batch 12 in micro-batches of one row, two ranks, a checkpoint and a line of trace at every
+step. To start a process takes longer than all its steps, so that runs are shared where they can be.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,12 @@ from tests.exam.faults import Fault, Plan
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).parent / "inject"
 TIMEOUT = 1500
+FOUR = ("launch.processes=4",)
+SHORT = ("launch.processes=1", "train.steps=6", "save.keep=2")
+FAILED_WRITES = {
+    7: errno.ENOSPC, 10: errno.EIO, 13: errno.EROFS, 16: errno.EDQUOT, 19: errno.EMFILE,
+}  # fmt: skip
+"""The errors of `struck_on_four`, by step; long after its restarts, which save a step again."""
 JOB = """\
 model: {name: tiny}
 adapter: {type: lora, rank: 4, alpha: 8, dropout: 0.1}
@@ -41,7 +49,7 @@ train:
   schedule: constant
   precision: fp32
 evaluate: {every: 0, samples: 0}
-launch: {processes: 4, threads: 1, restarts: 0}
+launch: {processes: 2, threads: 1, restarts: 0}
 save: {directory: run, every: 1, trace: true}
 """
 
@@ -87,6 +95,8 @@ class Lab:
     """A folder with a job and its data, in which runs are made."""
 
     path: Path
+    _shared: dict[str, Done] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def prepare(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -148,8 +158,11 @@ class Lab:
         process, plan = self.start(name, *changes, faults=faults, env=env or {})
         family: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + TIMEOUT
+        looks = 0
         while process.poll() is None and time.monotonic() < deadline:
-            family |= {each.pid: each for each in descendants(process.pid)}
+            if looks % 3 == 0:  # reads all of /proc
+                family |= {each.pid: each for each in descendants(process.pid)}
+            looks += 1
             time.sleep(0.1)
         ended = time.time()
         process.kill()
@@ -160,20 +173,44 @@ class Lab:
         left = [each.pid for each in alive]
         return Done(process.returncode, out, error, ended, left, self.path / name, plan)
 
-    @cached_property
+    def shared(self, name: str, *changes: str, faults: Sequence[Fault] = ()) -> Done:
+        """A run that several cases look at; who comes first makes it, and the others wait."""
+        with self._locks.setdefault(name, threading.Lock()):
+            if name not in self._shared:
+                self._shared[name] = self.run(name, *changes, faults=faults)
+            return self._shared[name]
+
+    @property
     def whole(self) -> Done:
         """The run without a fault, with whose trace the others are compared."""
-        return self.run("whole")
+        return self.shared("whole")
 
-    @cached_property
-    def whole_on_two(self) -> Done:
-        """The same on two ranks, which draw other numbers for dropout."""
-        return self.run("whole-on-two", "launch.processes=2")
+    @property
+    def whole_on_four(self) -> Done:
+        """The same on four ranks, which draw other numbers for dropout."""
+        return self.shared("whole-on-four", *FOUR)
 
-    @cached_property
+    @property
     def kept(self) -> Done:
-        """The same again, with a checkpoint of every step."""
-        return self.run("kept", "save.keep=24")
+        """The run without a fault again, with a checkpoint of every step."""
+        return self.shared("kept", "save.keep=24")
+
+    @property
+    def short(self) -> Done:
+        """Six steps of one process."""
+        return self.shared("short", *SHORT)
+
+    @property
+    def struck_on_four(self) -> Done:
+        """Four ranks: one is killed, the weights of one are spoilt, then one after the other can't
+        write its part of a checkpoint."""
+        faults = [Fault("kill", 3, 2, "backward"), Fault("spoil weight", 2, 4, "data")]
+        faults += [
+            Fault("fail write", number % 4, step, "save", value=code)
+            for number, (step, code) in enumerate(FAILED_WRITES.items())
+        ]
+        changes = (*FOUR, "launch.restarts=2", "save.keep=24")
+        return self.shared("struck-on-four", *changes, faults=faults)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardtune.checkpoint.commit_by_rename import run_of
 from tests.exam.case import Findings
-from tests.exam.harness import Done, Lab
+from tests.exam.harness import SHORT, Done, Lab
 from tests.exam.mutations import snapshot
 
 ONE = ("launch.processes=1",)
@@ -37,22 +37,21 @@ def users_files(lab: Lab, found: Findings) -> None:
 
 def lost_and_found(lab: Lab, found: Findings) -> None:
     """55 to 58: checkpoints out of sight, those of another run, torn logs, a lost result."""
-    longer = (*ONE, "train.steps=6", "save.keep=2")
-    whole = lab.run("owned-whole", *longer)
+    whole = lab.short
     run = lab.run("owned", *ONE, "train.steps=3", "save.keep=2")
     found.expect("both end well", whole.code == run.code == 0)
     folder = run.folder
     (folder / "checkpoints").rename(lab.path / "unmounted")
     _tear(folder)
-    refused = lab.run("owned", *longer, "--resume")
+    refused = lab.run("owned", *SHORT, "--resume")
     found.expect("without its checkpoints it stops", refused.code == 2)
     found.expect("and says so", "has saved checkpoints" in refused.error + refused.out)
     (lab.path / "unmounted").rename(folder / "checkpoints")
     theirs = folder / "checkpoints" / "step-000024"
-    shutil.copytree(lab.kept.folder / "checkpoints" / "step-000024", theirs)
+    shutil.copytree(lab.whole.folder / "checkpoints" / "step-000024", theirs)
     before = snapshot(theirs)
     _tear(folder)
-    done = lab.run("owned", *longer, "--resume")
+    done = lab.run("owned", *SHORT, "--resume")
     said = done.out + done.error
     found.expect("with them it goes on", done.code == 0)
     found.expect("the torn lines are told", "can't be read" in said)
@@ -62,7 +61,7 @@ def lost_and_found(lab: Lab, found: Findings) -> None:
     kept = sorted(path.name for path in theirs.parent.iterdir())
     found.expect("and not counted", kept == ["step-000005", "step-000006", "step-000024"])
     found.expect("each run has its own id", run_of(theirs) != run_of(theirs.parent / kept[0]))
-    _lost_result(lab, done, longer, found)
+    _lost_result(lab, done, SHORT, found)
 
 
 def _tear(folder: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from tests.exam.case import Findings
 from tests.exam.harness import ROOT
 
+LONGEST = 8  # tests whose times are told
+
 
 @dataclass(frozen=True)
 class Proofs:
@@ -31,7 +33,7 @@ class Proofs:
 
 
 def run_tests(names: Sequence[str]) -> Proofs:
-    """`names` are files or functions under tests/, as pytest takes them."""
+    """`names` are files, functions or cases of them under tests/, as pytest takes them."""
     if not names:  # pytest would run all there are
         return Proofs({}, {})
     with tempfile.TemporaryDirectory() as folder:
@@ -45,6 +47,7 @@ def run_tests(names: Sequence[str]) -> Proofs:
         ]
         subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    _say_longest(cases)
     passed: dict[str, int] = {}
     failed: dict[str, list[str]] = {}
     for case in cases:
@@ -52,9 +55,17 @@ def run_tests(names: Sequence[str]) -> Proofs:
         test = case.attrib["name"]
         bad = [mark for mark in ("failure", "error", "skipped") if case.find(mark) is not None]
         for name in names:
-            if name in (file, f"{file}::{test.partition('[')[0]}"):
+            if name in (file, f"{file}::{test}", f"{file}::{test.partition('[')[0]}"):
                 if bad:
                     failed.setdefault(name, []).append(f"{test} {bad[0]}")
                 else:
                     passed[name] = passed.get(name, 0) + 1
     return Proofs(passed, failed)
+
+
+def _say_longest(cases: Sequence[ElementTree.Element]) -> None:
+    """Where the time goes, for whoever wants the exam to be shorter."""
+    taken = sorted((float(case.attrib["time"]), case.attrib["name"]) for case in cases)[::-1]
+    total = sum(seconds for seconds, _ in taken)
+    longest = ", ".join(f"{name} {seconds:.0f}" for seconds, name in taken[:LONGEST])
+    print(f"{len(cases)} tests: {total:.0f} s; the longest: {longest}", file=sys.stderr, flush=True)

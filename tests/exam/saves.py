@@ -16,7 +16,7 @@ from shardtune.checkpoint.verify import verify_run
 from shardtune.config.job_file import load_job
 from tests.exam.case import Findings
 from tests.exam.faults import SMALL_DISK, Fault
-from tests.exam.harness import Lab
+from tests.exam.harness import FAILED_WRITES, Lab
 from tests.exam.kill_in_save import NO_STRACE, Exam, every_call, has_strace, random_moments
 from tests.runs import train_on
 
@@ -46,25 +46,20 @@ def killed_in_save(lab: Lab, found: Findings) -> None:
 
 def failing_disk(lab: Lab, found: Findings) -> None:
     """8, 10: the disk is full, broken, read-only, over quota; no file may be opened."""
-    errors = {5: errno.ENOSPC, 8: errno.EIO, 11: errno.EROFS, 14: errno.EDQUOT, 17: errno.EMFILE}
-    faults = [
-        Fault("fail write", number % 4, step, "save", value=code)
-        for number, (step, code) in enumerate(errors.items())
-    ]
-    done = lab.run("disk", "save.keep=24", faults=faults)
+    done = lab.struck_on_four
     found.expect("it ends well", done.code == 0)
     there = {path.name for path in (done.folder / "checkpoints").iterdir()}
-    expected = {checkpoint_name(step) for step in range(1, 25) if step not in errors}
+    expected = {checkpoint_name(step) for step in range(1, 25) if step not in FAILED_WRITES}
     found.expect("what failed is not there, all others are", there == expected)
-    for number, (step, code) in enumerate(errors.items()):
+    for number, (step, code) in enumerate(FAILED_WRITES.items()):
         said = f"{checkpoint_name(step)}: can't be written: rank {number % 4}: {os.strerror(code)}"
         found.expect(f"{errno.errorcode[code]} is told", said in " ".join(done.out.split()))
     room = re.search(r"needs [\d.]+ MiB; [\d.,]+ MiB are free", done.out)
     found.expect("a full disk is told with what it needs and has", room is not None)
-    found.expect("training went on to the bit", done.trace == lab.whole.trace)
+    found.expect("training went on to the bit", done.trace == lab.whole_on_four.trace)
     good = all(not verdict.faults for verdict in verify_run(RunDir(done.folder)))
     found.expect("every checkpoint is good", good)
-    found.show(f"{len(errors)} failed saves told, {len(there)} others good, trace equal")
+    found.show(f"{len(FAILED_WRITES)} failed saves told, {len(there)} others good, trace equal")
 
 
 def full_disk(lab: Lab, found: Findings) -> None:
@@ -121,7 +116,7 @@ def resumed_at_every_step(lab: Lab, found: Findings) -> None:
             f"data.train.0.path={lab.path / 'rows.jsonl'}",
             f"data.eval.0.path={lab.path / 'held.jsonl'}",
         ]).job  # fmt: skip
-        train_on(4, job, resume=True)
+        train_on(2, job, resume=True)
         lines = (folder / "trace.jsonl").read_text("utf-8").splitlines()
         good += lines == expected[: min(24, step + 2)]
     found.expect("each follows the whole run to the bit", good == 24)

@@ -15,7 +15,6 @@ from tests.exam.case import Findings
 from tests.exam.faults import Fault
 from tests.exam.harness import Done, Lab, descendants
 
-TWO = ("launch.processes=2",)
 DOWN = 2.0  # seconds in which a group has to be down after one of its ranks is
 NAMED = 5.0  # seconds in which a hung rank has to be named; the steps here are shorter
 GONE = 5.0  # seconds in which every process has to be gone
@@ -25,7 +24,7 @@ SECRETS = {"HF_TOKEN": "hf_this-is-a-secret", "WANDB_API_KEY": "this-too-is-a-se
 
 def kills(lab: Lab, found: Findings) -> None:
     """1: SIGKILL each rank, in the first step, the second, the eighth and the last."""
-    plan = [(0, 1), (1, 2), (2, 8), (3, 24), (3, 1), (2, 2), (1, 8), (0, 24)]
+    plan = [(0, 1), (1, 2), (0, 8), (1, 24), (1, 1), (0, 2), (1, 8), (0, 24)]
     # Who dies in a backward pass keeps the others from their update: one kill an attempt.
     faults = [
         Fault("kill", rank, step, "backward" if index < 4 else "update")
@@ -38,19 +37,23 @@ def kills(lab: Lab, found: Findings) -> None:
     found.expect("the killed rank is named", _named(restarts) == _ranks(faults))
     _exact(lab.whole, done, found)
     slowest = max((_fault_to_event(done, event) for event in restarts), default=float("inf"))
+    more = lab.struck_on_four
+    first = more.events("restart")[0]
+    found.expect("one of four ranks is named", _named([first]) == ["3@2"])
+    slowest = max(slowest, more.after_fault(0, first))
     found.expect(f"all stopped within {DOWN:g} s", slowest <= DOWN)
-    found.show(f"{len(restarts)} kills, down in {slowest:.2f} s at most")
+    found.show(f"{len(restarts)} kills on 2 ranks, 1 on 4, down in {slowest:.2f} s at most")
 
 
 def hangs(lab: Lab, found: Findings) -> None:
     """30, 31, 38: stopped in each phase, the GIL held, an exception before a collective."""
     faults = [
-        Fault("stop", 1, 3, "forward"),
-        Fault("stop", 2, 6, "collective"),
-        Fault("stop", 3, 9, "save"),
-        Fault("stop", 0, 12, "data"),
-        Fault("hold gil", 2, 15, "forward", nth=2),
-        Fault("raise", 3, 18, "collective"),
+        Fault("stop", 0, 3, "forward"),
+        Fault("stop", 1, 6, "collective"),
+        Fault("stop", 0, 9, "save"),
+        Fault("stop", 1, 12, "data"),
+        Fault("hold gil", 0, 15, "forward", nth=2),
+        Fault("raise", 1, 18, "collective"),
     ]
     done = lab.run("hangs", "launch.restarts=9", faults=faults)
     restarts = done.events("restart")
@@ -66,7 +69,7 @@ def hangs(lab: Lab, found: Findings) -> None:
     if len(restarts) == len(faults):
         found.expect("the stack of the locked rank is shown", "_hold_gil" in restarts[4]["text"])
         raised = restarts[5]["text"].splitlines()
-        found.expect("the cause comes first", "rank 3" in raised[0])
+        found.expect("the cause comes first", "rank 1" in raised[0])
         found.expect("with its traceback", any("injected: this rank raises" in x for x in raised))
         times = [done.after_fault(index, event) for index, event in enumerate(restarts)]
         found.expect(f"named within {NAMED:g} s", max(times[:5]) <= NAMED)
@@ -76,36 +79,45 @@ def hangs(lab: Lab, found: Findings) -> None:
     _exact(lab.whole, done, found)
 
 
-def termination(lab: Lab, found: Findings) -> None:
-    """5: SIGTERM in a forward pass, a backward pass, between two micro-batches, in a save."""
+def signals(lab: Lab, found: Findings) -> None:
+    """5, 73: SIGTERM in a forward pass, a backward pass, between two micro-batches, in a save;
+    then SIGTERM and SIGINT to one rank and not to the launcher. One run, resumed each time."""
     faults = [
         Fault("terminate", 0, 3, "forward"),
-        Fault("terminate", 0, 8, "backward"),
-        Fault("terminate", 0, 13, "forward", nth=2),
-        Fault("terminate", 0, 18, "save"),
+        Fault("terminate", 0, 7, "backward"),
+        Fault("terminate", 0, 11, "forward", nth=2),
+        Fault("terminate", 0, 15, "save"),
+        Fault("terminate rank", 1, 18),
+        Fault("interrupt rank", 0, 21),
     ]
-    slowest = 0.0
-    changes: tuple[str, ...] = ()
+    codes, seconds = [], []
+    changes = (f"launch.grace={GRACE:g}", "launch.restarts=3")
     for index, fault in enumerate(faults):
-        done = lab.run("terminated", *TWO, f"launch.grace={GRACE:g}", *changes, faults=faults)
-        changes = ("--resume",)
-        found.expect(f"{fault.phase}: code 143", done.code == 143)
-        found.expect(f"{fault.phase}: nobody left", not done.left)
+        done = lab.run("signalled", *changes, *["--resume"] * bool(index), faults=faults)
+        codes.append(done.code)
+        seconds.append(done.ended - (done.plan.struck(index) or 0.0))
+        where = f"{fault.action} in {fault.phase}"
+        found.expect(f"{where}: nobody left", not done.left)
         saved = max(path.name for path in (done.folder / "checkpoints").iterdir())
         steps = len(done.trace.splitlines())
-        found.expect(f"{fault.phase}: no step is lost", saved == f"step-{steps:06d}")
-        found.expect(f"{fault.phase}: stopped soon", fault.step <= steps < 24)
-        slowest = max(slowest, done.ended - (done.plan.struck(index) or 0.0))
-    done = lab.run("terminated", *TWO, "--resume", faults=faults)
+        found.expect(f"{where}: no step is lost", saved == f"step-{steps:06d}")
+        found.expect(f"{where}: stopped soon", fault.step <= steps < 24)
+        found.expect(f"{where}: no restart", not done.events("restart"))
+        reported = (done.folder / "report.json").exists()
+        found.expect(f"{where}: a report if asked to stop", reported == (done.code == 130))
+    found.expect("SIGTERM: code 143; SIGINT: 130", codes == [143] * 5 + [130])
+    found.expect("the summary says so", "stopped early, on request" in done.out)
+    done = lab.run("signalled", *changes, "--resume", faults=faults)
     found.expect("it ends well", done.code == 0)
-    _exact(lab.whole_on_two, done, found)
-    found.expect(f"gone within {GRACE:g} s", slowest <= GRACE)
-    found.show(f"{len(faults)} x SIGTERM, code 143, gone in {slowest:.1f} s at most, 0 steps lost")
+    _exact(lab.whole, done, found)
+    found.expect(f"gone within {GRACE:g} s", max(seconds) <= GRACE)
+    found.show("SIGTERM 4 x to the launcher, 1 x to a rank: code 143; SIGINT to a rank: code 130")
+    found.show(f"gone in {max(seconds):.1f} s at most, 0 steps lost, then done to the bit")
 
 
 def interruption(lab: Lab, found: Findings) -> None:
     """6: SIGINT once, then twice and three times."""
-    once = lab.run("once", *TWO, faults=[Fault("interrupt", 0, 3)])
+    once = lab.run("once", faults=[Fault("interrupt", 0, 3)])
     found.expect("once: code 130", once.code == 130)
     found.expect("once: saved", (once.folder / "checkpoints" / "step-000003").is_dir())
     found.expect("once: nobody left", not once.left)
@@ -118,7 +130,7 @@ def interruption(lab: Lab, found: Findings) -> None:
             Fault("pause", 0, 6, "backward", nth, value=0.5 if nth < 3 else 60.0),
         )
     ]
-    twice = lab.run("once", *TWO, "--resume", faults=struck)
+    twice = lab.run("once", "--resume", faults=struck)
     found.expect("twice: code 130", twice.code == 130)
     found.expect("twice: nobody left", not twice.left)
     seconds = twice.ended - (twice.plan.struck(2) or 0.0)
@@ -126,26 +138,9 @@ def interruption(lab: Lab, found: Findings) -> None:
     found.show(f"twice: gone in {seconds:.1f} s")
 
 
-def signalled_rank(lab: Lab, found: Findings) -> None:
-    """73: SIGTERM, then SIGINT, to one rank and not to the launcher."""
-    faults = [Fault("terminate rank", 1, 5), Fault("interrupt rank", 0, 12)]
-    preempted = lab.run("signalled", *TWO, "launch.restarts=3", faults=faults)
-    found.expect("SIGTERM: code 143", preempted.code == 143)
-    found.expect("with a checkpoint", (preempted.folder / "checkpoints/step-000005").is_dir())
-    found.expect("and no report", not (preempted.folder / "report.json").exists())
-    found.expect("no restart", not preempted.events("restart"))
-    stopped = lab.run("signalled", *TWO, "--resume", faults=faults)
-    found.expect("SIGINT: code 130", stopped.code == 130)
-    found.expect("the summary says so", "stopped early, on request" in stopped.out)
-    done = lab.run("signalled", *TWO, "--resume", faults=faults)
-    found.expect("it ends well", done.code == 0)
-    _exact(lab.whole_on_two, done, found)
-    found.show("codes 143 and 130, then done, to the bit")
-
-
 def reader_gone(lab: Lab, found: Findings) -> None:
     """71: `| head -13`."""
-    process, _ = lab.start("unheard", *TWO)
+    process, _ = lab.start("unheard")
     assert process.stdout is not None
     assert process.stderr is not None
     read = [process.stdout.readline() for _ in range(13)]
@@ -156,7 +151,7 @@ def reader_gone(lab: Lab, found: Findings) -> None:
     found.expect("nothing is complained of", said == "")
     folder = lab.path / "unheard"
     trace = (folder / "trace.jsonl").read_text("utf-8")
-    found.expect("the trace is that of a run that is heard", trace == lab.whole_on_two.trace)
+    found.expect("the trace is that of a run that is heard", trace == lab.whole.trace)
     log = (folder / "logs" / "attempt-0" / "rank-0.log").read_text("utf-8")
     found.expect("what was printed is in the log", "step 24/24" in log)
     found.show("24 steps to the bit, code 0")
@@ -164,7 +159,7 @@ def reader_gone(lab: Lab, found: Findings) -> None:
 
 def orphans(lab: Lab, found: Findings) -> None:
     """7: the launcher is killed; the terminal is closed."""
-    process, _ = lab.start("orphans", *TWO, faults=[Fault("kill launcher", 0, 3)])
+    process, _ = lab.start("orphans", faults=[Fault("kill launcher", 0, 3)])
     ranks: dict[int, psutil.Process] = {}
     while process.poll() is None:
         ranks |= {each.pid: each for each in descendants(process.pid)}
@@ -180,7 +175,7 @@ def orphans(lab: Lab, found: Findings) -> None:
 
 def _close_terminal(lab: Lab, found: Findings) -> None:
     ours, theirs = pty.openpty()
-    change = ["save.directory=hung-up", *TWO]
+    change = ["save.directory=hung-up"]
     process = subprocess.Popen(
         [sys.executable, "-c", _AS_SHELL, *change],
         cwd=lab.path,
@@ -232,7 +227,7 @@ def crash_loop(lab: Lab, found: Findings) -> None:
     holds secrets."""
     faults = [Fault("raise", 1, 4, always=True)]
     stale = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "stale"}
-    done = lab.run("loop", *TWO, "launch.restarts=9", faults=faults, env=stale | SECRETS)
+    done = lab.run("loop", "launch.restarts=9", faults=faults, env=stale | SECRETS)
     written = [path.read_bytes() for path in done.folder.rglob("*") if path.is_file()]
     shown = [*written, done.out.encode(), done.error.encode()]
     leaks = [secret for secret in SECRETS.values() if any(secret.encode() in x for x in shown)]
@@ -255,7 +250,7 @@ def pauses(lab: Lab, found: Findings) -> None:
         Fault("slow", 0, 28, "data", value=5.0),
     ]
     changes = ("train.steps=52", "save.every=0", "save.trace=false", "evaluate.every=3")
-    done = lab.run("pauses", *TWO, *changes, "launch.restarts=3", faults=faults)
+    done = lab.run("pauses", *changes, "launch.restarts=3", faults=faults)
     slow = [(event["rank"], event["phase"]) for event in done.events("slow")]
     found.expect("it ends well", done.code == 0)
     found.expect("no restart", not done.events("restart"))

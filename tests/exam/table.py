@@ -24,7 +24,7 @@ class Row:
     title: str
     checks: tuple[Check, ...] = ()
     tests: tuple[str, ...] = ()
-    """Names of tests, under tests/."""
+    """Names of files or tests under tests/, as pytest takes them."""
     missing: str = ""
     """What keeps the case from applying to what exists."""
 
@@ -49,7 +49,7 @@ ROWS: tuple[Row, ...] = (
     row(2, "P0", "SIGKILL at system calls of a checkpoint write", saves.killed_in_save),
     row(3, "P0", "SIGKILL around the commit", saves.killed_in_save),
     row(4, "P0", "SIGKILL during rotation", saves.killed_in_save),
-    row(5, "P0", "SIGTERM in each phase, 5 s grace", supervision.termination),
+    row(5, "P0", "SIGTERM in each phase, 5 s grace", supervision.signals),
     row(6, "P0", "SIGINT once, twice, three times", supervision.interruption),
     row(7, "P0", "launcher killed, terminal closed", supervision.orphans),
     row(8, "P0", "disk full at a checkpoint", saves.full_disk, saves.failing_disk,
@@ -161,7 +161,10 @@ ROWS: tuple[Row, ...] = (
         "checkpoint/test_run_dir.py::test_a_report_that_cannot_be_read_is_none"),
     row(58, "P0", "the lost result of a finished run", ownership.lost_and_found,
         "checkpoint/test_verify.py::test_the_lost_result_of_a_finished_run"),
-    row(59, "P0", "run directories in random states", "exam/test_hostile.py"),
+    row(59, "P0", "run directories in random states",
+        "exam/test_hostile.py::test_no_invariant_breaks_in_many_rounds",
+        "exam/test_hostile.py::test_every_mutation_changes_something",
+        "exam/test_hostile.py::test_what_is_broken_is_noticed"),
     row(60, "P1", "run directories of earlier versions",
         "checkpoint/test_ownership.py::test_a_run_is_known_without_its_marker_or_its_environment"),
     # What is read
@@ -195,11 +198,12 @@ ROWS: tuple[Row, ...] = (
     row(71, "P0", "the reader of stdout goes away", supervision.reader_gone),
     row(72, "P0", "stdout and stderr block, are full, are closed",
         "launch/test_output_stream.py", "launch/test_unread_output.py"),
-    row(73, "P0", "SIGTERM, SIGINT to one rank", supervision.signalled_rank,
+    row(73, "P0", "SIGTERM, SIGINT to one rank", supervision.signals,
         "launch/test_supervisor.py::test_a_signal_to_one_rank_that_has_not_joined_stops_all"),
-    row(74, "P1", "exit codes as documented", "cli/test_exit_codes.py", supervision.signalled_rank,
+    row(74, "P1", "exit codes as documented", "cli/test_exit_codes.py", supervision.signals,
         "launch/test_supervisor.py::test_a_problem_of_a_rank_is_shown_as_a_problem"),
-    row(75, "P0", "Slurm: preempted by a signal, requeued", "launch/test_slurm_real.py"),
+    row(75, "P0", "Slurm: preempted by a signal, requeued",
+        "launch/test_slurm_real.py::test_a_preempted_job_comes_back_and_ends_to_the_bit[signal]"),
     row(76, "P0", "a stranger at the rendezvous", "launch/test_strangers.py"),
     row(77, "P1", "Ray: a hung worker",
         "launch/test_ray.py::test_a_hung_worker_is_named_and_the_run_goes_on"),

@@ -30,7 +30,7 @@ def test_every_case_is_answered_or_says_why_not() -> None:
     root = Path(__file__).parents[1]
     for name in {test for row in ROWS for test in row.tests}:
         file, _, function = name.partition("::")
-        assert f"def {function}" in (root / file).read_text("utf-8"), name
+        assert f"def {function.partition('[')[0]}" in (root / file).read_text("utf-8"), name
 
 
 def test_nothing_in_the_package_knows_of_the_faults() -> None:

@@ -9,7 +9,6 @@ from tests.exam.case import Findings
 from tests.exam.faults import Fault
 from tests.exam.harness import Done, Lab
 
-TWO = ("launch.processes=2",)
 DOWN = 2.0
 
 
@@ -20,7 +19,7 @@ def not_finite(lab: Lab, found: Findings) -> None:
         Fault("spoil gradient", 0, 6, "forward"),
         Fault("scale logits", 1, 15, "forward", value=5000.0),
     ]
-    done = lab.run("numbers", *TWO, faults=faults)
+    done = lab.run("numbers", faults=faults)
     found.expect("it ends well", done.code == 0)
     notes = {note["step"]: note for note in done.records("not_finite")}
     steps = {step["step"]: step for step in done.records("step")}
@@ -44,21 +43,20 @@ def not_finite(lab: Lab, found: Findings) -> None:
 
 def broken_weights(lab: Lab, found: Findings) -> None:
     """34: weights that are no numbers on one rank; the run goes on from its last checkpoint."""
-    done = lab.run("broken", "launch.restarts=1", faults=[Fault("spoil weight", 2, 9, "data")])
+    done = lab.struck_on_four
     restarts = done.events("restart")
     found.expect("it ends well", done.code == 0)
-    found.expect("one restart", len(restarts) == 1)
-    if restarts:
-        found.expect(
-            "rank and weight are named", restarts[0]["text"].startswith("rank 2: at step 9")
-        )
-    found.expect("the trace is that of the run without a fault", done.trace == lab.whole.trace)
+    found.expect("one restart, after that of a kill", len(restarts) == 2)
+    told = restarts[-1]["text"] if restarts else ""
+    found.expect("rank and weight are named", told.startswith("rank 2: at step 4"))
+    trace = lab.whole_on_four.trace
+    found.expect("the trace is that of the run without a fault", done.trace == trace)
     found.show("found in the step itself, exact after one restart")
 
 
 def memory(lab: Lab, found: Findings) -> None:
     """36: an allocation fails on one rank."""
-    done = lab.run("memory", *TWO, "train.micro_batch=2", faults=[Fault("eat memory", 1, 4)])
+    done = lab.run("memory", "train.micro_batch=2", faults=[Fault("eat memory", 1, 4)])
     events = done.events("failed")
     found.expect("code 2: a person has to act", done.code == 2)
     found.expect("the rank and the step are named", "rank 1: out of memory at step 4" in done.error)
@@ -72,7 +70,7 @@ def memory(lab: Lab, found: Findings) -> None:
 
 def stepping_down(lab: Lab, found: Findings) -> None:
     """36: with `on_oom: reduce_micro_batch` it goes on, and computes the same."""
-    plain = (*TWO, "train.micro_batch=2", "train.steps=8", "adapter.dropout=0")
+    plain = ("train.micro_batch=2", "train.steps=8", "adapter.dropout=0")
     expected = lab.run("as-before", *plain)
     reduce = "train.on_oom=reduce_micro_batch"
     fault = Fault("eat memory", 1, 4, always=True, value=1)
