@@ -15,6 +15,7 @@ from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.experts.expert_lora import FactoredParamWrapper
 from shardtune.models.experts.grouped_experts import GroupedExperts
+from shardtune.models.experts.swiglu_experts import fuse_experts
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.nf4_experts import NF4Experts
@@ -75,6 +76,29 @@ def test_they_compute_what_transformers_and_peft_compute(
     assert gradients.keys() == right.keys()
     for name, gradient in right.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_fused_they_compute_the_same(family: str, tmp_path: Path) -> None:
+    write(tmp_path, family)
+    model = build(tmp_path, "none")
+    expected, right = answer(model)
+    fuse_experts(model)
+    fused = [each for each in model.modules() if isinstance(each, GroupedExperts)]
+    assert fused
+    assert all(each.compute_fused is not None for each in fused)
+    found, gradients = answer(model)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert gradients.keys() == right.keys()
+    for name, gradient in right.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+def test_experts_with_a_gate_of_their_own_are_not_fused(tmp_path: Path) -> None:
+    write(tmp_path, "gpt_oss")
+    model = build(tmp_path, "none")
+    fuse_experts(model)
+    assert not any(getattr(each, "compute_fused", None) for each in model.modules())
 
 
 def test_experts_in_nf4_take_half_a_byte_a_weight(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ class GroupedExperts(nn.Module):
     plain_class: type[nn.Module]
     """What it was."""
     compute_dtype: torch.dtype
+    compute_fused: Callable[..., Tensor | None] | None = None
+    """What is asked first where layers are fused: `swiglu_experts.py`."""
 
     def matrix(self, name: str) -> Tensor:
         """All experts' matrices, (experts, outputs, inputs), in the dtype of the computation."""
@@ -82,7 +84,12 @@ class GroupedExperts(nn.Module):
         """`factors` come from the adapters' wrappers around the module."""
         factors = factors or {}
         routed = route(top_k_index, self.num_experts)
-        rows = to_rows(hidden_states.to(self.compute_dtype), routed)
+        hidden = hidden_states.to(self.compute_dtype)
+        if self.compute_fused is not None:
+            done = self.compute_fused(self, hidden, top_k_index, top_k_weights, routed, factors)
+            if done is not None:
+                return done.to(hidden_states.dtype)
+        rows = to_rows(hidden, routed)
         inner = self._project("gate_up_proj" if self.has_gate else "up_proj", rows, routed, factors)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         weights = to_row_order(top_k_weights.reshape(-1), routed).unsqueeze(1)
@@ -120,18 +127,19 @@ def correction(factors: LoraFactors, rows: Tensor, routed: Routed) -> Tensor:
     missing = -lora_a.shape[1] % RANK_MULTIPLE
     lora_a = contiguous_copy(functional.pad(lora_a, (0, 0, 0, missing)))
     lora_b = contiguous_copy(functional.pad(factors.scale * lora_b, (0, missing)))
-    hidden = _grouped_matmul(rows, lora_a, routed.ends)
-    return _grouped_matmul(hidden, lora_b, routed.ends)
+    hidden = grouped_matmul(rows, lora_a, routed.ends)
+    return grouped_matmul(hidden, lora_b, routed.ends)
 
 
-def _grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """`x W^T` of each row with its expert's matrix."""
-    return _multiply(rows, matrices.transpose(-2, -1), ends)
+    return grouped_product(rows, matrices.transpose(-2, -1), ends)
 
 
-def _multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """torch's grouped product; transformers knows which GPUs and versions lack it, and has another
-    way there."""
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped product: each expert's rows with its matrix; or a matrix for each expert,
+    where both are of two dimensions and the one between them is grouped. transformers knows which
+    GPUs and versions lack it, and has another way there."""
     if rows.is_cuda and rows.dtype == torch.bfloat16 and _gpu_has_grouped_mm():
         return functional.grouped_mm(rows, matrices, offs=ends)
     from transformers.integrations import moe
@@ -152,13 +160,13 @@ class _FrozenGroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends: Tensor, holder: GroupedExperts, name: str) -> Tensor:
         ctx.ends, ctx.holder, ctx.name = ends, holder, name
-        return _grouped_matmul(rows, holder.matrix(name), ends)
+        return grouped_matmul(rows, holder.matrix(name), ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         gradient = gradients[0].contiguous()
         matrices = ctx.holder.matrix_for_backward(ctx.name, gradient)
-        return _multiply(gradient, matrices, ctx.ends), None, None, None
+        return grouped_product(gradient, matrices, ctx.ends), None, None, None
 
 
 def expert_matrices(module: nn.Module) -> tuple[str, ...]:

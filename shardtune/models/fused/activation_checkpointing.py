@@ -27,6 +27,8 @@ from shardtune.compat.torch_compiler import hide_checkpoint_warning
 from shardtune.core.activation_memory import WIDE_MATMUL
 from shardtune.core.setup import Recompute
 
+NARROW = 16
+"""Columns up to which a grouped product is saved at every level."""
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 Policy = Callable[..., CheckpointPolicy]
 
@@ -59,8 +61,11 @@ def _checkpointed_class(kind: type) -> type:
 
 
 def _save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Saves attention's output: its work grows with the length, its output doesn't."""
-    return SAVE if _op_name(op) in _ATTENTION_OPS else RECOMPUTE
+    """Saves attention's output: its work grows with the length, its output doesn't. And what lies
+    between two factors of experts' adapters: a few numbers for a row."""
+    name = _op_name(op)
+    narrow = name == "aten::_grouped_mm" and args[1].shape[-1] <= NARROW
+    return SAVE if narrow or name in _ATTENTION_OPS else RECOMPUTE
 
 
 def _save_narrow_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -21,6 +21,7 @@ from shardtune.core.fused_families import RESIDUAL_FAMILIES, SHARED_INPUT_FAMILI
 from shardtune.kernels.lora_dropout import dropout_seed
 from shardtune.kernels.lora_residual import LARGEST_RANK
 from shardtune.kernels.stacked_linear import LinearLayers, stack_weights
+from shardtune.models.experts.swiglu_experts import fuse_experts
 from shardtune.models.fused.dora import scale_by_magnitude, why_not_dora
 from shardtune.models.fused.known_source import forward_has, forward_is, input_goes_to, say_once
 from shardtune.models.fused.lora_autograd import LoRALinear, LoRAQKVRoPE, LoRASwiGLUMLP
@@ -94,6 +95,7 @@ def fuse_lora(part: nn.Module, family: str) -> None:
         module.__class__ = FusedLoRALinear
         module.seed_number = number  # type: ignore[assignment]
         module.is_dora = bool(module.lora_variant)  # type: ignore[assignment]
+    fuse_experts(part)
     if family in SHARED_INPUT_FAMILIES:
         for module in list(part.modules()):
             for names in SHARED_INPUT:
