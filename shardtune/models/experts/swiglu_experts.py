@@ -60,7 +60,7 @@ def swiglu_experts(
     factors: Factors,
 ) -> Tensor | None:
     """What the experts make of each token; None where their adapters aren't what this is for."""
-    if not {GATE_UP_WEIGHT, DOWN_WEIGHT} <= factors.keys():
+    if GATE_UP_WEIGHT not in factors or DOWN_WEIGHT not in factors:
         return None
     if torch.compiler.is_compiling() and not hidden.is_cuda:  # it has no such products there
         return None
@@ -74,7 +74,7 @@ def swiglu_experts(
     found: Tensor = _SwiGLUExperts.apply(  # type: ignore[no-untyped-call]
         hidden,
         weights.reshape(-1),
-        *(_padded(each, hidden.dtype) for each in matrices),
+        *[_padded(each, hidden.dtype) for each in matrices],
         chosen,
         *routed[:4],
         holder,
