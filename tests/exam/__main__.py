@@ -25,6 +25,8 @@ from tests.exam.harness import Lab
 from tests.exam.proofs import Proofs, run_tests
 from tests.exam.table import ROWS, Check, Row, count
 
+AT_A_TIME = 3
+"""Things done beside one another, on two cores: each has its pauses."""
 TIMED: tuple[Check, ...] = (
     supervision.kills, supervision.hangs, supervision.signals, supervision.interruption,
     supervision.orphans, supervision.pauses, values.memory,
@@ -63,11 +65,10 @@ def main() -> int:
 def sit(
     rows: Sequence[Row], lab: Lab, *, with_peer: bool
 ) -> tuple[dict[int, Verdict], dict[int, Verdict]]:
-    """Each check once, whatever the number of rows that it answers; ours and the peer's. Two things
-    are done at a time: most of a run is the start of its processes, one after the other."""
+    """Each check once, whatever the number of rows that it answers; ours and the peer's."""
     wanted = list(dict.fromkeys(check for row in rows for check in row.checks))
     timed = [check for check in TIMED if check in wanted]
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with ThreadPoolExecutor(max_workers=AT_A_TIME) as pool:
         struck = pool.submit(_in_turn, timed, lab)
         tests = pool.submit(run_tests, sorted({test for row in rows for test in row.tests}))
         theirs = pool.submit(peer.sit, lab) if with_peer else None
