@@ -115,7 +115,7 @@ def _table(rows: Sequence[Row], verdicts: dict[int, Verdict], theirs: dict[int, 
         verdict, other = verdicts[row.number], theirs.get(row.number)
         table.add_row(
             str(row.number), row.priority, row.title, verdict.outcome, verdict.figure,
-            f"{other.outcome}: {other.figure}" if other else "",
+            str(other or ""),
         )  # fmt: skip
     return table
 

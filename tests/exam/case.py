@@ -16,6 +16,9 @@ class Verdict:
     outcome: Outcome
     figure: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.figure}" if self.figure else self.outcome
+
 
 @dataclass
 class Findings:

@@ -57,7 +57,7 @@ def render(
             row.title,
             verdict.outcome,
             verdict.figure,
-            f"{other.outcome}: {other.figure}" if other else "",
+            str(other or ""),
         )
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
