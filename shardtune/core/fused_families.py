@@ -15,3 +15,8 @@ ROPE_FAMILIES = frozenset({"llama", "mistral", "gemma", "gemma2", "granite"})
 """RoPE rotates halves of whole heads, right behind the Q and K projections."""
 RESIDUAL_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3"})
 """The outputs of attention and MLP are added to the residual as they are; the MLP is SwiGLU."""
+OWN_GATE_FAMILIES = frozenset({"gpt_oss"})
+"""Experts have biases, or another activation than SwiGLU's."""
+LARGEST_EXPERT_RANK = 4
+"""Of LoRA on SwiGLU experts that are computed by `models/experts/swiglu_experts.py`: beyond it a
+product of its own is faster."""

@@ -83,7 +83,7 @@ def sink_attention_backward(
     inside = gradient @ wide_value.transpose(1, 2) - (gradient * given).sum(-1, keepdim=True)
     grad_scores = shares * inside * scale
     grad_key, grad_value = (
-        (weights.transpose(1, 2) @ other).unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+        (weights.transpose(1, 2) @ other).view(-1, groups, *other.shape[1:]).sum(1).transpose(0, 1)
         for weights, other in (
             (grad_scores, query.float().transpose(0, 1)),
             (shares, gradient),

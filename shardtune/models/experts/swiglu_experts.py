@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardtune.core.fused_families import LARGEST_EXPERT_RANK
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.kernels.contiguous_copy import contiguous_copy
 from shardtune.kernels.expert_swiglu import expert_swiglu, expert_swiglu_backward
@@ -33,8 +34,6 @@ from shardtune.models.experts.grouped_experts import (
 from shardtune.models.experts.routed_rows import Routed
 from shardtune.models.fused.shared_input import is_silu
 
-LARGEST_EXPERT_RANK = 4
-"""Beyond it a product of its own is faster."""
 GATE_UP_WEIGHT, DOWN_WEIGHT = "gate_up_proj", "down_proj"
 
 
@@ -86,7 +85,8 @@ def swiglu_experts(
 def _padded(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """By expert, rank and column, with as many ranks as a grouped product takes."""
     missing = -matrix.shape[1] % RANK_MULTIPLE
-    return contiguous_copy(functional.pad(matrix.to(dtype), (0, 0, 0, missing)))
+    found: Tensor = contiguous_copy(functional.pad(matrix.to(dtype), (0, 0, 0, missing)))
+    return found
 
 
 class _SwiGLUExperts(torch.autograd.Function):

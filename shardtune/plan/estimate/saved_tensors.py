@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 from shardtune.core.activation_memory import WIDE_MATMUL
+from shardtune.core.fused_families import LARGEST_EXPERT_RANK, OWN_GATE_FAMILIES
+from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.core.model.shape import LAYER_PARTS, MATMUL_KINDS, ModelShape, Weight
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.workload import Checkpointing, Workload
@@ -29,6 +32,9 @@ MLP_INPUTS = frozenset(
 )  # fmt: skip
 ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "dense", "o", "c_proj"})
 MLP_OUTPUTS = frozenset({"down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "wo"})
+ExpertsWay = Literal["transformers", "grouped", "fused"]
+"""By transformers, by our grouped products with adapters beside them, or by those and kernels that
+have the adapters inside (`models/experts/swiglu_experts.py`)."""
 STATISTICS = 4
 """Bytes that attention keeps for a row of each head."""
 
@@ -49,17 +55,32 @@ def met(weight: Weight, shape: ModelShape) -> float:
     return shape.experts.per_token / shape.experts.count
 
 
+def leaf(weight: Weight) -> str:
+    """The last part of a matrix's name: experts of a layer are one parameter of their module."""
+    return weight.name.removesuffix(".weight").rpartition(".")[2]
+
+
+def experts_way(shape: ModelShape, work: Workload) -> ExpertsWay | None:
+    """Who multiplies experts, and how; None where a model has none."""
+    if shape.experts is None:
+        return None
+    adapter = work.adapter
+    if adapter is None or not any(weight.routed for weight in adapter.on(shape)):
+        return "transformers"
+    plain = shape.family not in OWN_GATE_FAMILIES
+    return "fused" if plain and adapter.expert_rank <= LARGEST_EXPERT_RANK else "grouped"
+
+
 def readers(weight: Weight, shape: ModelShape) -> int:
     """How many matrices of a layer read the same input as this one, itself among them."""
-    own = weight.module.rpartition(".")[2]
-    names = {each.module.rpartition(".")[2] for each, _ in products(shape)}
+    own = leaf(weight)
+    names = {leaf(each) for each, _ in products(shape)}
     return max(len(names & each) if own in each else 1 for each in (ATTENTION_INPUTS, MLP_INPUTS))
 
 
 def is_last(weight: Weight) -> bool:
     """Whether its result ends the layer, so that no backward pass needs it."""
-    name = weight.module.rpartition(".")[2]
-    return name in MLP_OUTPUTS and "attn" not in weight.module
+    return leaf(weight) in MLP_OUTPUTS and "attn" not in weight.module
 
 
 def is_repeated(weight: Weight, level: Checkpointing) -> bool:
@@ -79,19 +100,27 @@ def kept_bytes(shape: ModelShape, work: Workload, cut: RankShare, level: Checkpo
     checkpointing keeps it all the same.
     """
     compiled = work.kernels == "compiled"
+    way = experts_way(shape, work)
     inside = shape.heads * (shape.value_dim * work.widths.compute + STATISTICS)
     for weight, times in products(shape):
         if level == "most":
             break
         repeated = is_repeated(weight, level)
-        if not (repeated or (compiled and is_last(weight))):
-            # With dropout apart an adapter's result and the frozen one's are two.
-            results = 2 if work.drops_apart else 1
+        # transformers weights what experts give, and keeps it for the router's gradient.
+        last = is_last(weight) and not (weight.routed and way == "transformers")
+        if not (repeated or (compiled and last)):
+            # With dropout apart an adapter's result and the frozen one's are two; so they are where
+            # an expert's is a grouped product.
+            apart = work.drops_apart or (weight.routed and way == "grouped")
+            results = 2 if apart else 1
             inside += times * weight.features[0] * work.widths.compute * results
         # Compiled, a wide product and the adapters' with its input are one, but in 8 bits.
         joint = compiled and repeated and not work.fp8
         if work.adapter is not None and not (joint and not work.adapter.dropout):
-            inside += times * work.adapter.rank * work.widths.compute
+            rank = work.adapter.rank
+            if weight.routed:
+                rank = -(-work.adapter.expert_rank // RANK_MULTIPLE) * RANK_MULTIPLE
+            inside += times * rank * work.widths.compute
     spread = cut.tensor if work.sequence_parallel else 1
     outside = shape.hidden * work.stream / spread
     return (inside / cut.tensor + outside) * work.tokens / cut.context
