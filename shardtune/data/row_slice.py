@@ -23,7 +23,7 @@ class RowRange:
 
     @property
     def count(self) -> int:
-        return self.stop - self.start
+        return max(self.stop - self.start, 0)
 
     def rows(self) -> Iterator[SourceRecord | BadRow]:
         every = chain.from_iterable(part.rows() for part in self.parts)

@@ -35,13 +35,11 @@ def open_source(source: Source) -> OpenedSource:
     path = Path(source.path).expanduser()
     try:
         if path.is_file():
-            _require_no_parts(source)
-            opened = open_data_file(source, path)
-            return sliced(opened, source.split) if "[" in source.split else opened
+            return _whole_or_sliced(source, lambda: open_data_file(source, path))
         if path.is_dir():
             return _open_folder(source, path)
         if "*" in source.path:
-            return _open_files(source, _matching(path))
+            return _whole_or_sliced(source, lambda: _open_files(source, _matching(path)))
         if why := other_kind(path):
             fix = "name a file; what another program writes has to be saved in one first"
             raise DataError(Problem(source.path, why, fix))
@@ -61,15 +59,16 @@ def open_source(source: Source) -> OpenedSource:
     return _open_dataset(source, loaded, digest, int(loaded.data.nbytes))
 
 
-def _require_no_parts(source: Source) -> None:
-    """Refuses what a file by itself doesn't have; it would be passed over in silence. Its rows are
-    its split `train`, of which a slice may be taken."""
+def _whole_or_sliced(source: Source, opened: Callable[[], OpenedSource]) -> OpenedSource:
+    """Files by themselves: their rows are their split `train`, of which a slice may be taken. What
+    they don't have is refused; it would be passed over in silence."""
     split = _SLICE.sub("", source.split)
     for key, given, usual in (("split", split, "train"), ("config", source.config, None)):
         if given != usual:
-            fact = f"is a file, which has no {key} {given!r}"
+            kind = "names files, which have" if "*" in source.path else "is a file, which has"
             fix = f"leave {key} out; data.eval: {{share: 0.02}} holds rows of it out"
-            raise DataError(Problem(source.path, fact, fix))
+            raise DataError(Problem(source.path, f"{kind} no {key} {given!r}", fix))
+    return sliced(opened(), source.split) if "[" in source.split else opened()
 
 
 def _matching(pattern: Path) -> list[Path]:

@@ -108,12 +108,21 @@ def test_a_slice_of_a_file(tmp_path, split, expected):
     assert texts(tmp_path / "a.jsonl", split=split) == [f"row {n}" for n in expected]
 
 
+def test_a_slice_of_files_by_a_pattern(tmp_path):
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", *(f"{name} {n}" for n in range(3)))
+    assert texts(tmp_path / "*.jsonl", split="train[2:5]") == ["a 2", "b 0", "b 1"]
+    told = refused(tmp_path / "*.jsonl", split="test")
+    assert told[0] == "names files, which have no split 'test'"
+
+
 @pytest.mark.parametrize(
     ("split", "fact", "fix"),
     [
         ("test[:3]", "is a file, which has no split 'test'", "leave split out"),
         ("train[20:]", "split 'train[20:]' holds none of its 10 rows", "take more rows"),
         ("train[5:5]", "split 'train[5:5]' holds none of its 10 rows", "take more rows"),
+        ("train[5:3]", "split 'train[5:3]' holds none of its 10 rows", "take more rows"),
         ("train[:x]", "split 'train[:x]' is no slice of its 10 rows", "write it as train[:1%]"),
     ],
 )
