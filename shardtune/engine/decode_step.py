@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.core.document_boundaries import takes_boundaries
+from shardtune.core.document_boundaries import VARLEN_SINKS, takes_boundaries
 from shardtune.engine.decode_graphs import Bucket, DecodeGraphs
 from shardtune.engine.slot_cache import SlotCache, why_no_slots
 from shardtune.kernels.decode_attention import attending_by_groups
 
 _IDS, _POSITIONS, _ACTIVE = range(3)
+_NOT_SDPA = ("eager", VARLEN_SINKS)
+"""Attention that a family computes itself, with what SDPA doesn't know: sinks, say."""
 
 
 def why_not_static(model: Any) -> str:
@@ -82,9 +84,11 @@ class DecodeSteps:
 
     def reserve(self, rows: int, columns: int) -> None:
         """Room for so many rows of so many tokens."""
-        if not self.cache.reserve(rows, columns):
+        if self.cache.has_room(rows, columns):
             return
+        # First: where memory runs out, some tensors have moved, and graphs would use the old ones.
         self._graphs.forget(self._owner)
+        self.cache.reserve(rows, columns)
         rows = self.cache.shape[0]
         self._inputs = torch.zeros(3, rows, dtype=torch.long, device=self._device)
         self._host = torch.zeros(rows, dtype=torch.long, pin_memory=self._cuda)
@@ -102,8 +106,10 @@ class DecodeSteps:
         self._current = False
 
     def clear(self) -> None:
-        """Forgets all rows."""
-        self.cache.lengths = []
+        """Forgets all rows, and gives their memory back."""
+        self._graphs.forget(self._owner)
+        self.cache.clear()
+        self._logits = None
         self._current = False
 
     def launch(self, last: Sequence[int], *, chosen: bool) -> Flight:
@@ -131,7 +137,7 @@ class DecodeSteps:
         """The step itself: from `_inputs` to `_inputs` and `_logits`."""
         here = self._inputs[:, : bucket[0]]
         ids, positions = here[_IDS, :, None], here[_POSITIONS, :, None]
-        grouped = self._config._attn_implementation != "eager"
+        grouped = self._config._attn_implementation not in _NOT_SDPA
         with attending_by_groups(self._config) if grouped else nullcontext():
             answer = self._forward(
                 input_ids=ids,

@@ -58,15 +58,28 @@ class SlotCache:
         """An empty cache for new prompts. It keeps their keys outside a sliding window too."""
         return Cache(layers=[DynamicLayer() for _ in self._layers])
 
+    def has_room(self, rows: int, columns: int) -> bool:
+        """For so many rows, each of so many columns."""
+        return rows <= self.shape[0] and columns <= self.shape[1]
+
     def reserve(self, rows: int, columns: int) -> bool:
-        """Room for so many rows, each of so many columns; returns whether tensors have moved."""
-        if rows <= self.shape[0] and columns <= self.shape[1]:
+        """Makes room; returns whether tensors have moved. Where memory runs out, those who are here
+        have the room that they had."""
+        if self.has_room(rows, columns):
             return False
-        self.shape = (round_rows(rows), round_columns(columns))
+        old, new = self.shape, (round_rows(rows), round_columns(columns))
         kept = len(self.lengths), max(self.lengths, default=0)
+        self.shape = (min(old[0], new[0]), min(old[1], new[1]))  # which all layers have meanwhile
         for layer in self._layers:
-            layer.reallocate(self.shape, kept)
+            layer.reallocate(new, kept)
+        self.shape = new
         return True
+
+    def clear(self) -> None:
+        """Forgets all rows, and gives their memory back."""
+        self.lengths, self.shape = [], (0, 0)
+        for layer in self._layers:
+            layer.release()
 
     def add(self, prefilled: Any, row: int, length: int, shared: int = 0) -> None:
         """A new last row of `length` tokens from one row of a prefilled cache: its last columns, or
@@ -153,6 +166,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         if self._all is None:
             return
         rows, columns = kept
+        self.keys = self.values = None  # which would keep what they are parts of
         if not rows:
             self._all = None  # before there are others in its place
             return
@@ -160,6 +174,9 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         for new, old in zip(grown, self._all, strict=True):
             new[:rows, :, :columns] = old[:rows, :, :columns]
         self._all = grown
+
+    def release(self) -> None:
+        self._all = self.keys = self.values = None
 
     def make(self, shape: tuple[int, int], keys: Tensor, values: Tensor) -> None:
         """Tensors for rows like these, unless there are some."""

@@ -165,7 +165,9 @@ class _Decoder:
             )
             for index, ids in prompts.items()
         ]
-        room = max(len(row.prompt) for row in rows) + self._stopping.max_new_tokens
+        room = max(len(row.prompt) for row in rows)
+        if self._slots is None:
+            room += self._stopping.max_new_tokens
         cache = make_cache(self._config, room)
         shared = _shared_prefix([row.prompt for row in rows]) if attends_to_all(cache) else 0
         if shared:
@@ -188,7 +190,9 @@ class _Decoder:
             if not alive:
                 return
             if self._slots is not None:
-                yield from self._in_slots(self._slots, [(rows[p], p) for p in alive], cache, shared)
+                self._move(self._slots, {place: rows[place] for place in alive}, cache, shared)
+                del cache  # or each key would be there twice until all rows have ended
+                yield from self._in_slots(self._slots, [rows[place] for place in alive])
                 return
             if len(alive) < len(rows):
                 rows = [rows[position] for position in alive]
@@ -198,15 +202,16 @@ class _Decoder:
             ids = new[:, None]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
 
-    def _in_slots(
-        self, slots: DecodeSteps, begun: list[tuple[_Row, int]], cache: Any, shared: int
-    ) -> Iterator[tuple[int, Completion]]:
-        """Goes on with rows that have a first token, each with its place in the prefilled cache."""
-        rows = [row for row, _ in begun]
-        most = self._stopping.max_new_tokens
-        slots.reserve(len(rows), max(len(row.prompt) for row in rows) + most)
-        for row, place in begun:
+    def _move(self, slots: DecodeSteps, begun: dict[int, _Row], cache: Any, shared: int) -> None:
+        """Takes rows over from a prefilled cache, each from its place there."""
+        longest = max(len(row.prompt) for row in begun.values())
+        slots.reserve(len(begun), longest + self._stopping.max_new_tokens)
+        for place, row in begun.items():
             slots.add(cache, place, len(row.prompt), shared)
+
+    def _in_slots(self, slots: DecodeSteps, rows: list[_Row]) -> Iterator[tuple[int, Completion]]:
+        """Goes on with rows that have a first token and are in their slots."""
+        most = self._stopping.max_new_tokens
         ahead: list[_Row] = []
         while rows:
             if not ahead:

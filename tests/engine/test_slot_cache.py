@@ -64,6 +64,33 @@ def test_rows_keep_their_tokens_when_others_come_and_go() -> None:
     assert cache.bucket() == (2, 128)
 
 
+def test_rows_stay_where_there_is_no_memory_for_more() -> None:
+    cache = SlotCache(LlamaConfig(**SMALL))
+    cache.reserve(1, 9)
+    cache.add(prefilled(cache, 1, 5), 0, 5)
+    with pytest.raises(RuntimeError, match="memory"):
+        cache.reserve(2, 2**44)
+    assert cache.shape == (1, 128)
+    assert held(cache, 0) == [0, 1, 2, 3, 4]
+    assert cache.reserve(2, 200)  # which there is memory for
+    assert cache.shape == (2, 256)
+    assert held(cache, 0) == [0, 1, 2, 3, 4]
+
+
+def test_a_cleared_cache_holds_no_keys() -> None:
+    cache = SlotCache(LlamaConfig(**SMALL))
+    cache.reserve(4, 200)
+    cache.add(prefilled(cache, 1, 5), 0, 5)
+    cache.begin_step((1, 128), torch.tensor([[5]]), torch.float32)
+    new = torch.ones(1, 2, 1, 4)
+    cache.cache.update(new, -new, 1)
+    cache.clear()
+    for layer in cache._layers:
+        assert (layer._all, layer.keys, layer.values) == (None, None, None)
+    assert cache.reserve(1, 9)
+    assert cache.shape == (1, 128)
+
+
 def test_padding_behind_a_shared_beginning_is_left_out() -> None:
     cache = SlotCache(LlamaConfig(**SMALL))
     cache.reserve(1, 9)

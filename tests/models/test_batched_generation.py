@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from shardtune.config.job import ModelSection
+from shardtune.core.document_boundaries import VARLEN_SINKS
 from shardtune.engine.decode_graphs import DecodeGraphs
 from shardtune.errors import ModelError
 from shardtune.models import tiny
@@ -26,6 +30,7 @@ from shardtune.models.batched_generation import Completion, Sampling, Stopping, 
 from shardtune.models.load import load_base
 from shardtune.models.log_likelihood import score_continuations, split_pair
 from shardtune.models.model_files import ModelFiles
+from shardtune.models.packed_attention import register
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 TEXTS = ["Once", "Once upon a time there was a dog", "A", "The cat said: what is it? It is", "Tom"]
@@ -113,6 +118,27 @@ def test_a_sliding_window_keeps_its_own_cache(tokenizer: Any) -> None:
     assert static == found
 
 
+@pytest.mark.parametrize("attention", ["eager", VARLEN_SINKS])
+def test_sinks_take_their_share_in_every_step(tokenizer: Any, attention: str) -> None:
+    """As a model has them that was just trained: SDPA, which steps use elsewhere, has none."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=8,
+        num_local_experts=4, num_experts_per_tok=2, initializer_range=0.3,
+    )  # fmt: skip
+    model: Any = GptOssForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, mean=2.0)
+    prompts = encode(tokenizer, TEXTS[:2])
+    expected = complete(model, tokenizer, prompts, stopping=Stopping(8))
+    register()
+    model.set_attn_implementation(attention)
+    for graphs in (None, static_steps()):
+        found = complete(model, tokenizer, prompts, stopping=Stopping(8), graphs=graphs)
+        assert found == expected
+
+
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/models")
 def test_a_stop_string_ends_a_row_and_is_cut_off() -> None:
     model = AutoModelForCausalLM.from_pretrained(STORIES).eval()
@@ -164,6 +190,40 @@ def test_what_does_not_fit_is_tried_in_smaller_batches(
     expected = complete(model, tokenizer, prompts, stopping=Stopping(4))
     monkeypatch.setattr(model, "forward", narrow)
     assert complete(model, tokenizer, prompts, stopping=Stopping(4)) == expected
+
+
+def test_slots_for_fewer_rows_take_less_memory(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = encode(tokenizer, TEXTS)
+    plain = model.forward
+
+    def narrow(*args: Any, **named: Any) -> Any:
+        slots = getattr(named["past_key_values"].layers[0], "_all", None)
+        if slots and len(slots[0]) > 2:  # whoever uses them
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(*args, **named)
+
+    expected = complete(model, tokenizer, prompts, stopping=Stopping(4))
+    monkeypatch.setattr(model, "forward", narrow)
+    found = complete(model, tokenizer, prompts, stopping=Stopping(4), graphs=static_steps())
+    assert found == expected
+
+
+def test_prompts_are_not_kept_beside_their_slots(model: Any, tokenizer: Any) -> None:
+    caches: list[ref[Any]] = []
+    alive: list[bool] = []
+
+    def look(_: Any, __: Any, named: dict[str, Any]) -> None:
+        caches.append(ref(named["past_key_values"]))
+        alive.append(caches[0]() is not None)
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    complete(
+        model, tokenizer, encode(tokenizer, TEXTS), stopping=Stopping(4), graphs=static_steps()
+    )
+    hook.remove()
+    assert alive == [True, False, False, False]
 
 
 def test_progress_counts_rows_and_tokens(model: Any, tokenizer: Any) -> None:
