@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardtune.core.layout import Home, Layout, Move, Op, Per, State
+from shardtune.core.layout import Cargo, Home, Layout, Move, Of, Op, Per, State
 from shardtune.core.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """What experts take of a model and its training."""
+
+    params: int = 0
+    trained: int = 0
+    grads: int = 0
+    optim: int = 0
+
+    @property
+    def recalled(self) -> int:
+        """Weights that the backward pass needs again: gradients flow through all experts."""
+        return self.params
 
 
 @dataclass(frozen=True)
 class ModelBytes:
     """What a model and its training take, undivided; or the part of it that a rank works on.
 
-    Stages and slices of a model come first: `params` and the rest are then those of the rank's own
-    part, and the axes of data divide them further.
+    Stages, slices and experts of a model come first: `params` and the rest are then those of the
+    rank's own part, and the axes of data divide them further.
     """
 
     params: int
@@ -25,8 +40,8 @@ class ModelBytes:
     """Moments; an engine that keeps masters has another `trained` of fp32 beside them."""
     unsliced: int = 0
     """Gradients of trained weights that tensor parallelism leaves whole, but computes in parts."""
-    unrouted: int = 0
-    """Gradients of trained weights other than experts, where ranks divide the experts."""
+    experts: ExpertBytes = ExpertBytes()
+    """What of `params` and the rest are experts, where a layout speaks of them apart."""
     idle: int = 0
     """Of all weights, those that no backward pass comes to: a frozen embedding by itself."""
     tied: int = 0
@@ -56,6 +71,12 @@ class ModelBytes:
         """Weights that the backward pass needs again."""
         return self.params - self.idle
 
+    def carried(self, what: Cargo, of: Of) -> float:
+        """Bytes of a cargo, of these weights."""
+        whole: float = getattr(self, what)
+        routed: float = getattr(self.experts, what, 0)
+        return {"all": whole, "experts": routed, "others": whole - routed}[of]
+
     def times(self, per: Per) -> int:
         """How many of a move there are for a micro-batch, or a step."""
         counts: dict[Per, int] = {
@@ -83,17 +104,21 @@ class Held:
 
 def predict_held(layout: Layout, mesh: Mesh, whole: ModelBytes) -> Held:
     """The share of each state that a rank holds between two steps, padding not counted."""
-    sizes: dict[State, int] = {
-        "params": whole.params,
-        "grads": whole.grads,
-        "optim": whole.optim + (whole.trained if layout.masters else 0),
-    }
-    return Held(
-        {
-            (state, layout.home.get(state, "gpu")): layout.held(state, size, mesh)
-            for state, size in sizes.items()
-        }
-    )
+    found: dict[tuple[State, Home], int] = {}
+    states: tuple[State, ...] = ("params", "grads", "optim")
+    for state in states:
+        routed = _taken(state, whole.experts, layout)
+        rest = _taken(state, whole, layout) - routed
+        held = layout.held(state, rest, mesh) + layout.held(state, routed, mesh, "experts")
+        found[state, layout.home.get(state, "gpu")] = held
+    return Held(found)
+
+
+def _taken(state: State, whole: ModelBytes | ExpertBytes, layout: Layout) -> int:
+    """Bytes of a state, with the optimizer's masters where it has them."""
+    masters = whole.trained if state == "optim" and layout.masters else 0
+    sizes = {"params": whole.params, "grads": whole.grads, "optim": whole.optim}
+    return sizes[state] + masters
 
 
 @dataclass(frozen=True)
@@ -105,6 +130,8 @@ class Message:
     size: float
     """Bytes of the tensor that it gathers or reduces."""
     times: int
+    of: Of = "all"
+    """Whose bytes they are."""
 
 
 def predict_messages(
@@ -112,10 +139,10 @@ def predict_messages(
 ) -> tuple[Message, ...]:
     """Every collective that a rank takes part in during a step."""
     found = []
-    for axis, move in layout.moves(mesh):
-        size = getattr(whole, move.what) * move.scale / layout.share(move.what, axis, mesh)
+    for rule, move in layout.sending(mesh):
+        size = whole.carried(move.what, rule.of) * move.scale / layout.share(move.what, rule, mesh)
         times = microbatches if move.when == "micro_batch" else 1
-        found.append(Message(axis, move, size, times * whole.times(move.per)))
+        found.append(Message(rule.axis, move, size, times * whole.times(move.per), rule.of))
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ can't drift away from what runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,8 +16,8 @@ from shardtune.core.pipeline_schedule import Pipelining
 
 State = Literal["params", "grads", "optim", "activations"]
 Cargo = Literal[
-    "params", "recalled", "trained", "grads", "unsliced", "unrouted", "tied", "hidden", "embedded",
-    "scores", "routed",
+    "params", "recalled", "trained", "grads", "unsliced", "tied", "hidden", "embedded", "scores",
+    "routed",
 ]  # fmt: skip
 """What a message carries, named as in `ModelBytes`: weights, gradients, or what flows between
 layers."""
@@ -27,6 +28,8 @@ Home = Literal["gpu", "cpu", "nvme"]
 By = Literal["share", "layers", "slices", "experts"]
 """How an axis divides: every tensor evenly, whole layers to stages, matrices into slices, or the
 experts of a layer, of which each rank has some whole."""
+Of = Literal["all", "experts", "others"]
+"""Which weights are spoken of: all, the experts of a mixture, or all but these."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class AxisRule:
     copies: frozenset[State] = frozenset()
     """States of which a second copy is kept while a step runs, divided by this axis alone."""
     by: By = "share"
+    of: Of = "all"
+    """Whose states it divides and sends."""
+
+    def covers(self, of: Of) -> bool:
+        """Whether it speaks of these weights."""
+        return self.of in ("all", of)
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,17 @@ class Layout:
     pipelining: Pipelining | None = None
     """In which order the stages work, where an axis divides by layers."""
 
-    def divisor(self, state: State, mesh: Mesh) -> int:
+    def divisor(self, state: State, mesh: Mesh, of: Of = "others") -> int:
         """Over how many ranks `state` is spread evenly.
 
-        Stages and slices are uneven: what they leave to a rank is known only by the model's parts.
+        Stages, slices and experts are uneven: what they leave to a rank is known only by the
+        model's parts.
         """
-        even = (rule for rule in self.rules if rule.by == "share" and state in rule.divides)
+        even = (
+            rule
+            for rule in self.rules
+            if rule.by == "share" and state in rule.divides and rule.covers(of)
+        )
         return math.prod(mesh.size_of(rule.axis) for rule in even)
 
     def together(self, mesh: Mesh) -> bool:
@@ -82,36 +96,41 @@ class Layout:
             for rule in self.rules
         )
 
-    def held(self, state: State, size: int, mesh: Mesh) -> int:
+    def held(self, state: State, size: int, mesh: Mesh, of: Of = "others") -> int:
         """The bytes of a state that a rank holds: its share, and its share of a second copy."""
-        copies = [rule.axis for rule in self.rules if state in rule.copies]
-        share = size // self.divisor(state, mesh)
+        copies = [rule.axis for rule in self.rules if state in rule.copies and rule.covers(of)]
+        share = size // self.divisor(state, mesh, of)
         return share + sum(size // mesh.size_of(axis) for axis in copies)
 
     def without_masters(self) -> Layout:
         """The same for a count of optimizer bytes that has the masters in it already."""
         return replace(self, masters=False)
 
-    def share(self, cargo: Cargo, axis: str, mesh: Mesh) -> int:
+    def share(self, cargo: Cargo, sending: AxisRule, mesh: Mesh) -> int:
         """Over how many ranks a collective's cargo is spread already, by other axes than its own.
 
         Weights are gathered whole; a gradient that one axis has divided is reduced over the next
         in that share.
         """
-        if cargo not in ("grads", "unsliced", "tied") or axis == WORLD:
+        if cargo not in ("grads", "unsliced", "tied") or sending.axis == WORLD:
             return 1
         before = [
             rule.axis
             for rule in self.rules
-            if rule.axis != axis and rule.by == "share" and "grads" in rule.divides
+            if rule.axis != sending.axis
+            and rule.by == "share"
+            and "grads" in rule.divides
+            and rule.covers(sending.of)
         ]
         return math.prod(mesh.size_of(other) for other in before)
 
+    def sending(self, mesh: Mesh) -> Iterator[tuple[AxisRule, Move]]:
+        """The collectives that are really sent, each with its rule: an axis of one rank sends
+        nothing."""
+        for rule in self.rules:
+            if mesh.size_of(rule.axis) > 1:
+                yield from ((rule, move) for move in rule.moves)
+
     def moves(self, mesh: Mesh) -> tuple[tuple[str, Move], ...]:
-        """The collectives that are really sent: an axis of one rank sends nothing."""
-        return tuple(
-            (rule.axis, move)
-            for rule in self.rules
-            for move in rule.moves
-            if mesh.size_of(rule.axis) > 1
-        )
+        """The same by axis."""
+        return tuple((rule.axis, move) for rule, move in self.sending(mesh))

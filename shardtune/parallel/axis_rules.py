@@ -1,4 +1,4 @@
-"""Axis rules that strategies compose: an axis of slices (tensor), an axis of stages (pipeline).
+"""Axis rules that strategies compose: axes of slices (tensor), of experts, of stages (pipeline).
 
 With each goes what a model and devices allow of it, for the planner to try.
 """
@@ -46,18 +46,15 @@ def tensor_rule() -> AxisRule:
 
 
 def expert_rule() -> AxisRule:
-    """What the axis of experts divides and sends, in whatever it is combined with."""
+    """What the axis of experts divides and sends, in whatever it is combined with. It says nothing
+    of the other weights, with which every rank sees rows of its own."""
     exchanged = Move("all_to_all", "routed", "micro_batch", per="mixture")
     return AxisRule(
         "expert",
         divides=frozenset({"params", "grads", "optim"}),
         by="experts",
-        moves=(
-            # Tokens go to their experts and results come back; the backward pass mirrors both.
-            *(exchanged for _ in range(4)),
-            # All other weights are on every rank, which sees its own rows with them.
-            Move("all_reduce", "unrouted", "step"),
-        ),
+        # Tokens go to their experts and results come back; the backward pass mirrors both.
+        moves=tuple(exchanged for _ in range(4)),
     )
 
 

@@ -83,14 +83,12 @@ def sliced(found: Capabilities, name: str, degree: int) -> Capabilities:
 def routed(found: Capabilities, name: str) -> Capabilities:
     """The same where ranks have experts of their own (expert parallelism)."""
     fp16 = "fp16 needs a loss scale on which all experts' ranks agree; there is none here"
-    packed = "packs all experts of a layer with scales of their own, which no rank can cut yet"
+    packed = f"int8 leaves experts in 16 bits, and {name} is for models that consist of them"
     waits = "a rank waits for the tokens that others send, and here there is one rank"
     return replace(
         layers_as_written(found, name),
         precisions=found.precisions.without({"fp16": Refusal(fp16)}),
-        quantizations=found.quantizations.without(
-            {kind: Refusal(f"{kind} {packed}") for kind in ("nf4", "int8")}
-        ),
+        quantizations=found.quantizations.without({"int8": Refusal(packed)}),
         models=found.models.without(
             {"encoder_decoder": Refusal(f"{name} divides experts, and this model has none")}
         ),

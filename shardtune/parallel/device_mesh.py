@@ -23,6 +23,10 @@ def device_mesh(mesh: Mesh, world: World) -> DeviceMesh:
 
 def peers(mesh: Mesh, groups: DeviceMesh, world: World) -> Peers:
     """The ranks that compute other rows, with the same part of the model."""
-    axes = tuple(axis for axis, _ in mesh.axes if axis not in MODEL_AXES)
-    rows = groups[axes[0]] if len(axes) == 1 else groups[axes]._flatten("rows")
-    return Peers(mesh.data_rank(world.rank), mesh.data_ranks, rows.get_group())
+    return Peers(mesh.data_rank(world.rank), mesh.data_ranks, row_mesh(groups).get_group())
+
+
+def row_mesh(groups: DeviceMesh) -> DeviceMesh:
+    """All axes along which ranks compute other rows, as one."""
+    axes = tuple(axis for axis in groups.mesh_dim_names or () if axis not in MODEL_AXES)
+    return groups[axes[0]] if len(axes) == 1 else groups[axes]._flatten("rows")

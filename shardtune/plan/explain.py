@@ -182,6 +182,7 @@ def _move(wait: Wait, found: Forecast) -> str:
         "reduce_scatter": f"reductions of {what}",
         "all_reduce": f"reductions of {what}",
         "send_recv": f"sending {what}",
+        "all_to_all": "sending tokens to experts and back",
     }[wait.op]
     cluster = found.cluster
     inside = {"nvlink": "NVLink", "pcie": "PCIe"}[cluster.link]

@@ -28,6 +28,7 @@ from shardtune.core.units import GIB
 from shardtune.errors import JobError, Problem
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import leaving
+from shardtune.plan.estimate.expert_load import imbalance, load_assumption
 from shardtune.plan.estimate.memory import Memory, estimate_memory, held_by
 from shardtune.plan.estimate.memory_band import MemoryBand, Verdict, memory_band
 from shardtune.plan.estimate.rank_share import RankShare
@@ -110,6 +111,11 @@ class Forecast:
         return "fits" if self.band.upper <= self.capacity else "tight"
 
     @property
+    def imbalance(self) -> float:
+        """Tokens of the busiest rank's experts over the mean; 1 where ranks don't divide them."""
+        return imbalance(self.shape, self.mesh.size_of("expert"))
+
+    @property
     def checkpointing(self) -> str:
         """The level of activation checkpointing, and how many layers are exempt from it."""
         kept = self.work.kept_layers
@@ -166,6 +172,7 @@ class Forecast:
             step_seconds=StepSeconds(**asdict(step), total=step.total),
             tokens_per_second=speed.tokens_per_second,
             tokens_per_second_per_gpu=speed.tokens_per_second_per_gpu,
+            expert_imbalance=self.imbalance,
             mfu=speed.mfu,
             hours=self.hours,
             cost=self.cost,
@@ -183,6 +190,7 @@ class Forecast:
             TrafficMove(
                 op=each.move.op,
                 what=each.move.what,
+                of=each.message.of,
                 axis=each.axis,
                 when=each.move.when,
                 link=each.where,
@@ -214,7 +222,7 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)
-    reasons = [*cluster.assumptions]
+    reasons = [*cluster.assumptions, *load_assumption(shape, mesh.size_of("expert"))]
     if job.train.steps is None:
         reasons.append(
             "hours: only the data tells how many steps the epochs have; give train.steps"

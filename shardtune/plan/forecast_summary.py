@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from shardtune.core.layout import Cargo, Op, When
+from shardtune.core.layout import Cargo, Of, Op, When
 from shardtune.core.record import Record
 from shardtune.plan.estimate.comms import Where
 from shardtune.plan.estimate.memory_band import Verdict
@@ -64,6 +64,8 @@ class TrafficMove(Record):
     op: Op
     what: Cargo
     """What it carries."""
+    of: Of
+    """Whose: of all weights, of experts, or of all others."""
     axis: str
     """The mesh axis whose ranks take part."""
     when: When
@@ -127,6 +129,9 @@ class ForecastSummary(Record):
     step_seconds: StepSeconds
     tokens_per_second: float
     tokens_per_second_per_gpu: float
+    expert_imbalance: float
+    """Tokens of the busiest rank's experts over the mean, as assumed; 1 where ranks don't divide
+    experts."""
     mfu: float
     """Model FLOPs utilisation: of the peak in 8 bits where frozen weights are multiplied so."""
     hours: float | None

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardtune.core.layout import Cargo
+from shardtune.core.layout import Cargo, Of
 from shardtune.core.units import GIB
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.forecast_summary import ChosenValue, DryRunSummary
@@ -138,6 +138,8 @@ def _step(found: Forecast) -> Table:
     table.add_row("together", f"{step.total:.3f}")
     table.add_row("tokens a second", f"{found.speed.tokens_per_second:,.0f}")
     table.add_row("MFU", f"{found.speed.mfu:.1%}")
+    if found.imbalance > 1:
+        table.add_row("tokens of the busiest rank's experts", f"{found.imbalance:.2f} x the mean")
     if found.hours is not None:
         table.add_row(f"{found.job.train.steps:,} steps", duration(found.hours * 3600))
     if found.cost is not None:
@@ -155,7 +157,9 @@ _CARGO: dict[Cargo, str] = {
     "hidden": "activations",
     "embedded": "gradients of the embedding's result",
     "scores": "sums for the loss",
+    "routed": "tokens to experts and back",
 }
+_OF: dict[Of, str] = {"all": "", "experts": " of experts", "others": " but experts"}
 
 
 def _traffic(found: Forecast) -> Table:
@@ -165,7 +169,7 @@ def _traffic(found: Forecast) -> Table:
         table.add_column(heading, justify="right" if heading == "GiB" else "left")
     together: dict[tuple[str, str, str], float] = defaultdict(float)
     for move in found.traffic().moves:
-        name = f"{move.op.replace('_', '-')} of {_CARGO[move.what]}"
+        name = f"{move.op.replace('_', '-')} of {_CARGO[move.what]}{_OF[move.of]}"
         together[name, move.axis, move.link.replace("_", "-")] += move.gib
     for (name, axis, link), size in together.items():
         if size:

@@ -31,6 +31,7 @@ _OPS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "send_recv": "send",
+    "all_to_all": "all-to-all",
 }
 _CARGO = {
     "params": "weights",
@@ -42,10 +43,12 @@ _CARGO = {
     "hidden": "hidden states",
     "embedded": "gradients of the embedding's output",
     "scores": "softmax statistics of the loss",
+    "routed": "tokens for experts",
 }
 _PER = {
     "model": "",
     "layer": " in each layer",
+    "mixture": " in each layer with experts",
     "return": " in each layer",
     "start": " behind the embedding",
     "end": " at the head",
@@ -111,10 +114,11 @@ class StrategyPicture:
         yield _box(left + slot * wide, top + share * high, wide, high, colour, dash)
 
     def _share(self, rank: int, state: State, by: str) -> tuple[int, int]:
-        """Which of how many equal pieces a rank has, along all axes that divide this way."""
+        """Which of how many equal pieces a rank has of weights that are no experts, along all axes
+        that divide this way."""
         place, index, count = self.mesh.coordinates(rank), 0, 1
         for rule in self.layout.rules:
-            if rule.by == by and state in rule.divides:
+            if rule.by == by and state in rule.divides and rule.covers("others"):
                 size = self.mesh.size_of(rule.axis)
                 mine = rank if rule.axis == WORLD else place.get(rule.axis, 0)
                 index, count = index * size + mine, count * size
@@ -204,7 +208,9 @@ class StrategyPicture:
 
 
 def _axis(rule: AxisRule, mesh: Mesh) -> str:
-    return f"along {rule.axis}({mesh.size_of(rule.axis)})"
+    axis = "over all ranks" if rule.axis == WORLD else f"along {rule.axis}"
+    whose = {"all": "", "experts": ", of experts", "others": ", of all but experts"}[rule.of]
+    return f"{axis}({mesh.size_of(rule.axis)}){whose}"
 
 
 def _said(move: Move) -> str:

@@ -26,6 +26,7 @@ from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
 from shardtune.core.yaml_document import dotted
 from shardtune.data.loader import Loader
+from shardtune.engine.dtensor import size_of
 from shardtune.errors import JobError
 from shardtune.measure.collective_counter import CollectiveCounter
 from shardtune.models.builder import PretrainedModelBuilder
@@ -62,6 +63,8 @@ class Outcome:
     """Elements of each weight as it is stored, and whether it is trained; of the reference."""
     shapes: dict[str, tuple[int, ...]]
     """Of all weights, frozen ones too."""
+    stored: dict[str, int]
+    """Bytes of the same; of the reference."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,20 @@ def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
         held = engine.held()
         weights = {name: w.float().cpu().numpy() for name, w in engine.trained_weights()}
         evaluation = engine.evaluate("d", next(data.steps(0, 1))).loss
-        shapes = {name: tuple(w.shape) for name, w in engine.module().named_parameters()}
+        weights_of = dict(engine.module().named_parameters())
+        shapes = {name: tuple(weight.shape) for name, weight in weights_of.items()}
+        stored = {name: size_of(weight) for name, weight in weights_of.items()}
     losses, norms = zip(*((result.loss, result.grad_norm) for result in results), strict=True)
     return Outcome(
-        list(losses), list(norms), evaluation, weights, held, dict(probe.bytes), sizes, shapes
+        losses=list(losses),
+        norms=list(norms),
+        evaluation=evaluation,
+        weights=weights,
+        held=held,
+        sent=dict(probe.bytes),
+        sizes=sizes,
+        shapes=shapes,
+        stored=stored,
     )
 
 
@@ -271,11 +284,12 @@ def _in_files(outcomes: list[Outcome], expected: Outcome) -> dict[str, tuple[int
 def part_of(expected: Outcome, layout: Layout, mesh: Mesh, rank: int) -> ModelBytes:
     """The bytes of the part of the model that a rank works on, and of what flows through it."""
     if mesh.size_of("expert") > 1:
-        return routed_part(expected.shapes, set(expected.weights), mesh, rank)
+        trained = set(expected.weights)
+        return routed_part(expected.stored, expected.shapes, trained, mesh, rank)
     if not {"tensor", "pipeline"} & dict(mesh.axes).keys():
-        trained = sum(weight.nbytes for weight in expected.weights.values())
+        size = sum(weight.nbytes for weight in expected.weights.values())
         params, grads, optim = (expected.held.of(state) for state in STATES)
-        return ModelBytes(params, trained, grads, optim)
+        return ModelBytes(params, size, grads, optim)
     place = place_of(expected.shapes, set(expected.weights), layout, mesh, rank)
     return sliced(expected.shapes, set(expected.weights), mesh, place, rank)
 

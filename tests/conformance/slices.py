@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from shardtune.core.footprint import ModelBytes
+from shardtune.core.footprint import ExpertBytes, ModelBytes
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES
 from shardtune.core.step import IGNORED
@@ -57,23 +57,27 @@ def sliced(
 
 
 def routed_part(
-    shapes: Mapping[str, tuple[int, ...]], trained: Collection[str], mesh: Mesh, rank: int
+    stored: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+    trained: Collection[str],
+    mesh: Mesh,
+    rank: int,
 ) -> ModelBytes:
-    """The part of a mixture in fp32 that one rank has: its experts, and all else."""
+    """The part of a mixture that one rank has: its experts, and all else. `stored` are the bytes of
+    the whole weights; what is trained is in fp32."""
     ranks = mesh.size_of("expert")
-    sizes = {
-        name: FP32 * math.prod(shape) // (ranks if ".experts." in name else 1)
-        for name, shape in shapes.items()
-    }
+    routed = {name: size // ranks for name, size in stored.items() if ".experts." in name}
+    sizes = {**stored, **routed}
     grads = sum(sizes[name] for name in trained)
+    expert_grads = sum(routed.get(name, 0) for name in trained)
     norm = next(shape for name, shape in shapes.items() if name.endswith("model.norm.weight"))
-    layers = {name.split("layers.")[1].split(".")[0] for name in shapes if ".experts." in name}
+    layers = {name.split("layers.")[1].split(".")[0] for name in routed}
     return ModelBytes(
         params=sum(sizes.values()),
         trained=grads,
         grads=grads,
         optim=grads,
-        unrouted=sum(sizes[name] for name in trained if ".experts." not in name),
+        experts=ExpertBytes(sum(routed.values()), expert_grads, expert_grads, expert_grads),
         routed=CHOICES * heard_tokens(mesh, rank) * norm[0] * FP32,
         mixtures=len(layers),
     )

@@ -119,6 +119,9 @@ BOTH_HALVES = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3", "zero3-o
 EXPERTS: dict[str, tuple[dict[str, Any], int]] = {
     "expert2": ({"type": "expert", "degree": 2}, 2),
     "expert2-data2": ({"type": "expert", "degree": 2}, 4),
+    "fsdp1-expert2": ({"type": "fsdp", "expert": 2}, 2),
+    "fsdp2-expert2": ({"type": "fsdp", "expert": 2}, 4),
+    "fsdp2-expert4": ({"type": "fsdp", "expert": 4}, 8),
 }
 """Settings and ranks of strategies that divide experts."""
 WITH_EXPERTS = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3")
@@ -170,7 +173,7 @@ ROWS: tuple[Row, ...] = (
         Row(f"moe-{name}", settings, adapter, ranks, model=family)
         for family in MIXTURES
         for name, (settings, ranks) in EXPERTS.items()
-        for adapter in ("full", "lora")
+        for adapter in ("full", "lora", "qlora")
     ),
     *(
         Row(f"moe-{name}", *STAGES[name][:1], adapter, STAGES[name][1], model=family)

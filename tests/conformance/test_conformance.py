@@ -16,7 +16,7 @@ ALIGNED = 2048  # bytes: shares are rounded up to whole rows, and to alignments
 HELD = {"zero2": {"grads": 0.2}, "zero3-nvme-full": {"grads": 1.0}}
 """By how much more than its share a rank may hold. ZeRO-2 keeps a gradient that lies across the
 border of two ranks' shares whole on both. Gradients of states in files go into files as well."""
-SENT = {"zero3": {"all_gather": 0.2}, "moe-expert": {"all_to_all": 1.0, "all_reduce": 0.0}}
+SENT = {"zero3": {"all_gather": 0.2}, "moe-": {"all_to_all": 1.0}}
 """By how much more may be sent. ZeRO-3 gathers some weights a third time, where the backward pass
 comes to them by another way than the forward pass did (tied ones, for instance). A rank whose
 experts are chosen more often is sent more tokens than it sends."""
@@ -38,7 +38,12 @@ ranks agree on something. ZeRO-3 gathers what experts and routers read for thems
 and doesn't gather an adapter of experts again that no gradient needs."""
 
 
-MIXED = ("moe-expert2-lora", "moe-fsdp-qlora", "moe-pipeline2-1f1b-lora")
+MIXED = (
+    "moe-expert2-qlora",
+    "moe-fsdp-qlora",
+    "moe-fsdp1-expert2-lora",
+    "moe-pipeline2-1f1b-lora",
+)
 """Rows of mixtures of experts that the gate has."""
 PAIRED = ("flan_t5-fsdp-full",)
 """Rows of models with an encoder that the gate has."""

@@ -238,7 +238,9 @@ def degrees_of(shape: ModelShape) -> list[int]:
 def require_cuttable(shape: ModelShape, mesh: Mesh, pipelining: Pipelining | None) -> None:
     """As `require_divisible`, for a model of which only the shape is known."""
     stages, degree = mesh.size_of("pipeline"), mesh.size_of("tensor")
-    _require_experts(shape.experts.count if shape.experts else 0, mesh.size_of("expert"))
+    if mesh.size_of("expert") > 1:
+        widths = (shape.hidden, shape.experts.ffn) if shape.experts else ()
+        _require_experts(shape.experts.count if shape.experts else 0, mesh, widths)
     if stages == degree == 1:
         return
     family_named(shape.family)
@@ -277,7 +279,8 @@ def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:
 
 def require_divisible(config: Any, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
     """Refuses a model that the axes of `mesh` can't cut, before any of its weights is read."""
-    _require_experts(expert_count(config), mesh.size_of("expert"))
+    if mesh.size_of("expert") > 1:
+        _require_experts(expert_count(config), mesh, _expert_widths(config))
     if mesh.size_of("tensor") > 1:
         require_tensor_parallel(config, mesh.size_of("tensor"))
     if mesh.size_of("pipeline") > 1 and pipelining is not None:
@@ -307,10 +310,16 @@ def active_share(config: Any) -> float:
     return config.get_text_config().num_experts_per_tok / count if count else 1.0
 
 
-def _require_experts(count: int, ranks: int) -> None:
-    """Refuses ranks that can't have equally many experts each."""
-    if ranks == 1:
-        return
+def _expert_widths(config: Any) -> tuple[int, ...]:
+    """Inputs and inner width of an expert's matrices, as far as a configuration tells."""
+    text = config.get_text_config()
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    return tuple(int(width) for width in (text.hidden_size, inner) if width)
+
+
+def _require_experts(count: int, mesh: Mesh, widths: Sequence[int]) -> None:
+    """Refuses ranks that can't have equally many experts each, or equal shares of them."""
+    ranks, shards = mesh.size_of("expert"), mesh.size_of("shard")
     if not count:
         fact = f"expert({ranks}) divides the experts of a layer, and this model has none"
         raise ModelError(Problem("strategy", fact, "use another strategy (`shardtune plan`)"))
@@ -318,3 +327,13 @@ def _require_experts(count: int, ranks: int) -> None:
         fact = f"{count} experts / expert({ranks}) = {count / ranks:.2f}"
         possible = ", ".join(str(n) for n in range(2, count + 1) if count % n == 0)
         raise ModelError(Problem("strategy", fact, f"divide them over {possible} ranks"))
+    own = count // ranks
+
+    def even(shards: int) -> bool:
+        return not own % shards or not any(width % shards for width in widths)
+
+    if not even(shards):
+        sizes = " x ".join(map(str, widths))
+        fact = f"shard({shards}) divides neither the {own} experts of a rank nor their {sizes}"
+        possible = " or ".join(str(n * ranks) for n in range(1, shards) if even(n))
+        raise ModelError(Problem("strategy", fact, f"start {possible} processes"))

@@ -26,9 +26,11 @@ def quantizable(shape: ModelShape, kept: Collection[str] = ()) -> int:
     return sum(weight.total for weight in _packed(shape, kept))
 
 
-def largest_packed(shape: ModelShape) -> int:
-    """Numbers in the largest quantized weight: it is whole for a moment in each product."""
-    return max((weight.size for weight in _packed(shape, ())), default=0)
+def largest_packed(shape: ModelShape, expert_ranks: int = 1) -> int:
+    """Numbers in the largest quantized weight: it is whole for a moment in each product. Of experts
+    a rank has its own."""
+    packed = _packed(shape, ())
+    return max((each.size // (expert_ranks if each.routed else 1) for each in packed), default=0)
 
 
 def require_quantizable(linears: int, kind: str = "nf4", *, experts: bool = False) -> None:

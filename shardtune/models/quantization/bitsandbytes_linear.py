@@ -8,6 +8,7 @@ some CPUs (4 bits). So only its functions are used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -151,10 +152,12 @@ def pack_nf4(weight: Tensor) -> tuple[Tensor, Any]:
     return packed, state
 
 
-def restore_nf4(packed: Tensor, scales: Tensor, state: Any) -> Tensor:
-    """The weight that was packed; `scales` are those of `state`, or a copy of them."""
+def restore_nf4(packed: Tensor, scales: Tensor, state: Any, skipped: int = 0) -> Tensor:
+    """The weight that was packed; `scales` are those of `state`, or a copy of them, of which the
+    first `skipped` belong to nothing here (`rows_of_nf4`)."""
     functional = _bitsandbytes().functional
     exact = functional.dequantize_blockwise(scales, state.state2) + state.offset
+    exact = exact[skipped:] if skipped else exact
     plain = functional.QuantState(
         exact.float(),
         shape=state.shape,
@@ -164,6 +167,38 @@ def restore_nf4(packed: Tensor, scales: Tensor, state: Any) -> Tensor:
     )
     dequantized: Tensor = functional.dequantize_4bit(packed, plain)
     return dequantized
+
+
+def rows_of_nf4(state: Any, first: int, count: int) -> tuple[Any, int]:
+    """What restores `count` rows of a weight from the `first` on, to the same bits; and how many of
+    its scales come before theirs. Scales are quantized themselves, in blocks that rows don't
+    respect, so that the first block is kept from its beginning."""
+    row = math.prod(state.shape[1:])
+    blocks, left = divmod(row, state.blocksize)
+    if left:
+        fact = f"nf4 packs {state.blocksize} weights together, and {row} of an expert don't divide"
+        raise ModelError(Problem(QUANTIZATION_KEY, fact, f"set {QUANTIZATION_KEY}: none"))
+    outer = state.state2
+    begin, end = first * blocks, (first + count) * blocks
+    kept = begin // outer.blocksize
+    make = _bitsandbytes().functional.QuantState
+    inner = make(
+        outer.absmax[kept : -(-end // outer.blocksize)].clone(),
+        code=outer.code,
+        blocksize=outer.blocksize,
+        dtype=outer.dtype,
+    )
+    found = make(
+        state.absmax[kept * outer.blocksize : end].clone(),
+        shape=torch.Size((count, *state.shape[1:])),
+        code=state.code,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+        dtype=state.dtype,
+        offset=state.offset,
+        state2=inner,
+    )
+    return found, begin - kept * outer.blocksize
 
 
 def for_backward(stored: Tensor, gradient: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.engine.dtensor import local
 from shardtune.models.experts.grouped_experts import GroupedExperts, become
 from shardtune.models.quantization.bitsandbytes_linear import (
     for_backward,
     pack_nf4,
     restore_nf4,
+    rows_of_nf4,
 )
 
 
@@ -26,21 +28,30 @@ class NF4Experts(GroupedExperts):
 
     states: dict[str, Any]
     """bitsandbytes' scales of each weight."""
+    skipped: dict[str, int]
+    """Of these scales the first ones, which belong to other ranks' experts."""
 
     def quantize(self, name: str, weight: Tensor) -> None:
         """Packs the matrices of all experts, on their device."""
         packed, self.states[name] = pack_nf4(weight.to(self.compute_dtype))
         self._parameters[name] = nn.Parameter(packed.view(len(weight), -1), requires_grad=False)
 
+    def keep_experts(self, first: int, count: int) -> None:
+        """Lets go of the scales of all experts but `count` of them, from the `first` on; whoever
+        divides experts over ranks has cut the packed weights themselves."""
+        for name, state in self.states.items():
+            self.states[name], self.skipped[name] = rows_of_nf4(state, first, count)
+
     def matrix(self, name: str) -> Tensor:
-        return self._restored(name, getattr(self, name), self.states[name].absmax)
+        return self._restored(name, local(getattr(self, name)), self.states[name].absmax)
 
     def matrix_for_backward(self, name: str, gradient: Tensor) -> Tensor:
-        packed, scales = getattr(self, name), self.states[name].absmax
+        packed, scales = local(getattr(self, name)), self.states[name].absmax
         return self._restored(name, for_backward(packed, gradient), for_backward(scales, gradient))
 
     def _restored(self, name: str, packed: Tensor, scales: Tensor) -> Tensor:
-        found = restore_nf4(packed.view(-1, 1), scales, self.states[name])
+        skipped = self.skipped.get(name, 0)
+        found = restore_nf4(packed.view(-1, 1), scales, self.states[name], skipped)
         return found.transpose(-2, -1) if self.is_transposed else found
 
     def unpack(self) -> None:
@@ -61,6 +72,7 @@ def pack_experts(module: Any, compute_dtype: torch.dtype) -> None:
     """Lets a module of frozen experts hold its matrices in NF4 as soon as it is given them."""
     become(module, NF4Experts, compute_dtype)
     module.states = {}
+    module.skipped = {}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ stay, too. Around both of them tokens are dispatched and results combined (`disp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,16 @@ from shardtune.engine.shards import ShardRegions, shard_place
 from shardtune.engine.unsharded import Unsharded
 from shardtune.parallel.expert.dispatch import through_experts
 from shardtune.parallel.local_shards import compute_locally, exchanged, in_order, spread
+
+
+@runtime_checkable
+class PackedExperts(Protocol):
+    """Experts that hold more of their weights than parameters: scales of packed ones."""
+
+    num_experts: int
+
+    def keep_experts(self, first: int, count: int) -> None:
+        """Lets go of what belongs to other experts."""
 
 
 class ExpertParallelModel(Unsharded):
@@ -41,6 +51,9 @@ class ExpertParallelModel(Unsharded):
                     name = f"{owner_name}.{leaf}" if owner_name else leaf
                     setattr(owner, leaf, spread(parameter, specs[name], self.mesh))
             self._route(outer)
+            if isinstance(experts := _inside(outer), PackedExperts):
+                kept = experts.num_experts  # by now those of this rank
+                experts.keep_experts(self.mesh.get_local_rank() * kept, kept)
 
     def _route(self, outer: Any) -> None:
         experts = _inside(outer)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shardtune.core.capabilities import Capabilities
 from shardtune.core.layout import AxisRule, Layout, Move
-from shardtune.core.mesh import Mesh
+from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.strategy import Choice, Devices, StrategyBase
@@ -38,8 +38,9 @@ class Expert(StrategyBase):
         return Mesh.around({"expert": self.degree}, "data", ranks)
 
     def layout(self) -> Layout:
-        data = AxisRule("data", moves=(Move("all_reduce", "grads", "step"),))
-        return Layout((data, expert_rule()))
+        summed = (Move("all_reduce", "grads", "step"),)
+        twins = AxisRule("data", moves=summed, of="experts")
+        return Layout((twins, expert_rule(), AxisRule(WORLD, moves=summed, of="others")))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shardtune.core.capabilities import Capabilities
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
-from shardtune.core.mesh import Mesh
+from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.strategy import Choice, Devices, ResolvedStrategy, StrategyBase
@@ -19,13 +19,21 @@ from shardtune.core.world import World
 from shardtune.errors import Problem
 from shardtune.parallel.axis_rules import (
     chunk_problems,
+    expert_counts,
+    expert_rule,
     pipeline_rule,
     pipelining,
     slice_degrees,
     stage_counts,
     tensor_rule,
 )
-from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, sliced, staged
+from shardtune.parallel.capability_limits import (
+    WHOLE_COPIES,
+    divided,
+    routed,
+    sliced,
+    staged,
+)
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
@@ -51,6 +59,10 @@ class FSDP(StrategyBase):
     tensor: Annotated[int, Field(ge=1)] = 1
     """Over how many neighbouring ranks each layer is sliced first, as `type: tensor` does; what is
     divided into shares is then a slice."""
+    expert: Annotated[int, Field(ge=1)] = 1
+    """Over how many neighbouring ranks the experts of each layer are divided first, as `type:
+    expert` does. Ranks with the same experts divide these into shares; all other weights are
+    divided over all ranks."""
     pipeline: Annotated[int, Field(ge=1)] = 1
     """Into how many stages the layers are divided first, as `type: pipeline` does; the layers of a
     stage are then divided into shares."""
@@ -61,14 +73,20 @@ class FSDP(StrategyBase):
 
     def mesh(self, ranks: int) -> Mesh:
         replicas = (self.replicas or 1) if self.sharding == "hybrid" else 1
-        fixed = {"pipeline": self.pipeline, "replicate": replicas, "tensor": self.tensor}
+        fixed = {
+            "pipeline": self.pipeline,
+            "replicate": replicas,
+            "expert": self.expert,
+            "tensor": self.tensor,
+        }
         return Mesh.around(fixed, "shard", ranks)
 
     def layout(self) -> Layout:
         again = [Move("all_gather", "recalled", "micro_batch")]
+        states: tuple[State, ...] = ("params", "grads", "optim")
         shard = AxisRule(
             "shard",
-            divides=frozenset({"params", "grads", "optim"}),
+            divides=frozenset(states),
             moves=(
                 Move("all_gather", "params", "micro_batch"),
                 *(again if self.reshard_after_forward else []),
@@ -76,8 +94,10 @@ class FSDP(StrategyBase):
             ),
         )
         replicate = AxisRule("replicate", moves=(Move("all_reduce", "grads", "micro_batch"),))
-        states: tuple[State, ...] = ("params", "grads", "optim")
         home: dict[State, Home] = dict.fromkeys(states, "cpu") if self.offload == "cpu" else {}
+        if self.expert > 1:
+            experts, others = replace(shard, of="experts"), replace(shard, axis=WORLD, of="others")
+            return Layout((experts, expert_rule(), others), home)
         slices = [tensor_rule()] if self.tensor > 1 else []
         if self.pipeline == 1:
             return Layout((replicate, shard, *slices), home)
@@ -93,7 +113,7 @@ class FSDP(StrategyBase):
 
     @property
     def capabilities(self) -> Capabilities:
-        return _capabilities(self.sharding == "full", self.tensor, self.pipeline)
+        return _capabilities(self.sharding == "full", self.tensor, self.pipeline, self.expert)
 
     def problems(self, ranks: int) -> list[Problem]:
         found = []
@@ -105,9 +125,30 @@ class FSDP(StrategyBase):
             fact = f"{self.schedule} is an order of stages, and pipeline: 1 has but one"
             fix = "set pipeline to the number of stages, or leave schedule out"
             found.append(Problem("strategy.schedule", fact, fix))
+        found += self._beside_experts()
         usual = int(type(self).model_fields["chunks"].default)
         found += chunk_problems(self.schedule, self.chunks, usual)
         return [*found, *super().problems(ranks)]
+
+    def _beside_experts(self) -> list[Problem]:
+        """What isn't possible together with ranks that have experts of their own."""
+        if self.expert == 1:
+            return []
+        others = {
+            "sharding": (self.sharding == "hybrid", "hybrid repeats groups of shares", "full"),
+            "tensor": (self.tensor > 1, "nobody has said how experts are sliced", "1"),
+            "pipeline": (self.pipeline > 1, "stages send each other whole micro-batches", "1"),
+            "offload": (self.offload == "cpu", "tokens are sent to experts on the device", "none"),
+        }
+        return [
+            Problem(
+                f"strategy.{key}",
+                f"is {getattr(self, key)} beside expert: {self.expert}; {why}",
+                f"set {key}: {instead}, or leave expert out",
+            )
+            for key, (broken, why, instead) in others.items()
+            if broken
+        ]
 
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
         from shardtune.parallel.fsdp.engine import FSDPEngine
@@ -132,6 +173,8 @@ class FSDP(StrategyBase):
         for n in slice_degrees(shape, devices):
             if n < devices.count:
                 yield Choice("fsdp + tensor", f"fsdp + tensor({n})", cls(tensor=n), 31)
+        for n in expert_counts(shape, devices):
+            yield Choice("fsdp + expert", f"fsdp + expert({n})", cls(expert=n), 32)
         for n in stage_counts(shape, devices):
             if n < devices.count:
                 yield Choice("fsdp + pipeline", f"fsdp + pipeline({n})", cls(pipeline=n), 33)
@@ -148,15 +191,17 @@ class FSDP(StrategyBase):
 
 
 @cache
-def _capabilities(everywhere: bool, slices: int, stages: int) -> Capabilities:
+def _capabilities(everywhere: bool, slices: int, stages: int, experts: int) -> Capabilities:
     name = "fsdp"
     found = replace(
         divided(WHOLE_COPIES, name),
-        combines=frozenset({"tensor", "pipeline"}),
+        combines=frozenset({"tensor", "pipeline", "expert"}),
         offload={"params": ("cpu",), "grads": ("cpu",), "optim": ("cpu",)},
         trained_weights="cast_when_gathered",
         gathers_from_all_nodes=everywhere,
     )
+    if experts > 1:
+        found = routed(found, name)
     if slices > 1:
         found = sliced(found, name, slices)
     return staged(found, name) if stages > 1 else found

@@ -8,6 +8,7 @@ from __future__ import annotations
 from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.constants import MemoryConstants
+from shardtune.plan.estimate.expert_load import imbalance
 from shardtune.plan.estimate.family_copies import (
     LAYER_FP32,
     RMS_FP32,
@@ -49,12 +50,13 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     # Our slices read what was gathered, all tokens of it, and keep that.
     total = norms / spread + readers / (1 if work.counted else spread)
     attentions = attention_numbers(shape, work) * attention_blocks(shape)
-    total += (attentions + mlp_numbers(shape, work)) / cut.tensor
+    busiest = imbalance(shape, cut.expert)  # the rank that gets most tokens keeps most
+    total += (attentions + mlp_numbers(shape, work, busiest)) / cut.tensor
     total *= width * tokens
     if writes_scores(shape, work):
         scores = work.micro_batch * work.scores / cut.context
         total += scores * shape.heads / cut.tensor * score_bytes(shape, work)
-    total += mask_bytes(shape, work) + expert_factor_bytes(shape, work)
+    total += mask_bytes(shape, work) + expert_factor_bytes(shape, work) / cut.expert
     if work.dropout:
         total += 2 * shape.hidden * tokens / spread  # a byte for each of two masks
         total += mlp_width(shape) * tokens / cut.tensor if work.pair else 0.0  # and in the MLP
@@ -203,7 +205,10 @@ def working_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
         count = _compiled_working(shape, work) if compiled else _eager_working(shape, work)
         # On its own, a weight's gradient is there in 16 bits before it is turned to fp32.
         weight = shape.largest_linear if work.wide_stream and not compiled else 0
-        return (tokens * count + weight * work.widths.compute) / cut.tensor
+        sent = 0
+        if cut.expert > 1 and shape.experts is not None:  # rows on their way to other ranks
+            sent = shape.experts.per_token * shape.hidden
+        return (tokens * (count + sent) + weight * work.widths.compute) / cut.tensor
     wide = (3 if shape.gated else 2) * mlp_width(shape) / cut.tensor
     gathered = 3 * shape.hidden if work.sequence_parallel and cut.tensor > 1 else 0
     return (wide + gathered) * tokens

@@ -14,6 +14,7 @@ from shardtune.core.model.quantized_size import quantizable
 from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.constants import Chip, TimeConstants
+from shardtune.plan.estimate.expert_load import imbalance
 from shardtune.plan.estimate.layer_tensors import mlp_width, norm_count, stream_readers
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.saved_tensors import (
@@ -144,9 +145,13 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRate
     if work.adapter is not None:
         total += _adapters(shape, work, cut, tokens, on)
     if work.autocast:
-        total += _casts(work.trained(shape) - _ends(shape, work), on, layers * cut.tensor)
+        elsewhere = work.trained_in_experts(shape) * (1 - 1 / cut.expert)
+        cast = work.trained(shape) - elsewhere - _ends(shape, work)
+        total += _casts(cast, on, layers * cut.tensor)
     if work.packed_bits is not None:
-        unpack = quantizable(shape) / layers / cut.tensor * _unpacking(work, on)
+        elsewhere = shape.count(lambda weight: weight.routed) * (1 - 1 / cut.expert)
+        packed = quantizable(shape) - elsewhere
+        unpack = packed / layers / cut.tensor * _unpacking(work, on)
         total += Busy(unpack, unpack)
     return _launched(total, shape, work, cut, on)
 
@@ -219,8 +224,11 @@ def _linear(
     weight: Weight, shape: ModelShape, work: Workload, cut: RankShare, tokens: float, on: GpuRates
 ) -> Busy:
     *many, outputs, inputs = weight.shape
-    copies = math.prod(many)
+    copies: float = math.prod(many)
     rows = tokens * met(weight, shape)
+    if weight.routed:  # a rank has fewer experts, and tokens of all ranks for them
+        copies /= cut.expert
+        rows *= cut.expert * imbalance(shape, cut.expert)
     by_row = work.by_row
     faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 else 1.0
     if work.fp8_by_row:
@@ -261,6 +269,9 @@ def _small(shape: ModelShape, work: Workload, cut: RankShare, tokens: float, on:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.value_dim
     spread = cut.tensor if work.sequence_parallel else 1
     wide = mlp_width(shape)
+    if shape.experts is not None:
+        more = imbalance(shape, cut.expert) - 1
+        wide += more * shape.experts.per_token * shape.experts.ffn
     eager = work.kernels == "eager"
     by_hand = eager and shape.norm == "rms"
     norms = norm_count(shape)
@@ -360,6 +371,7 @@ def _adapters(
     for weight in work.adapter.on(shape):
         *many, outputs, inputs = weight.shape
         share = weight.times / layers * math.prod(many) * met(weight, shape)
+        share *= imbalance(shape, cut.expert) if weight.routed else 1.0
         forward += share * ((1 + dropped) * inputs + (5 if alone else 3) * outputs)
         backward += share * (((4 if alone else 3) + dropped) * inputs + 3 * outputs)
     scale = cast * tokens * work.widths.compute / on.bytes / cut.tensor

@@ -279,8 +279,9 @@ def adapts_experts(shape: ModelShape, work: Workload) -> bool:
     return any(weight.routed for weight in work.adapter.on(shape))
 
 
-def mlp_numbers(shape: ModelShape, work: Workload) -> float:
-    """The MLP's products, its activation and what its last linear reads."""
+def mlp_numbers(shape: ModelShape, work: Workload, load: float = 1.0) -> float:
+    """The MLP's products, its activation and what its last linear reads. Experts see `load` times
+    as many tokens as on average."""
     last = work.adapter is None or _keeps_packed_inputs(work) or adapts_last(shape, work)
     if not by_family(work):
         each = ((3 if work.kernels == "eager" else 2) if shape.gated else 1) + last
@@ -295,7 +296,7 @@ def mlp_numbers(shape: ModelShape, work: Workload) -> float:
     trains = work.adapter is None or adapts_experts(shape, work)
     token = experts.ffn * (2 + copies.gate + trains) + shape.hidden * (1 + trains)
     mixed = experts.layers / shape.layers
-    inside = experts.per_token * token + dense * experts.shared_ffn
+    inside = load * experts.per_token * token + dense * experts.shared_ffn
     return kept + mixed * inside + (1 - mixed) * dense * shape.ffn
 
 

@@ -15,7 +15,7 @@ from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.activations import layer_bytes, waiting_bytes, working_bytes
 from shardtune.plan.estimate.constants import MEMORY, MemoryConstants
 from shardtune.plan.estimate.memory_timeline import ClassBytes, MemoryPhase, memory_timeline, on_gpu
-from shardtune.plan.estimate.rank_share import RankShare, held_share, scaled
+from shardtune.plan.estimate.rank_share import RankShare, held_share, spread_evenly, states_of
 from shardtune.plan.estimate.transient_buffers import persistent_bytes
 from shardtune.plan.estimate.workload import Workload, whole_bytes
 
@@ -89,8 +89,7 @@ def _at_place(
     cut: RankShare,
     k: MemoryConstants,
 ) -> Memory:
-    share = held_share(shape, cut)
-    part = scaled(whole_bytes(shape, work), share)
+    part = states_of(whole_bytes(shape, work), shape, cut)
     held = held_by(layout, shape, mesh, work, cut)
     moments = memory_timeline(layout, shape, mesh, work, cut, held, k)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -110,8 +109,8 @@ def _at_place(
         moment=moment,
         moments={name: sum(sizes.values()) for name, sizes in moments.items()},
         host=_at(held, "cpu") + waiting_bytes(shape, work, cut),
-        host_building=part.params / max(1, layout.divisor("params", mesh))
-        + wider * share
+        host_building=spread_evenly(layout, mesh, "params", part.params, part.experts.params)
+        + wider * held_share(shape, cut)
         + _at(held, "cpu"),
         host_building_whole=whole_bytes(shape, work).params + wider + _at(held, "cpu"),
         nvme=_at(held, "nvme"),
@@ -120,7 +119,7 @@ def _at_place(
 
 def held_by(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: RankShare) -> Held:
     """What a rank holds between two steps. Small weights may stay whole on every rank."""
-    part = scaled(whole_bytes(shape, work), held_share(shape, cut))
+    part = states_of(whole_bytes(shape, work), shape, cut)
     held = predict_held(layout.without_masters(), mesh, part)
     place: tuple[State, Home] = ("params", "gpu")
     whole = round(persistent_bytes(layout, shape, mesh, work))

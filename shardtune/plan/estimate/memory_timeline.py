@@ -23,7 +23,7 @@ from shardtune.plan.estimate.activations import (
     working_bytes,
 )
 from shardtune.plan.estimate.constants import MemoryConstants
-from shardtune.plan.estimate.rank_share import RankShare, end_parameters, held_share
+from shardtune.plan.estimate.rank_share import RankShare, end_parameters, largest_part, states_of
 from shardtune.plan.estimate.transient_buffers import (
     Casts,
     casts_of,
@@ -32,7 +32,7 @@ from shardtune.plan.estimate.transient_buffers import (
     sending_bytes,
     updating_bytes,
 )
-from shardtune.plan.estimate.workload import Workload
+from shardtune.plan.estimate.workload import Workload, whole_bytes
 
 MemoryPhase = Literal["building", "forward", "backward", "optimizer", "evaluation", "save"]
 MemoryClass = Literal["params", "gradients", "optimizer", "activations", "logits", "buffers"]
@@ -180,10 +180,11 @@ class _Step:
         the embedding and the head are whole until all others are done."""
         widths, adapter = self.work.widths, self.work.adapter
         each = widths.compute + widths.reduced
-        trained = self.work.trained(self.shape) * held_share(self.shape, self.cut)
+        part = states_of(whole_bytes(self.shape, self.work), self.shape, self.cut)
+        trained = part.trained / widths.trained
         slices = self.cut.tensor
         ends = 0.0 if adapter is not None else self.ends / slices
-        layer = self.shape.largest_layer / slices
+        layer = largest_part(self.shape, self.cut)
         if adapter is not None:
             layer = trained * self.cut.pipeline / self.shape.layers
         table = self.ends / slices * widths.gathered
@@ -274,7 +275,7 @@ class _Step:
     @property
     def bucketed(self) -> bool:
         """Our engine for whole copies of the model: gradients live in DDP's buckets, for good."""
-        whole = self.layout.divisor("grads", self.mesh) == 1 and self.cut.tensor == 1
+        whole = self.layout.divisor("grads", self.mesh) == self.cut.tensor == self.cut.expert == 1
         return self.work.autocast and whole and self.mesh.size > 1 and self.cut.pipeline == 1
 
     @cached_property

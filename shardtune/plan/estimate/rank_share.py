@@ -1,15 +1,16 @@
-"""The part of a model that a rank works on, once stages and slices are cut."""
+"""The part of a model that a rank works on, once stages, slices and experts are divided."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from shardtune.core.footprint import ModelBytes
-from shardtune.core.layout import Cargo
+from shardtune.core.footprint import ExpertBytes, ModelBytes
+from shardtune.core.layout import Cargo, Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.plan.estimate.expert_load import imbalance
 from shardtune.plan.estimate.workload import Workload
 
 WEIGHTS: frozenset[Cargo] = frozenset({"params", "recalled"})
@@ -59,19 +60,24 @@ def held_share(shape: ModelShape, cut: RankShare) -> float:
     """The share of all weights that a stage's slice holds.
 
     Layers are spread evenly. Tensor parallelism leaves norms whole, which is next to nothing.
-    Experts are divided, all else is whole; what is trained is taken to lie as all weights do.
     """
-    if cut.expert > 1:
-        return 1 - _routed_share(shape) * (1 - 1 / cut.expert)
     if cut.pipeline == 1:
         return 1 / cut.tensor
     layers = sum(shape.parameters_in(part) for part in LAYER_PARTS)
     return (layers / cut.pipeline + end_parameters(shape, cut)) / shape.parameters / cut.tensor
 
 
-def _routed_share(shape: ModelShape) -> float:
-    """The experts' share of all parameters."""
-    return shape.count(lambda weight: weight.routed and weight.parameter) / shape.parameters
+def largest_part(shape: ModelShape, cut: RankShare) -> float:
+    """Weights of the largest layer that a rank works on: of its experts, its own."""
+    elsewhere = largest_experts(shape) * (1 - 1 / cut.expert)
+    return (shape.largest_layer - elsewhere) / cut.tensor
+
+
+def largest_experts(shape: ModelShape) -> int:
+    """Weights of all experts of a layer, where it has most."""
+    return max(
+        sum(weight.size for weight in shape.in_part(part) if weight.routed) for part in LAYER_PARTS
+    )
 
 
 def end_parameters(shape: ModelShape, cut: RankShare) -> int:
@@ -82,14 +88,32 @@ def end_parameters(shape: ModelShape, cut: RankShare) -> int:
     return table * cut.starts + head * cut.ends
 
 
-def scaled(whole: ModelBytes, share: float) -> ModelBytes:
-    """A share of all states alike."""
+def states_of(whole: ModelBytes, shape: ModelShape, cut: RankShare) -> ModelBytes:
+    """A rank's part of all states: of experts its own, of all else what its stage and slice have,
+    for which weights of every kind are taken to lie as all of them do."""
+    share = held_share(shape, cut)
+    whole_experts = asdict(whole.experts)
+    experts = {state: size * share / cut.expert for state, size in whole_experts.items()}
+
+    def part(state: str) -> int:
+        elsewhere = whole_experts[state] * share - experts[state]
+        return round(getattr(whole, state) * share - elsewhere)
+
     return ModelBytes(
-        round(whole.params * share),
-        round(whole.trained * share),
-        round(whole.grads * share),
-        round(whole.optim * share),
+        params=part("params"),
+        trained=part("trained"),
+        grads=part("grads"),
+        optim=part("optim"),
+        experts=ExpertBytes(**{state: round(size) for state, size in experts.items()}),
     )
+
+
+def spread_evenly(
+    layout: Layout, mesh: Mesh, state: State, part: float, of_experts: float
+) -> float:
+    """What even shares leave to a rank of its part, of which so much is experts'."""
+    rest = (part - of_experts) / layout.divisor(state, mesh)
+    return rest + of_experts / layout.divisor(state, mesh, "experts")
 
 
 def part_bytes(whole: ModelBytes, shape: ModelShape, work: Workload, cut: RankShare) -> ModelBytes:
@@ -100,10 +124,11 @@ def part_bytes(whole: ModelBytes, shape: ModelShape, work: Workload, cut: RankSh
     layers = -(-(shape.layers + shape.encoder_layers) // cut.pipeline)
     shared = shape.tied and learns and cut.pipeline > 1 and cut.starts != cut.ends
     return replace(
-        scaled(whole, held_share(shape, cut)),
+        states_of(whole, shape, cut),
         unsliced=round(_unsliced(shape, work) / cut.pipeline * work.widths.reduced),
-        unrouted=round(whole.grads * (1 - _routed_share(shape))) if cut.expert > 1 else 0,
-        routed=flowing * shape.experts.per_token if shape.experts else 0,
+        routed=round(flowing * shape.experts.per_token * imbalance(shape, cut.expert))
+        if shape.experts
+        else 0,
         mixtures=shape.experts.layers if shape.experts else 0,
         tied=round(end_parameters(shape, cut) * work.widths.reduced) if shared else 0,
         hidden=flowing,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from shardtune.core.footprint import Message, predict_messages
-from shardtune.core.layout import Cargo, Layout, Op
+from shardtune.core.layout import Cargo, Layout, Op, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.flops import attention_flops, matmul_flops
 from shardtune.core.model.shape import ModelShape
@@ -29,8 +30,15 @@ from shardtune.plan.estimate.compute import (
     repeated_seconds,
 )
 from shardtune.plan.estimate.constants import TIME, Chip, TimeConstants, chip_of
-from shardtune.plan.estimate.rank_share import WEIGHTS, RankShare, held_share, part_bytes
-from shardtune.plan.estimate.workload import Workload, sent_bytes
+from shardtune.plan.estimate.rank_share import (
+    WEIGHTS,
+    RankShare,
+    held_share,
+    part_bytes,
+    spread_evenly,
+    states_of,
+)
+from shardtune.plan.estimate.workload import Workload, sent_bytes, whole_bytes
 
 AGAIN = {"none": 0.0, "selective": 0.35, "full": 1.0}
 """Share of a forward pass that the backward pass repeats. `selective` repeats every second product
@@ -182,6 +190,12 @@ class _Step:
         token, which are nothing beside its layers."""
         return 2 if self.work.counts_routed else 1
 
+    @property
+    def _exchanges(self) -> float:
+        """How often tokens are sent to experts, as a multiple of what is declared: a layer that is
+        computed again sends them again."""
+        return 1.5 if self.work.checkpointing == "full" else 1.0
+
     def _layer(self) -> Busy:
         """One layer of one micro-batch, with what is computed again."""
         layer = layer_seconds(self.shape, self.work, self.cut, self.on)
@@ -198,12 +212,12 @@ class _Step:
     def _messages(self) -> tuple[Message, ...]:
         part = part_bytes(sent_bytes(self.shape, self.work), self.shape, self.work, self.cut)
         micro = self.work.microbatches
-        found = list(predict_messages(self.layout, self.mesh, part, microbatches=micro))
-        gathers = [each for each in found if _is_gather(each)]
-        if gathers:  # the first is that of the forward pass
-            forward = gathers[0]
-            found[found.index(forward)] = replace(forward, times=self._passes * forward.times)
-        return tuple(found)
+        found = predict_messages(self.layout, self.mesh, part, microbatches=micro)
+        forward = _in_forward_pass(found)
+        return tuple(
+            replace(each, times=self._passes * each.times) if first else each
+            for each, first in zip(found, forward, strict=True)
+        )
 
     def _took(self, message: Message, size: float) -> float:
         return seconds(message.move.op, size, self._group(message.axis), self.cluster, self.on.chip)
@@ -219,17 +233,18 @@ class _Step:
 
         Each is sent in pieces: a layer's, or a bucket's.
         """
-        gathers: list[float] = []
-        reduction = at_end = 0.0
-        for message in messages:
+        forward = backward = reduction = at_end = 0.0
+        for message, first in zip(messages, _in_forward_pass(messages), strict=True):
             took = self._in_pieces(message)
             if message.move.when == "step":
                 at_end += took
+            elif first:
+                forward += took
             elif message.move.what in WEIGHTS:
-                gathers.append(took)
+                backward += took
             elif message.move.what == "grads":
                 reduction += took
-        return Busy(sum(gathers[:1]), sum(gathers[1:])), reduction, at_end
+        return Busy(forward, backward), reduction, at_end
 
     def _in_pieces(self, message: Message) -> float:
         pieces = self._pieces(message)
@@ -269,14 +284,18 @@ class _Step:
         )
         backward -= layers * layer.backward
         after = self._after(at_end, layer)
-        found, first = [], True
-        for message, unhidden in zip(messages, self._unhidden(messages), strict=True):
+        found = []
+        together = zip(messages, _in_forward_pass(messages), self._unhidden(messages), strict=True)
+        for message, first, unhidden in together:
             took, move = self._in_pieces(message), message.move
             if move.when == "step":
                 lasts = after * took / at_end if at_end else 0.0
-            elif move.what in WEIGHTS and first:
-                lasts, first = micro * self._passes * forward, False
+            elif first:
+                lasts = micro * self._passes * forward
+                lasts *= took / gathers.forward if gathers.forward else 0.0
                 unhidden *= self._passes
+            elif move.what == "routed":  # experts wait for their tokens, and these for the results
+                lasts = message.times * self._took(message, message.size) * self._exchanges
             elif move.what in WEIGHTS or move.what == "grads":
                 lasts = micro * backward * took / behind if behind else 0.0
             else:
@@ -310,12 +329,11 @@ class _Step:
         its last reduction."""
         ends = self.shape.embedding_parameters / self.shape.parameters
         share = max(ends, 1 / (self.shape.layers + self.shape.encoder_layers))
-        found, first = [], True
-        for message in messages:
+        found = []
+        for message, first in zip(messages, _in_forward_pass(messages), strict=True):
             weights = message.move.what in WEIGHTS
             counts = message.move.when == "micro_batch" and self.work.overlap
-            counts = counts and (message.move.what == "grads" or (weights and first))
-            first = first and not _is_gather(message)
+            counts = counts and (message.move.what == "grads" or first)
             part = share
             if self.work.buckets is not None and not weights:
                 part = max(share, 1 / self._pieces(message))
@@ -348,13 +366,11 @@ class _Step:
         """The optimizer on the GPU, which may read its states from the host and write them back; or
         the way to the host, the update there, and the way back."""
         widths = self.work.widths
-        trained = self.work.trained(self.shape) * held_share(self.shape, self.cut)
-        own = trained / self.layout.divisor("optim", self.mesh)
+        own = self._trained_here("optim")
         passed = own * (2 * widths.gradients + 2 * widths.optimizer + 2 * widths.trained)
         home = self.layout.home.get("optim", "gpu")
         # Gradients of every micro-batch are added to those before.
-        kept = trained / self.layout.divisor("grads", self.mesh)
-        sums = self.work.microbatches * kept * (2 + 2 * widths.gradients)
+        sums = self.work.microbatches * self._trained_here("grads") * (2 + 2 * widths.gradients)
         if home == "gpu":
             return (passed + sums) / self.on.bytes, self._from_host()
         if self.work.host_mapped:  # both ways at once, and nothing else takes as long
@@ -365,6 +381,12 @@ class _Step:
         update = passed * neighbours / self.on.time.cpu_bytes
         disk = own * widths.optimizer * neighbours * self._disk if home == "nvme" else 0.0
         return 0.0, way + max(update, disk) + self._from_host()
+
+    def _trained_here(self, state: State) -> float:
+        """Trained numbers of which a rank has a state."""
+        part = states_of(whole_bytes(self.shape, self.work), self.shape, self.cut)
+        size = spread_evenly(self.layout, self.mesh, state, part.trained, part.experts.trained)
+        return size / self.work.widths.trained
 
     @property
     def _host(self) -> float:
@@ -400,6 +422,17 @@ class _Step:
         pairs = rows * attention_flops(self.shape, work.sequence, work.target)
         passes = 3 if self.work.adapter is None else 2
         return passes * once + 3 * pairs
+
+
+def _in_forward_pass(messages: Sequence[Message]) -> list[bool]:
+    """Of each message, whether it gathers weights for the forward pass: the first gather of each
+    kind of weights does, those after it are for the backward pass."""
+    found, seen = [], set()
+    for message in messages:
+        first = _is_gather(message) and message.of not in seen
+        seen.update({message.of} if first else ())
+        found.append(first)
+    return found
 
 
 def _is_gather(message: Message) -> bool:

@@ -8,7 +8,13 @@ from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.quantized_size import largest_packed
 from shardtune.core.model.shape import ModelShape
-from shardtune.plan.estimate.rank_share import WEIGHTS, RankShare, end_parameters, held_share
+from shardtune.plan.estimate.rank_share import (
+    WEIGHTS,
+    RankShare,
+    end_parameters,
+    held_share,
+    largest_part,
+)
 from shardtune.plan.estimate.workload import Workload, sent_bytes
 
 
@@ -26,10 +32,11 @@ def casts_of(shape: ModelShape, work: Workload, cut: RankShare) -> Casts:
         return Casts(0.0, 0.0, 0.0)
     width = work.widths.compute / cut.tensor
     layers = shape.layers + shape.encoder_layers
+    here = work.trained(shape) - work.trained_in_experts(shape) * (1 - 1 / cut.expert)
     if work.adapter is not None:
-        every, head = work.trained(shape) * width / cut.pipeline, 0.0
+        every, head = here * width / cut.pipeline, 0.0
     else:
-        every = (shape.parameters - shape.embedding_parameters) * width / cut.pipeline
+        every = (here - shape.embedding_parameters) * width / cut.pipeline
         head = 0.0 if work.loss == "pieces" else shape.vocab * shape.hidden * width
     one = every / layers * cut.pipeline
     if work.checkpointing == "none" and not work.keeps_products:
@@ -53,18 +60,19 @@ def gathered_bytes(
     from others, or unpacked."""
     unpacked = 0.0
     if work.packed_bits is not None:
-        unpacked = largest_packed(shape) * work.widths.compute / cut.tensor
+        unpacked = largest_packed(shape, cut.expert) * work.widths.compute / cut.tensor
     here = layout.divisor("params", mesh) == 1 and layout.home.get("params", "gpu") == "gpu"
     if here and not in_shares(layout, work):
         return unpacked, unpacked
     width = work.widths.gathered
-    layer = shape.largest_layer * width / cut.tensor
+    layer = largest_part(shape, cut) * width
     if work.packed_bits is not None:
         layer *= work.packed_bits / 8 / width
     ends = end_parameters(shape, cut) * width / cut.tensor
-    gathers = [move for rule in layout.rules for move in rule.moves if move.what in WEIGHTS]
-    if len(gathers) == 1 and "params" not in _copied(layout):
-        whole = _all_weights(shape, work) * held_share(shape, cut) + unpacked
+    gathers = [sum(move.what in WEIGHTS for move in rule.moves) for rule in layout.rules]
+    if max(gathers) == 1 and "params" not in _copied(layout):
+        elsewhere = sent_bytes(shape, work).experts.params * (1 - 1 / cut.expert)
+        whole = _all_weights(shape, work) * held_share(shape, cut) - elsewhere + unpacked
         return whole, whole
     if work.buckets is not None:
         each = width if work.packed_bits is None else 1  # packed weights are elements of a byte
@@ -101,10 +109,10 @@ def sending_bytes(
         return 0.0
     # A layer's, or at last those of the embedding and the head.
     ends = end_parameters(shape, cut) // (2 if work.ends_apart and not shape.tied else 1)
-    largest = max(shape.largest_layer, ends)
+    largest = max(largest_part(shape, cut), ends / cut.tensor)
     if work.adapter is not None:
-        largest = work.trained(shape) // (shape.layers + shape.encoder_layers)
-    return largest * (work.widths.compute + work.widths.reduced) / cut.tensor
+        largest = work.trained(shape) / (shape.layers + shape.encoder_layers) / cut.tensor
+    return largest * (work.widths.compute + work.widths.reduced)
 
 
 def updating_bytes(

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from shardtune.core.footprint import ModelBytes
+from shardtune.core.footprint import ExpertBytes, ModelBytes
 from shardtune.core.model.adapter_size import lora_parameters, targeted
 from shardtune.core.model.flops import reads_source
 from shardtune.core.model.quantized_size import NF4_BITS, fp8_bytes, quantizable
@@ -250,6 +250,13 @@ class Workload:
             shape, self.adapter.rank, self.adapter.targets, expert_rank=self.adapter.expert_rank
         )
 
+    def trained_in_experts(self, shape: ModelShape) -> int:
+        """Of these, what belongs to routed experts."""
+        if self.adapter is None:
+            return shape.count(lambda weight: weight.routed and weight.parameter)
+        adapted = (weight for weight in self.adapter.on(shape) if weight.routed)
+        return self.adapter.expert_rank * sum(each.lora_rows * each.times for each in adapted)
+
     def adapts(self, shape: ModelShape) -> Collection[str]:
         """The modules that have an adapter, by the last part of their names."""
         if self.adapter is None:
@@ -274,6 +281,7 @@ def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
         trained=round(trained * widths.trained),
         grads=round(trained * widths.gradients),
         optim=round(trained * widths.optimizer),
+        experts=_expert_bytes(shape, work, held=widths.trained, reduced=widths.gradients),
     )
 
 
@@ -290,4 +298,23 @@ def sent_bytes(shape: ModelShape, work: Workload) -> ModelBytes:
         trained=round(trained * widths.gathered),
         grads=round(trained * widths.reduced),
         optim=whole.optim,
+        experts=_expert_bytes(shape, work, held=widths.gathered, reduced=widths.reduced),
+    )
+
+
+def _expert_bytes(shape: ModelShape, work: Workload, *, held: float, reduced: float) -> ExpertBytes:
+    """What routed experts take of it; trained weights and gradients in these widths."""
+    trained = work.trained_in_experts(shape)
+    params = trained * held
+    if work.adapter is not None:
+        routed = [weight for weight in shape.weights if weight.routed and weight.parameter]
+        matrices = sum(weight.total for weight in routed if weight.kind == "matrix")
+        biases = sum(weight.total for weight in routed) - matrices
+        packed = work.widths.frozen if work.packed_bits is None else work.packed_bits / 8
+        params += matrices * packed + biases * work.widths.frozen
+    return ExpertBytes(
+        params=round(params),
+        trained=round(trained * held),
+        grads=round(trained * reduced),
+        optim=round(trained * work.widths.optimizer),
     )
