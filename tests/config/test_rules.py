@@ -503,6 +503,41 @@ OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "set schedule: interleaved, or leave chunks out",
         ),
     ),
+    "experts and groups of shares": (
+        {
+            "strategy": {"type": "fsdp", "expert": 2, "sharding": "hybrid", "replicas": 2},
+            "launch": {"processes": 4},
+        },
+        Problem(
+            "strategy.sharding",
+            "is hybrid beside expert: 2, and shares of experts are not repeated in groups",
+            "set sharding: full; or use type: expert, which repeats all weights but experts",
+        ),
+    ),
+    "experts and stages": (
+        {"strategy": {"type": "fsdp", "expert": 2, "pipeline": 2}, "launch": {"processes": 4}},
+        Problem(
+            "strategy.pipeline",
+            "is 2 beside expert: 2, and no schedule of stages waits for tokens of other ranks",
+            "set pipeline: 1, or expert: 1",
+        ),
+    ),
+    "experts and slices": (
+        {"strategy": {"type": "fsdp", "expert": 2, "tensor": 2}, "launch": {"processes": 4}},
+        Problem(
+            "strategy.tensor",
+            "is 2 beside expert: 2, and nobody has said how layers with experts are sliced",
+            "set tensor: 1",
+        ),
+    ),
+    "experts in CPU memory": (
+        {"strategy": {"type": "fsdp", "expert": 2, "offload": "cpu"}, "launch": {"processes": 2}},
+        Problem(
+            "strategy.offload",
+            "is cpu beside expert: 2, which is not proven to compute the same",
+            "set offload: none, or expert: 1",
+        ),
+    ),
     "zero bubble needs whole weights": (
         {
             "strategy": {"type": "pipeline", "stages": 2, "schedule": "zero_bubble", "tensor": 2},

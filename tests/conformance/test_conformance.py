@@ -38,12 +38,7 @@ ranks agree on something. ZeRO-3 gathers what experts and routers read for thems
 and doesn't gather an adapter of experts again that no gradient needs."""
 
 
-MIXED = (
-    "moe-expert2-qlora",
-    "moe-fsdp-qlora",
-    "moe-fsdp1-expert2-lora",
-    "moe-pipeline2-1f1b-lora",
-)
+MIXED = ("moe-expert2-qlora", "moe-fsdp1-expert2-lora", "moe-pipeline2-1f1b-lora")
 """Rows of mixtures of experts that the gate has."""
 PAIRED = ("flan_t5-fsdp-full",)
 """Rows of models with an encoder that the gate has."""
@@ -66,8 +61,8 @@ def marks(row: Row) -> list[pytest.MarkDecorator]:
         return [pytest.mark.process]  # libaio is looked for with a command of the system
     if row.model in FAMILIES and row.id not in PAIRED:
         return [pytest.mark.long]  # tests/numerics has each strategy in one group of ranks
-    if row.model in MIXTURES and row.id not in MIXED:
-        return [pytest.mark.long]
+    if row.model in MIXTURES:
+        return [] if row.id in MIXED else [pytest.mark.long]
     large = row.ranks >= 4 or any(word in row.strategy for word in VARIANTS)
     slowest = row.strategy in SLOWEST or (large and row.adapter != "lora")
     other = row.adapter in ("ia3", "qlora") and row.strategy not in ("ddp", "fsdp", "zero2")

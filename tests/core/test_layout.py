@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shardtune.core.footprint import ExpertBytes, ModelBytes, predict_held, predict_sent
 from shardtune.core.layout import AxisRule, Layout, Move, State
-from shardtune.core.mesh import Mesh
+from shardtune.core.mesh import WORLD, Mesh
 
 BYTES: dict[State, int] = {"params": 2, "grads": 2, "optim": 12}
 """Per parameter in mixed precision with Adam, as the ZeRO paper counts them."""
@@ -63,6 +64,29 @@ def test_an_axis_of_one_rank_divides_and_sends_nothing() -> None:
     assert layout.moves(lonely) == (("replicate", reduce),)
     assert layout.divisor("params", lonely) == 1
     assert layout.moves(Mesh(())) == ()
+
+
+def test_rules_of_experts_and_of_other_weights_divide_these_alone() -> None:
+    """Two nodes of four ranks: experts over four, shared by two; all else over eight."""
+    gather, reduce = (
+        Move("all_gather", "params", "micro_batch"),
+        Move("all_reduce", "grads", "step"),
+    )
+    params = frozenset[State]({"params", "grads"})
+    layout = Layout(
+        (
+            AxisRule("shard", params, (gather,), of="experts"),
+            AxisRule("expert", params, by="experts"),
+            AxisRule(WORLD, params, (gather, reduce), of="others"),
+        )
+    )
+    mesh = Mesh((("shard", 2), ("expert", 4)))
+    assert layout.divisor("params", mesh, "experts") == 2
+    assert layout.divisor("params", mesh, "others") == 8
+    part = ModelBytes(900, 900, 900, 0, experts=ExpertBytes(100, 100, 100))
+    assert predict_held(layout, mesh, part).of("params") == 100 // 2 + 800 // 8
+    sent = predict_sent(layout, mesh, part, microbatches=1)
+    assert sent == {"all_gather": 100 + 800, "all_reduce": 800}
 
 
 def test_states_live_on_the_gpu_unless_said_otherwise() -> None:

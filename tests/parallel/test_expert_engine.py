@@ -20,7 +20,11 @@ from tests.conformance.table import MIXTURES
 from tests.models.families import config, write
 from tests.ranks import on_ranks
 
-EXPERT = {"type": "expert", "degree": 2}
+DIVIDED: dict[str, tuple[dict[str, Any], int]] = {
+    "expert": ({"type": "expert", "degree": 2}, 2),
+    "fsdp-expert": ({"type": "fsdp", "expert": 2}, 4),
+}
+"""Settings and ranks."""
 ONE: dict[str, Any] = {"type": "ddp"}
 State = tuple[dict[str, np.ndarray[Any, Any]], dict[str, float]]
 
@@ -46,17 +50,19 @@ def go_on(
 
 
 @pytest.mark.process
-def test_checkpoints_move_to_one_process_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", DIVIDED)
+def test_checkpoints_move_to_one_process_and_back(name: str, tmp_path: Path) -> None:
+    settings, ranks = DIVIDED[name]
     write(tmp_path, "qwen3_moe", **MIXTURES["qwen3_moe"])
     folder = str(tmp_path)
     middle, _ = on_ranks(1, go_on, ONE, folder, 0, None)[0]
     end, expected = on_ranks(1, go_on, ONE, folder, 2, middle)[0]
-    divided, _ = on_ranks(2, go_on, EXPERT, folder, 0, None)[0]
+    divided, _ = on_ranks(ranks, go_on, settings, folder, 0, None)[0]
     assert divided[0].keys() == middle[0].keys()
     for key, value in middle[0].items():
         assert np.allclose(divided[0][key], value, atol=1e-6), key
     _, back = on_ranks(1, go_on, ONE, folder, 2, divided)[0]
-    (last, there), _ = on_ranks(2, go_on, EXPERT, folder, 2, middle)
+    last, there = on_ranks(ranks, go_on, settings, folder, 2, middle)[0]
     assert back == pytest.approx(expected, rel=1e-5)
     assert there == pytest.approx(expected, rel=1e-5)
     for key, value in end[0].items():
@@ -69,3 +75,13 @@ def test_what_cannot_be_divided_is_refused_with_the_equation() -> None:
         require_divisible(config("qwen3_moe"), three)
     with pytest.raises(ModelError, match="this model has none"):
         require_divisible(config("llama"), three)
+
+
+def test_experts_that_have_no_equal_shares_are_refused_with_what_would_do() -> None:
+    """Two experts of a rank, each 32 x 24, over three shards and over four."""
+    with pytest.raises(ModelError) as refused:
+        require_divisible(config("qwen3_moe"), Mesh((("shard", 3), ("expert", 2))))
+    (problem,) = refused.value.problems
+    assert problem.fact == "shard(3) divides neither the 2 experts of a rank nor their 32 x 24"
+    assert problem.fix == "start 2 or 4 processes"
+    require_divisible(config("qwen3_moe"), Mesh((("shard", 4), ("expert", 2))))

@@ -134,19 +134,34 @@ class FSDP(StrategyBase):
         """What isn't possible together with ranks that have experts of their own."""
         if self.expert == 1:
             return []
+        beside = f"beside expert: {self.expert}"
         others = {
-            "sharding": (self.sharding == "hybrid", "hybrid repeats groups of shares", "full"),
-            "tensor": (self.tensor > 1, "nobody has said how experts are sliced", "1"),
-            "pipeline": (self.pipeline > 1, "stages send each other whole micro-batches", "1"),
-            "offload": (self.offload == "cpu", "tokens are sent to experts on the device", "none"),
+            "sharding": (
+                self.sharding == "hybrid",
+                f"is hybrid {beside}, and shares of experts are not repeated in groups",
+                "set sharding: full; or use type: expert, which repeats all weights but experts",
+            ),
+            "tensor": (
+                self.tensor > 1,
+                f"is {self.tensor} {beside}, and nobody has said how layers with experts are "
+                "sliced",
+                "set tensor: 1",
+            ),
+            "pipeline": (
+                self.pipeline > 1,
+                f"is {self.pipeline} {beside}, and no schedule of stages waits for tokens of "
+                "other ranks",
+                "set pipeline: 1, or expert: 1",
+            ),
+            "offload": (
+                self.offload == "cpu",
+                f"is cpu {beside}, which is not proven to compute the same",
+                "set offload: none, or expert: 1",
+            ),
         }
         return [
-            Problem(
-                f"strategy.{key}",
-                f"is {getattr(self, key)} beside expert: {self.expert}; {why}",
-                f"set {key}: {instead}, or leave expert out",
-            )
-            for key, (broken, why, instead) in others.items()
+            Problem(f"strategy.{key}", fact, fix)
+            for key, (broken, fact, fix) in others.items()
             if broken
         ]
 
