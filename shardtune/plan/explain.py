@@ -76,7 +76,9 @@ def _too_large(found: Forecast) -> str:
 
 
 def provided(found: Forecast) -> str:
-    """What is not known of the nodes, where it matters."""
+    """What is not known of the nodes or of the routers, where it matters."""
+    if found.imbalance > 1:  # no strategy that divides experts has states in CPU memory
+        return f", if the busiest rank's experts get {found.imbalance:.2f} x the mean of tokens"
     states = found.memory.host * min(found.mesh.size, found.cluster.gpus_per_node)
     if not states or found.cluster.host_gib is not None:
         return ""

@@ -26,6 +26,7 @@ OVER = re.compile(
 )
 HOST = re.compile(rf"a node needs {NUMBER} GiB of CPU memory and has {NUMBER}")
 IF_HOST = re.compile(rf", if a node has {NUMBER} GiB of CPU memory$")
+IF_LOAD = re.compile(rf", if the busiest rank's experts get {NUMBER} x the mean of tokens$")
 PRAISE = re.compile(
     rf"(?:fits|tight) with {NUMBER} GiB to spare(?:; {NUMBER}% of the time goes to (.+))?"
 )
@@ -39,6 +40,7 @@ MOVES = {
     "reductions of gradients": (("reduce_scatter", "all_reduce"), {"grads", "unsliced", "tied"}),
     "reductions of activations": ("all_reduce", {"hidden", "embedded", "scores"}),
     "sending activations": ("send_recv", {"hidden"}),
+    "sending tokens to experts and back": ("all_to_all", {"routed"}),
 }
 
 
@@ -74,7 +76,11 @@ def test_each_sentence_says_what_the_numbers_say(seed: int, plans_of: int) -> No
 
 def checked(why: str, found: Forecast, best: Forecast | None, aim: Aim) -> str:
     """The kind of sentence that it is; every word of it was compared with the forecast."""
-    sentence, provided = IF_HOST.sub("", why), IF_HOST.search(why)
+    sentence, load = IF_LOAD.sub("", why), IF_LOAD.search(why)
+    assert bool(load) == (found.fits and found.mesh.size_of("expert") > 1)
+    if load:
+        assert figure(load[1]) == pytest.approx(found.imbalance, abs=0.0051)
+    sentence, provided = IF_HOST.sub("", sentence), IF_HOST.search(sentence)
     states = found.fits and found.memory.host > 0 and found.cluster.host_gib is None
     assert bool(provided) == states
     if provided:
