@@ -101,7 +101,7 @@ class NativeEngine:
             setup,
             self.device,
             self.sharded,
-            fuse=self.fuses and sharded is None and setup.loss == "fused",
+            fuse=self.fuses and self.sharded.whole_logits and setup.loss == "fused",
             autocasts=self.autocasts,
         )
         self.taken = 0

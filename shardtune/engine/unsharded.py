@@ -13,6 +13,9 @@ from shardtune.engine.shards import ShardRegions, shard_place
 class Unsharded:
     """A model whose layers are whole: what tensor-parallel shards would have to add to a step."""
 
+    whole_logits = True
+    """Whether a rank computes all logits of its tokens, so that head and loss may be one."""
+
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy summed over label tokens."""
         return loss_sum(logits, targets)

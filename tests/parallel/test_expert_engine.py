@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def go_on(
     """Two steps from the step `first` on; the state after them, and their losses."""
     chosen: Any = TypeAdapter(Strategy).validate_python(settings)
     mesh = chosen.mesh(world.size)
-    with chosen.build(builder(folder, "lora"), setup(mesh.data_ranks), world) as engine:
+    told = replace(setup(mesh.data_ranks), loss="fused")
+    with chosen.build(builder(folder, "lora"), told, world) as engine:
         if state is not None:
             tensors, numbers = state
             engine.load_state({key: torch.from_numpy(v) for key, v in tensors.items()}, numbers)

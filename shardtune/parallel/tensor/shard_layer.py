@@ -46,6 +46,8 @@ APART = 2_654_435_761
 class TensorParallelModel(Unsharded):
     """One rank's tensor-parallel shards of a model; `mesh` has the ranks that hold the others."""
 
+    whole_logits = False  # the vocabulary is divided
+
     def __init__(self, family: Family, mesh: DeviceMesh, words: int) -> None:
         self.family = family
         self.mesh = mesh
