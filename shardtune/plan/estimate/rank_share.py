@@ -97,7 +97,8 @@ def states_of(whole: ModelBytes, shape: ModelShape, cut: RankShare) -> ModelByte
 
     def part(state: str) -> int:
         elsewhere = whole_experts[state] * share - experts[state]
-        return round(getattr(whole, state) * share - elsewhere)
+        size: int = getattr(whole, state)
+        return round(size * share - elsewhere)
 
     return ModelBytes(
         params=part("params"),

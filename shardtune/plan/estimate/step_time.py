@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from shardtune.core.footprint import Message, predict_messages
-from shardtune.core.layout import Cargo, Layout, Op, State
+from shardtune.core.layout import Cargo, Layout, Of, Op, State
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.flops import attention_flops, matmul_flops
 from shardtune.core.model.shape import ModelShape
@@ -427,7 +427,8 @@ class _Step:
 def _in_forward_pass(messages: Sequence[Message]) -> list[bool]:
     """Of each message, whether it gathers weights for the forward pass: the first gather of each
     kind of weights does, those after it are for the backward pass."""
-    found, seen = [], set()
+    found: list[bool] = []
+    seen: set[Of] = set()
     for message in messages:
         first = _is_gather(message) and message.of not in seen
         seen.update({message.of} if first else ())
