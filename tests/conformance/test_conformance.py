@@ -16,10 +16,15 @@ ALIGNED = 2048  # bytes: shares are rounded up to whole rows, and to alignments
 HELD = {"zero2": {"grads": 0.2}, "zero3-nvme-full": {"grads": 1.0}}
 """By how much more than its share a rank may hold. ZeRO-2 keeps a gradient that lies across the
 border of two ranks' shares whole on both. Gradients of states in files go into files as well."""
-SENT = {"zero3": {"all_gather": 0.2}, "moe-": {"all_to_all": 1.0}}
+SENT = {
+    "zero3": {"all_gather": 0.2},
+    "moe-fsdp2-expert4-lora": {"all_to_all": 1.0, "all_gather": 0.05},
+    "moe-": {"all_to_all": 1.0},
+}
 """By how much more may be sent. ZeRO-3 gathers some weights a third time, where the backward pass
 comes to them by another way than the forward pass did (tied ones, for instance). A rank whose
-experts are chosen more often is sent more tokens than it sends."""
+experts are chosen more often is sent more tokens than it sends. The four rows of LoRA's first
+factor are rounded up to one for each of eight ranks."""
 
 SLOWEST = ("tensor4", "fsdp2-pipeline2-tensor2", "pipeline2-tensor2-data2", "zero3-hpz")
 VARIANTS = ("offload", "keep", "hpz", "allreduce", "interleaved", "zero-bubble")
