@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -76,21 +76,24 @@ CASES = (
     Slowness("throttled link", "communication", ranks=2, throttles=True, steps=8),
     Slowness("slow rank", "straggler", ranks=2, stops_rank=1),
     Slowness(
-        "tiny micro-batch", "small_micro_batch", model="tiny", steps=40,
-        job={"train": {"global_batch": 16, "micro_batch": 1}, "data": {"sequence_length": 64}},
+        "tiny micro-batch", "small_micro_batch", model="tiny", steps=40, rows="short",
+        job={"train": {"global_batch": 16, "micro_batch": 1}, "data": {"sequence_length": 32}},
     ),
     Slowness("a save at every step", "save", job={"save": {"every": 1}}),
     Slowness(
         "recomputation", "recomputation", job={"train": {"gradient_checkpointing": "full"}}
     ),
     Slowness(
-        "a model that is too small", "host", model="tiny", steps=120,
-        job={"train": {"global_batch": 2, "micro_batch": 2}, "data": {"sequence_length": 64}},
+        "a model that is too small", "host", model="tiny", steps=120, rows="short",
+        job={"train": {"global_batch": 1, "micro_batch": 1}, "data": {"sequence_length": 32}},
     ),
     Slowness(
         "an evaluation at every step", "evaluation", held=96, job={"evaluate": {"every": 1}}
     ),
-    Slowness("a trace of every step", "logging", job={"save": {"trace": True}}),
+    Slowness(
+        "a trace of every step", "logging",
+        job={"save": {"trace": True}, "train": {"global_batch": 1, "micro_batch": 1}},
+    ),
     Slowness(
         "rows of different length", "imbalance", ranks=2, rows="uneven", steps=24,
         job={
@@ -151,9 +154,9 @@ def examine(case: Slowness, folder: Path, profile: int = 0) -> Diagnosis:
 
 def job_of(case: Slowness, folder: Path) -> Job:
     """The job of a case, with its model and its data written to the folder."""
-    lengths = {"even": [60] * 400, "uneven": [480, 16] * 100}[case.rows]
+    lengths = {"even": [60] * 400, "short": [24] * 400, "uneven": [480, 16] * 100}[case.rows]
     write_rows(folder / "rows.jsonl", lengths)
-    write_rows(folder / "held.jsonl", [61] * case.held)
+    write_rows(folder / "held.jsonl", [min(61, lengths[0] + 1)] * case.held)
     name = "tiny" if case.model == "tiny" else str(write_model(folder / "model"))
     sections: dict[str, dict[str, Any]] = {
         "data": {
@@ -248,10 +251,11 @@ def _stopping(process: BaseProcess | None, job: Job) -> Iterator[None]:
         while not over.wait(0.02):
             if metrics.exists() and '"kind": "step"' in metrics.read_text(encoding="utf-8"):
                 break
-        while not over.wait(RUNNING) and process.is_alive():
-            os.kill(process.pid, signal.SIGSTOP)
-            time.sleep(STOPPED)
-            os.kill(process.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it may end between two signals
+            while not over.wait(RUNNING) and process.is_alive():
+                os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(STOPPED)
+                os.kill(process.pid, signal.SIGCONT)
 
     thread = threading.Thread(target=turns, daemon=True)
     if process is not None:
