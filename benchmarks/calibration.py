@@ -14,7 +14,7 @@ from benchmarks.sources import LENGTHS
 from shardtune.plan.estimate.constants import beginning_of
 
 SHARED = (
-    *("launch", "start", "sharpness", "joint_sharpness", "unaligned"),
+    *("launch", "start", "sharpness", "joint_sharpness", "straggling", "unaligned"),
     *("fused_passes", "eager_passes", "compiled_passes"),
 )
 """Of the host and the operations: fitted with the A100, of which there is most."""

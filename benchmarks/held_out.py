@@ -35,8 +35,8 @@ from shardtune.plan.estimate.constants import beginning_of
 CHIP = "A100"
 LEFT_OUT = (SINGLE, SEVERAL, "mosaicml/llm-foundry A100 40GB")
 START = {
-    "launch": 20e-6, "start": 2e-6, "sharpness": 3.0, "joint_sharpness": 3.0, "unaligned": 0.5,
-    "fused_passes": 1.3, "eager_passes": 1.0, "compiled_passes": 1.0,
+    "launch": 20e-6, "start": 2e-6, "sharpness": 3.0, "joint_sharpness": 3.0, "straggling": 0.03,
+    "unaligned": 0.5, "fused_passes": 1.3, "eager_passes": 1.0, "compiled_passes": 1.0,
 }  # fmt: skip
 CHIP_START = {"matmul": 0.9, "attention": 0.4, "memory": 0.8, "link": 0.9, "clash": 0.3}
 """Round values, near what data sheets and counting give."""

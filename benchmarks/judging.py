@@ -38,7 +38,8 @@ NETWORK = {"A100": 1600.0, "H100": 3200.0, "H200": 3200.0}
 """Gbit/s between nodes where a source doesn't say: what DGX and its likes have."""
 ITERATIONS_NETWORK = 1600.0
 """Of the iteration times on several nodes, which don't say: the eight adapters of 200 Gbit/s that a
-DGX A100 has. With four, as was assumed before, more than all of their bandwidth was fitted."""
+DGX A100 has. vTrain simulates them with 800; then more than all of that bandwidth is fitted, and
+the mean error is 11.4 instead of 9.0 %."""
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def _torchtune(row: Row) -> Settings:
         in_backward="in-bwd" in optimizer or "optim-in-bwd" in optimizer,
         offloaded_checkpoints="activations" in row["offload"],
         ends_apart=True,  # custom_sharded_layers
+        divides_scales=True,
         packed_bits=NF4_DOUBLE_BITS if row["quant"] == "nf4" else None,
     )
     ranks = ranks_of(row)
@@ -127,6 +128,8 @@ def _torchtune(row: Row) -> Settings:
 
 
 def _automodel(row: Row) -> Settings:
+    """Logits live on in its loop (`out`) until the backward pass is over. Where layers aren't
+    compiled, it checkpoints norms, attention and MLP each on its own."""
     ranks = ranks_of(row)
     if "PP" in row["strategy"] or "EP" in row["strategy"]:
         raise Missing("checkpointing is ?")
@@ -146,6 +149,8 @@ def _automodel(row: Row) -> Settings:
         # Liger's kernels are its default.
         kernels="compiled" if "compile" in row["strategy"] else "fused",
         loss=loss,
+        returns_logits=loss == "plain",
+        by_module="compile" not in row["strategy"],
         sequence_parallel="SP" in row["strategy"],
     )
     if "GA16" in row["strategy"]:
@@ -198,6 +203,8 @@ def _fsdp_qlora(row: Row) -> Settings:
 
 
 def _peft_docs(row: Row) -> Settings:
+    """Its script names no dtype for a model that isn't quantized: FSDP then has fp32 shares, while
+    DeepSpeed turns them to bf16."""
     work = work_of(
         row,
         widths=PURE_BF16,
@@ -212,6 +219,8 @@ def _peft_docs(row: Row) -> Settings:
     else:
         chosen = FSDP(offload="cpu" if row["offload"].startswith("cpu") else "none")
         layout, mesh = chosen.layout(), chosen.mesh(ranks_of(row))
+        if work.packed_bits is None:
+            work = replace(work, widths=replace(SHARDED_FP32, frozen=4, reduced=2))
     return Settings(layout, mesh, work, "device")
 
 
@@ -242,7 +251,8 @@ def _peft_methods(row: Row) -> Settings:
 
 
 def _litgpt(row: Row) -> Settings:
-    """bf16-true, LoRA on queries and values; micro-batches of the longest row; GB are 10^9."""
+    """bf16-true, LoRA on queries and values; micro-batches of the longest row; GB are 10^9. What a
+    block keeps was counted in its code of October 2023, when the table was made."""
     several = row["strategy"].startswith("FSDP")
     layout, mesh = fsdp(ranks_of(row)) if several else ddp(1)
     model = row["model"]
@@ -256,7 +266,8 @@ def _litgpt(row: Row) -> Settings:
         widths=PURE_BF16,
         adapter=AdapterSize(8, targets.get(model[:3], ("q_proj", "v_proj")), dropout=0.05),
         kernels="eager",
-        copies_heads=True,
+        loss="widened",
+        stacked_qkv=True,
     )
     return Settings(layout, mesh, work, "allocated", LOADING if several else "")
 

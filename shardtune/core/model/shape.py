@@ -7,7 +7,7 @@ trains are sums over it. `shardtune.core.model.architectures` writes the list fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -84,6 +84,14 @@ class ModelShape:
     """How many layers have that window; the others see everything."""
     experts: Experts | None = None
     encoder_layers: int = 0
+
+    def __hash__(self) -> int:
+        """Of all fields, computed once: the planner asks its caches thousands of times."""
+        return self._hashed
+
+    @cached_property
+    def _hashed(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     @property
     def kind(self) -> ModelKind:

@@ -24,6 +24,7 @@ from shardtune.plan.estimate.layer_tensors import (
     mask_bytes,
     mlp_numbers,
     mlp_width,
+    norm_count,
     norm_numbers,
     read_numbers,
     score_bytes,
@@ -63,6 +64,14 @@ def layer_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     if work.adapter is not None:
         total += adapter_bytes(shape, work) * tokens / cut.tensor
     return total
+
+
+def again_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
+    """What is kept once more of what is recomputed at a time: a layer, or its MLP alone."""
+    if not work.by_module:
+        return layer_bytes(shape, work, cut)
+    tokens = work.tokens / cut.context / cut.tensor
+    return mlp_numbers(shape, work) * work.widths.compute * tokens
 
 
 def boundary_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
@@ -116,7 +125,9 @@ def waiting_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
 def saved_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What a layer keeps for its backward pass."""
     if work.checkpointing == "full":
-        return 0.0 if work.offloaded_checkpoints else boundary_bytes(shape, work, cut)
+        # On its own, each norm keeps its input, and so does what reads its result.
+        inputs = 2 * norm_count(shape) if work.by_module else 1
+        return 0.0 if work.offloaded_checkpoints else inputs * boundary_bytes(shape, work, cut)
     if work.checkpointing == "selective":
         return selective_bytes(shape, work, cut)
     if work.checkpointing in ("mlp", "most"):
@@ -153,10 +164,11 @@ def logit_bytes(shape: ModelShape, work: Workload, cut: RankShare, k: MemoryCons
         each = 12 if cut.tensor == 1 else 8 + work.widths.compute
         return tokens * (each * shape.vocab / cut.tensor + top_bytes(shape, work))
     each = {
-        "plain": k.plain_logit if cut.tensor == 1 else k.sliced_logit,
+        "plain": (k.plain_logit if cut.tensor == 1 else k.sliced_logit) + 2 * work.returns_logits,
         "shifted": k.shifted_logit - (2 if work.fp32_stream else 0),  # no 16-bit logits
         "compiled": k.compiled_logit,
         "chunked": k.chunked_logit,
+        "widened": k.widened_logit,
     }[work.loss]
     return tokens * shape.vocab / cut.tensor * each
 

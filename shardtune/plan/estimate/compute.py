@@ -33,7 +33,8 @@ from shardtune.plan.estimate.saved_tensors import (
 from shardtune.plan.estimate.workload import LossKind, Workload
 
 LOSS_PASSES: dict[LossKind, int] = {
-    "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "fused": 16, "pieces": 6,
+    "plain": 28, "shifted": 40, "compiled": 14, "chunked": 20, "widened": 28,
+    "fused": 16, "pieces": 6,
 }  # fmt: skip
 """Bytes that pass for a logit, forward and backward, beside the head's own products."""
 SLICED_LOSS_PASSES = 52
@@ -54,6 +55,11 @@ rows. Sums that are left to a compiler reach a third of the memory's rate; measu
 Qwen3-30B-A3B."""
 GATE_PASSES = 7.6
 """What a compiler's backward pass of a gate takes beyond ours, in passes over its inputs."""
+SOFTMAX_PASSES = 13
+"""Bytes that pass for a score that is written down, forward; half as many more backward."""
+SOFTMAX_BATCH = 4
+SOFTMAX_LAUNCHES = 4
+"""What a softmax in steps launches beside the one kernel: a cast, a product, a mask, a cast."""
 COPY = 0.89
 """Of the data sheet's bandwidth, what a copy reaches: 4.26 of 4.8 TB/s on an H200."""
 
@@ -129,8 +135,14 @@ class GpuRates:
         return max(2 * m * n * k / (self.flops * GROUPED), passed)
 
 
-def layer_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> Busy:
-    """One layer, averaged over a model whose layers differ."""
+IDLE = Busy(0.0, 0.0)
+
+
+def layer_seconds(
+    shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates, exchanged: Busy = IDLE
+) -> Busy:
+    """One layer, averaged over a model whose layers differ. `exchanged` is what its slices send to
+    each other: the GPU waits for it, while the host launches what comes next."""
     tokens = work.tokens / cut.context
     layers = shape.layers + shape.encoder_layers
     total = Busy(0.0, 0.0)
@@ -153,7 +165,7 @@ def layer_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRate
         packed = quantizable(shape) - elsewhere
         unpack = packed / layers / cut.tensor * _unpacking(work, on)
         total += Busy(unpack, unpack)
-    return _launched(total, shape, work, cut, on)
+    return _launched(total + exchanged, shape, work, cut, on)
 
 
 def repeated_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) -> float:
@@ -260,8 +272,15 @@ def _attention(shape: ModelShape, work: Workload, cut: RankShare, on: GpuRates) 
     # Every pair is computed and written down: forward 2 products, backward 4.
     every = 2 * pairs / (on.flops * 0.5)
     scores = work.micro_batch * shape.heads * work.scores / cut.tensor
-    passes = 13 if work.kernels != "eager" else 26
+    passes = SOFTMAX_PASSES if _fuses_softmax(shape, work, cut) else 2 * SOFTMAX_PASSES
     return Busy(every + scores * passes / on.bytes, 2 * every + scores * 1.5 * passes / on.bytes)
+
+
+def _fuses_softmax(shape: ModelShape, work: Workload, cut: RankShare) -> bool:
+    """Whether scores are scaled, masked and normalised by one kernel: Megatron's takes matrices of
+    scores by fours, and where a slice has another number of them each step runs on its own."""
+    matrices = work.micro_batch * shape.heads // cut.tensor
+    return work.kernels != "eager" and matrices % SOFTMAX_BATCH == 0
 
 
 def _small(shape: ModelShape, work: Workload, cut: RankShare, tokens: float, on: GpuRates) -> Busy:
@@ -441,6 +460,8 @@ def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: RankShare, on:
         forward += round((2 if work.kernels == "compiled" else 6) * adapted)
     if work.packed_bits is not None:
         forward += 20
+    if work.attention == "eager" and work.kernels != "eager":
+        forward += 0 if _fuses_softmax(shape, work, cut) else SOFTMAX_LAUNCHES
     if cut.tensor > 1:
         forward += 2  # two collectives
     if work.captured:
@@ -454,7 +475,8 @@ def _launched(busy: Busy, shape: ModelShape, work: Workload, cut: RankShare, on:
 
 
 def _slower(gpu: float, host: float, cut: RankShare, on: GpuRates) -> float:
-    """The slower of the two. A rank that waits for others loses by their hosts as well as by their
-    GPUs, and hides neither behind the other as far."""
+    """The slower of the two. Slices wait for the slowest of their hosts, and where ranks wait for
+    each other, neither hides behind the other as far."""
     power = on.time.sharpness if cut.tensor == 1 else on.time.joint_sharpness
-    return float((gpu**power + host**power) ** (1 / power))
+    slowest = host * (1 + on.time.straggling * (cut.tensor - 1))
+    return float((gpu**power + slowest**power) ** (1 / power))

@@ -27,6 +27,9 @@ class MemoryConstants:
     """Logits and gradient in 16 bits, nothing between them. Counted."""
     chunked_logit: float = 2.67
     """16-bit logits stay; the fp32 work is on an eighth of them. Fitted."""
+    widened_logit: float = 8.0
+    """Logits and log-probabilities of all tokens in fp32; gradients take the latter's place, piece
+    by piece. Counted."""
     fused_hidden: float = 4.0
     """Bytes a hidden number for a loss that never has the logits at once: what it reads and the
     gradient of that, in 16 bits. Counted."""
@@ -60,8 +63,10 @@ class TimeConstants:
     """Passes over an adapter's input that its dropout mask takes as long as. Fitted."""
     sharpness: float = 4.195
     """How sharply the slower of host and GPU decides: infinity would be a plain maximum. Fitted."""
-    joint_sharpness: float = 2.068
+    joint_sharpness: float = 2.135
     """The same where slices of a layer wait for each other four times in it. Fitted."""
+    straggling: float = 0.0249
+    """How much longer the slowest host of a layer's slices takes, for each slice more. Fitted."""
     eager_passes: float = 1.007
     fused_passes: float = 1.686
     compiled_passes: float = 0.854
@@ -137,7 +142,11 @@ POWER_LIMITED = replace(
 # GeForce cards run above the clock that their data sheet's peak is for. Their driver doesn't let
 # them write to each other: without NVLink they send over the host, 3 GB/s, and computing waits.
 RTX30 = Chip(1.05, 0.983, 0.8, 0.8, 0.75, fp8_rows=UNIT_LESS, link=0.096, clash=0.887)
-RTX40 = Chip(1.05, 1.0, 0.8, 0.8, 0.75, link=0.058, clash=0.055)
+RTX40 = Chip(1.05, 1.0, 0.8, 0.8, 0.75, link=0.416, clash=0.211)
+ADA_WORKSTATION = replace(RTX40, matmul=0.3, link=0.2)
+"""Set by hand after the two runs of RTX 6000 Ada cards that there are, of which none was held back:
+two cards with two rows each and four with three reach the same 14 % of their peak, so it isn't the
+link that holds them. They come out at +4 and +5 %."""
 WORKSTATION = replace(RTX30, link=0.2)
 """The same silicon in cards that may write to each other over PCIe. Set by hand after
 three runs of A5000s, of which none was held back: they come out at +28, -9 and -8 %."""
@@ -152,6 +161,7 @@ CHIPS: dict[str, Chip] = {
     "H200": H200,
     "RTX3": RTX30,
     "RTX4": RTX40,
+    "RTX6000Ada": ADA_WORKSTATION,
     "A40": WORKSTATION,
 }
 """By how the GPU's name begins; the longest beginning counts."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardtune.core.model.shape import ModelShape
+from shardtune.plan.estimate.workload import SHAPES
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ ACTIVATION_COPIES: Mapping[str, ActivationCopies] = {
 LLAMA = FamilyCopies()
 
 
+@lru_cache(maxsize=SHAPES)
 def copies_of(shape: ModelShape) -> FamilyCopies:
     """What a family's layers keep beyond those of Llama."""
     found = FAMILY_COPIES.get(shape.family, LLAMA)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from functools import lru_cache
 
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.core.model.shape import LAYER_PARTS, ModelPart, ModelShape
@@ -25,7 +26,7 @@ from shardtune.plan.estimate.saved_tensors import (
     MLP_INPUTS,
     MLP_OUTPUTS,
 )
-from shardtune.plan.estimate.workload import Workload
+from shardtune.plan.estimate.workload import SHAPES, Workload
 
 BESIDE = frozenset({"per_layer_input_gate", "shared_expert_gate"})
 """Linears that read the residual stream and belong to neither attention nor an MLP."""
@@ -48,6 +49,7 @@ def mlp_width(shape: ModelShape) -> float:
     return shape.experts.per_token * shape.experts.ffn + shape.experts.shared_ffn
 
 
+@lru_cache(maxsize=SHAPES)
 def head_widths(shape: ModelShape) -> tuple[float, float]:
     """Queries' and values' width in an average layer."""
     found = []
@@ -68,6 +70,7 @@ def attention_blocks(shape: ModelShape) -> float:
     return 1 + shape.layers / (shape.layers + shape.encoder_layers)
 
 
+@lru_cache(maxsize=SHAPES)
 def norm_count(shape: ModelShape) -> float:
     """Norms of the residual stream in a layer: one, two, or four where results are normed too; on
     average, where a decoder's layers have more than an encoder's."""
@@ -108,11 +111,13 @@ def _reading(shape: ModelShape, names: Collection[str]) -> float:
     )
 
 
+@lru_cache(maxsize=SHAPES)
 def stream_readers(shape: ModelShape) -> frozenset[str]:
     """The linears of a layer that read the residual stream."""
     return (ATTENTION_INPUTS | MLP_INPUTS) & _names(shape)
 
 
+@lru_cache(maxsize=SHAPES)
 def _names(shape: ModelShape) -> frozenset[str]:
     layer = max(LAYER_PARTS, key=shape.layer_parameters)
     return frozenset(weight.module.rpartition(".")[2] for weight in shape.in_part(layer))
@@ -171,6 +176,8 @@ def read_numbers(shape: ModelShape, work: Workload) -> float:
         readers = stream_readers(shape) | (BESIDE & own if by_family(work) else frozenset())
         reading = readers if every else readers & adapted
         return (_reading(shape, reading) + beside) * shape.hidden
+    if work.stacked_qkv and not every:
+        return 0.0  # dropout's result alone, which is counted with the adapters
     sides: float = sum(
         every or not names.isdisjoint(adapted) for names in (ATTENTION_INPUTS, MLP_INPUTS)
     )
@@ -196,8 +203,8 @@ def attention_numbers(shape: ModelShape, work: Workload) -> float:
         if shape.qk_norm:
             frozen = work.counted and work.adapter is not None  # the norms' own weights
             kept += ((2 if frozen else 3) if work.kernels == "eager" else 1) * (q + kv)
-        if work.copies_heads and _keeps_packed_inputs(work):
-            kept += q
+        if work.stacked_qkv:
+            kept += q + kv + q * _keeps_packed_inputs(work)
         return kept + q * adapts_output  # the result, cast to fp32 and back for the adapter
     copies = copies_of(shape)
     if writes_scores(shape, work) and work.attention != "eager":
@@ -335,6 +342,9 @@ def adapter_bytes(shape: ModelShape, work: Workload) -> float:
     between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
     if not work.drops_apart:
         return between
+    if work.stacked_qkv:
+        q, kv = head_widths(shape)
+        return shape.hidden * (work.widths.compute + 1) + (q + kv) * work.widths.compute
     # Each adapted linear keeps its own dropped input, and the mask. Casts are its own anyway.
     dropped = 1 if work.autocast else work.widths.compute + 1
     return between + sum(inputs.values()) * dropped

@@ -16,7 +16,7 @@ from shardtune.plan.estimate.activations import layer_bytes, waiting_bytes, work
 from shardtune.plan.estimate.constants import MEMORY, MemoryConstants
 from shardtune.plan.estimate.memory_timeline import ClassBytes, MemoryPhase, memory_timeline, on_gpu
 from shardtune.plan.estimate.rank_share import RankShare, held_share, spread_evenly, states_of
-from shardtune.plan.estimate.transient_buffers import persistent_bytes
+from shardtune.plan.estimate.transient_buffers import persistent_bytes, scale_bytes
 from shardtune.plan.estimate.workload import Workload, whole_bytes
 
 NODE = 8
@@ -118,11 +118,12 @@ def _at_place(
 
 
 def held_by(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: RankShare) -> Held:
-    """What a rank holds between two steps. Small weights may stay whole on every rank."""
+    """What a rank holds between two steps. Small weights and scales may be whole on every rank."""
     part = states_of(whole_bytes(shape, work), shape, cut)
     held = predict_held(layout.without_masters(), mesh, part)
     place: tuple[State, Home] = ("params", "gpu")
-    whole = round(persistent_bytes(layout, shape, mesh, work))
+    scales = held_share(shape, cut) * scale_bytes(layout, shape, mesh, work)
+    whole = round(persistent_bytes(layout, shape, mesh, work) + scales)
     return Held({**held.bytes, place: held.bytes.get(place, 0) + whole}) if whole else held
 
 

@@ -13,6 +13,7 @@ from shardtune.core.mesh import Mesh
 from shardtune.core.model.quantized_size import gptq_bytes
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.activations import (
+    again_bytes,
     boundary_bytes,
     kept_logit_bytes,
     layer_bytes,
@@ -141,7 +142,9 @@ class _Step:
         if in_shares(self.layout, self.work):
             return self._turns_in_shares()
         compute, reduced = self.work.widths.compute, self.work.widths.reduced
-        on_its_way = self.head * reduced / compute if self.sending else 0.0
+        # The head's gradient is sent with the embedding's, at last, unless it is sent on its own.
+        apart = self.sending and self.work.ends_apart
+        on_its_way = self.head * reduced / compute if apart else 0.0
         start = self.sizes(
             gradients=max(self.before, self.head) if self.bucketed else self.before + self.head,
             activations=self.stack + self.at_work,
@@ -251,7 +254,7 @@ class _Step:
         """What the first layer of the backward pass has beyond what the forward pass left."""
         if self.work.checkpointing == "none":
             return self.working
-        again = self.layer
+        again = again_bytes(self.shape, self.work, self.cut)
         if self.work.counted:
             # What it has kept is in the stack; and layers that keep more come first, and are gone.
             again -= saved_bytes(self.shape, self.work, self.cut)

@@ -8,7 +8,7 @@ or `full` was asked for. Families whose experts are multiplied in other ways are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal
 
 from shardtune.core.activation_memory import WIDE_MATMUL
@@ -16,7 +16,7 @@ from shardtune.core.fused_families import LARGEST_EXPERT_RANK, OWN_GATE_FAMILIES
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
 from shardtune.core.model.shape import LAYER_PARTS, MATMUL_KINDS, ModelShape, Weight
 from shardtune.plan.estimate.rank_share import RankShare
-from shardtune.plan.estimate.workload import Checkpointing, Workload
+from shardtune.plan.estimate.workload import SHAPES, Checkpointing, Workload
 
 ATTENTION_INPUTS = frozenset(
     {
@@ -39,12 +39,15 @@ STATISTICS = 4
 """Bytes that attention keeps for a row of each head."""
 
 
-def products(shape: ModelShape) -> Iterator[tuple[Weight, float]]:
+@lru_cache(maxsize=SHAPES)
+def products(shape: ModelShape) -> tuple[tuple[Weight, float], ...]:
     """The matrices of an average layer, each with how often a token meets it there."""
     layers = shape.layers + shape.encoder_layers
-    for weight in shape.weights:
-        if weight.part in LAYER_PARTS and weight.kind in MATMUL_KINDS:
-            yield weight, weight.times / layers * math.prod(weight.shape[:-2]) * met(weight, shape)
+    return tuple(
+        (weight, weight.times / layers * math.prod(weight.shape[:-2]) * met(weight, shape))
+        for weight in shape.weights
+        if weight.part in LAYER_PARTS and weight.kind in MATMUL_KINDS
+    )
 
 
 def met(weight: Weight, shape: ModelShape) -> float:
@@ -73,9 +76,14 @@ def experts_way(shape: ModelShape, work: Workload) -> ExpertsWay | None:
 
 def readers(weight: Weight, shape: ModelShape) -> int:
     """How many matrices of a layer read the same input as this one, itself among them."""
-    own = leaf(weight)
-    names = {leaf(each) for each, _ in products(shape)}
+    own, names = leaf(weight), _multiplied(shape)
     return max(len(names & each) if own in each else 1 for each in (ATTENTION_INPUTS, MLP_INPUTS))
+
+
+@lru_cache(maxsize=SHAPES)
+def _multiplied(shape: ModelShape) -> frozenset[str]:
+    """The matrices of a layer, by the last part of their names."""
+    return frozenset(leaf(each) for each, _ in products(shape))
 
 
 def is_last(weight: Weight) -> bool:

@@ -23,6 +23,7 @@ from shardtune.plan.estimate.comms import (
     seconds,
 )
 from shardtune.plan.estimate.compute import (
+    IDLE,
     Busy,
     GpuRates,
     layer_seconds,
@@ -154,7 +155,7 @@ class _Step:
         gathers, reduction, _ = sending
         forward = self._with(layer.forward, gathers.forward / layers)
         backward = self._with(layer.backward, gathers.backward / layers, reduction / layers)
-        slices, border = self._slices(), self._border()
+        slices, border = self._slices(layer), self._border()
         waits = self._waits(messages, sending, layer, slices, border)
         slot = layers * (forward + backward + slices) + 2 * border
         optimizer, offload = self._update()
@@ -196,9 +197,9 @@ class _Step:
         computed again sends them again."""
         return 1.5 if self.work.checkpointing == "full" else 1.0
 
-    def _layer(self) -> Busy:
+    def _layer(self, exchanged: Busy = IDLE) -> Busy:
         """One layer of one micro-batch, with what is computed again."""
-        layer = layer_seconds(self.shape, self.work, self.cut, self.on)
+        layer = layer_seconds(self.shape, self.work, self.cut, self.on, exchanged)
         if self.work.checkpointing in ("mlp", "most"):
             layers = self.shape.layers + self.shape.encoder_layers
             share = max(0.0, 1 - self.work.kept_layers / layers)
@@ -340,15 +341,16 @@ class _Step:
             found.append(self._took(message, message.size * part) if counts else 0.0)
         return found
 
-    def _slices(self) -> float:
-        """Activations that the slices of a layer exchange, for all to wait unless in pieces."""
+    def _slices(self, layer: Busy) -> float:
+        """What a layer takes longer because its slices exchange activations: all wait for that,
+        unless it goes in pieces, but a host that is slower than its GPU hides some of it."""
         if self.cut.tensor == 1:
             return 0.0
         size = self.work.tokens / self.cut.context * self.shape.hidden * self.work.widths.compute
         group = group_of("tensor", self.mesh, self.cluster)
-        count = 6 if self.work.checkpointing == "full" else 4
-        took = count * seconds("all_reduce", size, group, self.cluster, self.on.chip)
-        return took * (self.on.chip.clash if self.work.async_tensor else 1.0)
+        took = 2 * seconds("all_reduce", size, group, self.cluster, self.on.chip)
+        took *= self.on.chip.clash if self.work.async_tensor else 1.0
+        return self._layer(Busy(took, took)).both - layer.both
 
     def _border(self) -> float:
         """Activations that one stage hands to the next, or gradients back."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.quantized_size import largest_packed
+from shardtune.core.model.quantized_size import largest_packed, quantizable
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.rank_share import (
     WEIGHTS,
@@ -16,6 +16,9 @@ from shardtune.plan.estimate.rank_share import (
     largest_part,
 )
 from shardtune.plan.estimate.workload import Workload, sent_bytes
+
+PACKED_BITS = 4
+"""Quantized weights have so many bits, or twice as many; what is more is for their scales."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,17 @@ def persistent_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Worklo
     small = sum(size * times for size, times in sizes if work.buckets.stays_whole(size))
     whole = min(small, work.buckets.most_persistent)
     return whole * work.widths.gathered * (1 - 1 / shares)
+
+
+def scale_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload) -> float:
+    """What the scales of quantized weights take beyond a rank's share of them, where every rank has
+    all of them on its GPU, wherever the weights are."""
+    if work.packed_bits is None or work.divides_scales:
+        return 0.0
+    scales = quantizable(shape) * (work.packed_bits % PACKED_BITS) / 8
+    if layout.home.get("params", "gpu") != "gpu":
+        return scales
+    return scales * (1 - 1 / layout.divisor("params", mesh))
 
 
 def _copied(layout: Layout) -> frozenset[State]:

@@ -6,8 +6,8 @@ on theirs and used on ours.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from shardtune.core.footprint import ExpertBytes, ModelBytes
@@ -26,15 +26,18 @@ products that aren't wide, `most` attention's result alone."""
 Attention = Literal["sdpa", "flash", "eager"]
 """`sdpa` is what torch picks (cuDNN on Hopper), `flash` FlashAttention 2; neither ever writes the
 scores down. `eager` does."""
-LossKind = Literal["plain", "shifted", "compiled", "chunked", "fused", "pieces"]
+LossKind = Literal["plain", "shifted", "compiled", "chunked", "widened", "fused", "pieces"]
 """`plain` turns the logits into fp32 at once; `shifted` copies them once more to drop the last
 token, as transformers did until 4.45; `compiled` leaves no copy between logits and loss; `chunked`
-walks over pieces of the logits; `fused` never has the logits (Liger); `pieces` is our own, which
-has a piece of them at a time."""
+walks over pieces of the logits; `widened` does, too, after all have been turned to fp32, as
+Lightning Fabric does with what a model returns; `fused` never has the logits (Liger); `pieces` is
+our own, which has a piece of them at a time."""
 KernelStyle = Literal["eager", "fused", "compiled"]
 """How the small operations run: each on its own as transformers writes them, by hand-fused kernels
 (Liger, Megatron, Transformer Engine), or by torch.compile."""
 
+SHAPES = 256
+"""Models of which a cache remembers what was counted: a search asks for one again and again."""
 ALTERNATING = Pipelining("1f1b")
 """What most pipelines do."""
 NF4_SINGLE_BITS = 4 + 32 / 64
@@ -83,9 +86,22 @@ class AdapterSize:
     expert_rank: int = 0
     """Rank beside each routed expert; 0 where they stay as they are."""
 
+    @lru_cache(maxsize=SHAPES)  # noqa: B019 - it is a value, and there are few
     def on(self, shape: ModelShape) -> tuple[Weight, ...]:
         """The weights that have an adapter."""
         return targeted(shape, self.targets, experts=self.expert_rank > 0)
+
+    @lru_cache(maxsize=SHAPES)  # noqa: B019
+    def size(self, shape: ModelShape) -> int:
+        """Numbers that it trains."""
+        if self.trained is not None:
+            return self.trained
+        return lora_parameters(shape, self.rank, self.targets, expert_rank=self.expert_rank)
+
+    @lru_cache(maxsize=SHAPES)  # noqa: B019
+    def modules(self, shape: ModelShape) -> frozenset[str]:
+        """The modules that have it, by the last part of their names."""
+        return frozenset(weight.module.rpartition(".")[2] for weight in self.on(shape))
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,8 @@ class Workload:
     checkpointing: Checkpointing = "none"
     kept_layers: int = 0
     """Layers, the last ones, that keep what `mlp` or `most` would compute again."""
+    by_module: bool = False
+    """Norms, attention and MLP are each checkpointed on their own where all is recomputed."""
     offloaded_checkpoints: bool = False
     """What flows between the layers waits in CPU memory for the backward pass."""
     offloaded: bool = False
@@ -150,12 +168,17 @@ class Workload:
     any: of fp32 norms and embeddings, and of what peft hands to an adapter in fp32."""
     packed_inputs: bool = True
     """Quantized linears keep their input for the backward pass, as those of bitsandbytes do."""
+    divides_scales: bool = False
+    """Scales of quantized weights are divided with them, as torchao's are; bitsandbytes' and our
+    own are no parameters, and whole on every rank."""
     fp32_stream: bool = False
     """What flows between the layers is in fp32, though computed with in 16 bits: peft turns the
     embedding, the norms and the head of a quantized model to fp32. Logits are then made in it."""
-    copies_heads: bool = False
-    """Attention's result is copied before its output projection, which keeps the copy where it
-    keeps its input: litgpt's, whose heads are joined after the rotation."""
+    stacked_qkv: bool = False
+    """Queries, keys and values come from one product with one adapter, as litgpt's do: values are a
+    part of the product and keep all of it, and what the adapter gives is kept as it is put into its
+    place. Attention's result is copied before the output projection, as heads are joined after the
+    rotation."""
     dropout: bool = False
     """Whether the model drops activations in training."""
     overlap: bool = True
@@ -242,13 +265,7 @@ class Workload:
 
     def trained(self, shape: ModelShape) -> int:
         """Numbers that the optimizer changes."""
-        if self.adapter is None:
-            return shape.parameters
-        if self.adapter.trained is not None:
-            return self.adapter.trained
-        return lora_parameters(
-            shape, self.adapter.rank, self.adapter.targets, expert_rank=self.adapter.expert_rank
-        )
+        return shape.parameters if self.adapter is None else self.adapter.size(shape)
 
     def trained_in_experts(self, shape: ModelShape) -> int:
         """Of these, what belongs to routed experts."""
@@ -257,11 +274,9 @@ class Workload:
         adapted = (weight for weight in self.adapter.on(shape) if weight.routed)
         return self.adapter.expert_rank * sum(each.lora_rows * each.times for each in adapted)
 
-    def adapts(self, shape: ModelShape) -> Collection[str]:
+    def adapts(self, shape: ModelShape) -> frozenset[str]:
         """The modules that have an adapter, by the last part of their names."""
-        if self.adapter is None:
-            return ()
-        return {weight.module.rpartition(".")[2] for weight in self.adapter.on(shape)}
+        return frozenset() if self.adapter is None else self.adapter.modules(shape)
 
 
 def whole_bytes(shape: ModelShape, work: Workload) -> ModelBytes:

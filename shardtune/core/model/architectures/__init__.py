@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from shardtune.core.model.architectures.deepseek import deepseek
@@ -73,4 +74,11 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     fields = Fields(config, name)
     shape = SHAPE_READERS[family](fields, family)
     fields.done()
+    return _first_read(shape)
+
+
+@lru_cache(maxsize=256)
+def _first_read(shape: ModelShape) -> ModelShape:
+    """The shape itself, or the equal one that was read before: what was counted of that is cached,
+    and one object is found there at once."""
     return shape
