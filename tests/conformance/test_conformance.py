@@ -18,7 +18,7 @@ HELD = {"zero2": {"grads": 0.2}, "zero3-nvme-full": {"grads": 1.0}}
 border of two ranks' shares whole on both. Gradients of states in files go into files as well."""
 SENT = {
     "zero3": {"all_gather": 0.2},
-    "moe-fsdp2-expert4-lora": {"all_to_all": 1.0, "all_gather": 0.05},
+    "moe-fsdp2-expert4": {"all_to_all": 1.0, "all_gather": 0.05},
     "moe-": {"all_to_all": 1.0},
 }
 """By how much more may be sent. ZeRO-3 gathers some weights a third time, where the backward pass
