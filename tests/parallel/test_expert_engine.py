@@ -52,7 +52,7 @@ def go_on(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", ["expert", pytest.param("fsdp-expert", marks=pytest.mark.long)])
 def test_checkpoints_move_to_one_process_and_back(name: str, tmp_path: Path) -> None:
     settings, ranks = DIVIDED[name]
     write(tmp_path, "qwen3_moe", **MIXTURES["qwen3_moe"])

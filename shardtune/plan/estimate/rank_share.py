@@ -92,7 +92,7 @@ def states_of(whole: ModelBytes, shape: ModelShape, cut: RankShare) -> ModelByte
     """A rank's part of all states: of experts its own, of all else what its stage and slice have,
     for which weights of every kind are taken to lie as all of them do."""
     share = held_share(shape, cut)
-    whole_experts = asdict(whole.experts)
+    whole_experts: dict[str, int] = asdict(whole.experts)
     experts = {state: size * share / cut.expert for state, size in whole_experts.items()}
 
     def part(state: str) -> int:
