@@ -101,6 +101,8 @@ class Trackers:
     _watched: list[_Watched] = field(default_factory=list)
     _ended: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
+    _enough: int = 0
+    """Bytes of disk that are left to the run."""
 
     def __enter__(self) -> Trackers:
         for section, label in zip(self.sections, tracker_labels(self.sections), strict=True):
@@ -118,6 +120,7 @@ class Trackers:
                 self._tell(label, f"can't be started: {error.strerror}")
                 continue
             self._watched.append(watched)
+        self._enough = min(LEAST_FREE, _free(self.run_dir) // 10)
         if self._watched:
             self._watcher = threading.Thread(target=self._watch, daemon=True, name="trackers")
             self._watcher.start()
@@ -139,11 +142,10 @@ class Trackers:
 
     def _watch(self) -> None:
         """A thread: it holds no lock and takes microseconds at each look."""
-        enough = min(LEAST_FREE, _free(self.run_dir) // 10)
         while not self._ended.wait(WATCH_SECONDS):
             for each in self._watched:
                 if each.is_alive():
-                    self._check_disk(each, enough)
+                    self._check_disk(each)
                 self._check_exit(each)
 
     def _check_exit(self, each: _Watched) -> None:
@@ -153,7 +155,7 @@ class Trackers:
             each.told = True
             self._tell(each.label, each.reason())
 
-    def _check_disk(self, each: _Watched, enough: int) -> None:
+    def _check_disk(self, each: _Watched) -> None:
         limit = each.section.disk_mib << 20
         if size_of_tree(each.folder) > limit:
             each.told = True
@@ -162,15 +164,21 @@ class Trackers:
             state_file(self.run_dir, each.label).unlink(missing_ok=True)
             fact = f"it wrote more than {each.section.disk_mib} MiB (disk_mib); removed"
             self._tell(each.label, fact)
-        elif _free(self.run_dir) < enough:
+        elif _free(self.run_dir) < self._enough:
             each.told = True
             each.kill()
-            self._tell(each.label, f"less than {enough >> 20} MiB of disk are left for the run")
+            fact = f"less than {self._enough >> 20} MiB of disk are left for the run"
+            self._tell(each.label, fact)
 
     def _wait_for_last(self) -> None:
-        begin, waited_for = time.monotonic(), ""
+        begin, looked, waited_for = time.monotonic(), 0.0, ""
         while alive := [each for each in self._watched if each.is_alive()]:
             waited = time.monotonic() - begin
+            if waited - looked > WATCH_SECONDS:  # with a core of its own it writes faster
+                looked = waited
+                for each in alive:
+                    self._check_disk(each)
+                continue
             late = [each for each in alive if waited > self._patience(each.section)]
             for each in late:
                 each.told = True

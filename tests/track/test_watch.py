@@ -86,6 +86,21 @@ def test_a_tracker_that_has_to_go_is_told_once(
     assert line.startswith(f"track: csv stopped: {told[hurt]}")
 
 
+def test_the_disk_is_watched_to_the_end(tmp_path: Path) -> None:
+    """A tracker that had no core while the run took them all writes when the run has ended."""
+    run, said = begin_run(tmp_path / "run", 1), list[str]()
+    with Trackers((CSVFiles(disk_mib=4, finish_seconds=PATIENCE),), {}, run, RUN, said.append) as t:
+        (each,) = t._watched
+        wait_until((run / "track" / "csv.json").exists, t)
+        os.kill(each.process.pid, signal.SIGSTOP)  # the end has to wait for it
+        t._ended.set()
+        assert t._watcher is not None
+        t._watcher.join()
+        (each.folder / "large.bin").write_bytes(bytes(5 << 20))
+    assert [line for line in said if "it wrote more than 4 MiB" in line]
+    assert not each.folder.exists()
+
+
 def test_a_run_that_fails_waits_for_no_tracker(tmp_path: Path) -> None:
     run, section = begin_run(tmp_path / "run", 1), CSVFiles(finish_seconds=3600)
     with suppress(RuntimeError), Trackers((section,), {}, run, RUN, print) as trackers:
