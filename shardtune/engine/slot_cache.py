@@ -157,6 +157,8 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         self._all: tuple[Tensor, Tensor] | None = None
         self._places: Tensor | None = None
         self._positions: Tensor | None = None
@@ -214,8 +216,9 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         values[self._places, :, self._positions] = value_states[:, :, 0]
         rows = len(self._places)
         # Shared by later layers in some families, which find it under these names.
-        self.keys, self.values = keys[:rows, :, : self._columns], values[:rows, :, : self._columns]
-        return self.keys, self.values
+        shown = keys[:rows, :, : self._columns], values[:rows, :, : self._columns]
+        self.keys, self.values = shown
+        return shown
 
 
 def _zeros(like: Tensor, shape: tuple[int, int]) -> Tensor:
