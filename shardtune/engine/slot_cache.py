@@ -155,6 +155,9 @@ def why_no_slots(model: Any) -> str:
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's part: transformers sees the rows and columns of a bucket."""
 
+    keys: Any
+    values: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.keys: Tensor | None = None

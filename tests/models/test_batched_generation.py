@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -198,9 +199,10 @@ def test_slots_for_fewer_rows_take_less_memory(
     prompts = encode(tokenizer, TEXTS)
     plain = model.forward
 
+    @wraps(plain)  # whoever asks what it takes
     def narrow(*args: Any, **named: Any) -> Any:
         slots = getattr(named["past_key_values"].layers[0], "_all", None)
-        if slots and len(slots[0]) > 2:  # whoever uses them
+        if slots and len(slots[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(*args, **named)
 
