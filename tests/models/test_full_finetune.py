@@ -32,6 +32,7 @@ TOGETHER = {
     family: (FullSharedInput, FullSharedInput if family.startswith("gemma") else FullMLP)
     for family in families.SHARED_INPUT_FAMILIES
 } | {"starcoder2": (FullSharedInput,), "phi3": (), "olmo": ()}
+TOGETHER |= dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"), (FullSharedInput,))
 
 
 def prepared(model: Any) -> Any:

@@ -73,11 +73,16 @@ JOINED = {
     "gemma2": (LoRASharedInput, LoRASharedInput),
     "gemma3_text": (LoRASharedInput, LoRASharedInput),
     "starcoder2": (LoRASharedInput,),  # with biases; its MLP has no gate
+    "mixtral": (LoRASharedInput,),  # and its experts
+    "qwen3_moe": (LoRASharedInput,),
+    "olmoe": (LoRASharedInput,),
+    "gpt_oss": (LoRASharedInput,),
     "phi3": (LoRAMLP,),  # one layer for queries, keys and values, one for gate and up
     "falcon": (),  # one layer for queries, keys and values; its MLP has no gate
     "olmo": (),  # of no known family: each layer by itself
 }
 LAYERS = {"phi3": 4, "falcon": 4, "starcoder2": 6}
+LAYERS |= dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"), 4)
 """Linear layers of a decoder layer, where they aren't seven."""
 IDS = torch.tensor([[3, 9, 27, 14, 42, 59, 43, 62, 52], [5, 25, 58, 22, 43, 14, 3, 15, 8]])
 
