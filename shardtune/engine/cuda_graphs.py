@@ -29,6 +29,7 @@ from shardtune.core.heartbeat import compiling
 from shardtune.core.setup import EngineSetup
 from shardtune.core.units import GIB
 from shardtune.core.world import World
+from shardtune.engine.graph_pool import GraphPool
 from shardtune.engine.host_to_device import Staged
 from shardtune.engine.optimizer_update import OptimizerUpdate
 from shardtune.engine.trained_parameters import TrainedParameters
@@ -123,7 +124,7 @@ class RecordedSteps:
         self._scale = torch.zeros((), device=device)
         self._rate = torch.zeros((), device=device)
         self._recorded_update: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
-        self._pool: Any = None
+        self._pool = GraphPool()
 
     @property
     def covers(self) -> str:
@@ -204,6 +205,7 @@ class RecordedSteps:
         free += allocator - torch.cuda.memory_allocated(self._device) - self._gradient_bytes()
         if free >= FREE_PASSES * needed:
             return ""
+        free = max(free, 0)  # the gradients alone may be too much
         return (
             f"{free / GIB:.1f} GiB are free, and {FREE_PASSES} x {needed / GIB:.1f} would be used"
         )
@@ -216,12 +218,10 @@ class RecordedSteps:
 
     def _recorded(self, batch: Staged) -> RecordedPass:
         static = _copied(batch)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         totals = self._gradients or [torch.zeros_like(weight) for weight in self._weights]
         graph = torch.cuda.CUDAGraph()
         never_anew = torch.compiler.set_stance("fail_on_recompile")
-        with compiling(), never_anew, self._capture(graph):
+        with compiling(), never_anew, self._pool.capture(graph):
             loss = self._loss(static)
             self._record_backward(loss * self._scale, totals)
             loss = loss.detach()
@@ -248,10 +248,6 @@ class RecordedSteps:
             for weight, gradient in zip(self._weights, before, strict=True):
                 weight.grad = gradient
 
-    def _capture(self, graph: torch.cuda.CUDAGraph) -> Any:
-        # Another thread sends batches meanwhile, which is no part of it.
-        return torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
-
     def _refuse(self, why: str) -> None:
         self._refused = why
         torch.cuda.synchronize(self._device)
@@ -267,18 +263,28 @@ class RecordedSteps:
         if self._recorded_update is None and not (self._gradients and self._can_record_update()):
             return self._update.apply(self._rate)
         if self._recorded_update is None:
-            graph = torch.cuda.CUDAGraph()
-            groups = self._update.optimizer.param_groups
-            for group in groups:
-                group["capturable"] = True  # it is, fused: its counts lie on the device
-            with self._capture(graph):
-                norm, applied = self._update.apply(self._rate)
-            for group in groups:
-                group["capturable"] = False
-            self._recorded_update = graph, norm, applied
+            try:
+                self._recorded_update = self._record_update()
+            except RuntimeError as error:
+                self._refuse(_first_error(error))
+                return self._update.apply(self._rate)
         graph, norm, applied = self._recorded_update
         graph.replay()
         return norm, applied
+
+    def _record_update(self) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """Nothing is changed by that."""
+        graph = torch.cuda.CUDAGraph()
+        groups = self._update.optimizer.param_groups
+        for group in groups:
+            group["capturable"] = True  # it is, fused: its counts lie on the device
+        try:
+            with self._pool.capture(graph):
+                norm, applied = self._update.apply(self._rate)
+        finally:
+            for group in groups:
+                group["capturable"] = False
+        return graph, norm, applied
 
     def _can_record_update(self) -> bool:
         """Moments have to be there, and torch's AdamW to have them."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from weakref import WeakSet
 
 import torch
+
+from shardtune.engine.graph_pool import GraphPool
 
 MOST_DECODE_GRAPHS = 64
 """Shapes that are recorded at a time; the one that was not used for longest makes room."""
@@ -96,22 +97,16 @@ def cuda_recorder(device: torch.device) -> Recorder | None:
     """Records CUDA graphs in one pool of memory; None where there is no GPU."""
     if device.type != "cuda":
         return None
-    pool = torch.cuda.graph_pool_handle()
-    alive: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+    pool = GraphPool()
 
     def record(step: DecodeStep) -> DecodeStep:
-        nonlocal pool
-        if not alive:  # torch gives up a pool with its last graph, and takes no other into it
-            pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Another thread may use the GPU meanwhile, which is no part of it.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with pool.capture(graph):
                 step()
         except Exception:
             torch.cuda.synchronize(device)
             raise
-        alive.add(graph)
         replay: DecodeStep = graph.replay
         return replay
 

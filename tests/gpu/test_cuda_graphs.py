@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu_run import engine_of
 from shardtune.config.job import Job
 from shardtune.core.step import IGNORED, MicroBatch
+from shardtune.engine.graph_pool import GraphPool
 from shardtune.engine.native import NativeEngine
 from tests.synthetic import batch
 
@@ -151,3 +152,35 @@ def test_a_recorded_step_never_waits() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(result.loss > 0 for result in results)
+
+
+def test_a_pool_that_has_lost_all_graphs_takes_another() -> None:
+    """torch gives up such a pool although what a graph has left in it is still there."""
+    pool, left = GraphPool(), []
+    for value in (1.0, 2.0):
+        graph = torch.cuda.CUDAGraph()
+        with pool.capture(graph):
+            left.append(torch.full((8,), value, device="cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert left[-1].eq(value).all()
+        del graph
+
+
+def test_an_update_that_cannot_be_recorded_is_launched_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = steps(8)
+    run(make({}, graphs=False), given)  # compiled for all shapes from here on
+    plain, broken = make({}), make({})
+    assert broken.graphs is not None
+    update = broken.graphs._update
+    apply = update.apply
+
+    def waiting(rate: Any) -> Any:
+        torch.cuda.current_stream().synchronize()  # what a capture refuses
+        return apply(rate)
+
+    monkeypatch.setattr(update, "apply", waiting)
+    assert run(broken, given) == run(plain, given)
+    assert broken.graphs.refused
