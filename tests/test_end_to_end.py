@@ -32,7 +32,7 @@ from shardtune.config.auto import resolve
 from shardtune.config.job_file import load_job
 from shardtune.core.machine import Machine
 from shardtune.models.catalogue import resolve as model_folder
-from shardtune.train import open_inputs
+from shardtune.training.inputs import open_inputs
 
 JOB = """\
 model: {name: tiny}

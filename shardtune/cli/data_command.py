@@ -29,7 +29,7 @@ def data(arguments: argparse.Namespace) -> int:
 
     from shardtune.cli.resolve_job import read_job
     from shardtune.data.inspect import view
-    from shardtune.train import open_inputs
+    from shardtune.training.inputs import open_inputs
 
     _, resolved = read_job(arguments)
     inputs = open_inputs(resolved.job, quiet=False)

@@ -65,17 +65,20 @@ def autocast_answers(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None
 
 
 def check_module_names(model: nn.Module, adapter: Adapter) -> None:
-    """Refuses names of modules that the model doesn't have; it may be without weights."""
+    """Refuses names of modules that the model doesn't have; it may be without weights. Whoever
+    starts ranks asks for that, and does not wait for peft to be imported."""
     if isinstance(adapter, LoRA):
-        _lora(model, adapter)
+        _lora_targets(model, adapter)
     elif isinstance(adapter, IA3):
-        _ia3(model, adapter)
+        _ia3_targets(model, adapter)
 
 
 def check_experts(model: nn.Module, adapter: Adapter) -> None:
     """Refuses what LoRA can't do on experts, if it adapts any. The model gets adapters by it: it
     has to be one without weights that nobody needs any more."""
     if not isinstance(adapter, LoRA) or (adapter.variant, adapter.dropout) == ("plain", 0.0):
+        return
+    if not expert_weights(model):
         return
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -234,10 +237,7 @@ def _seed(seed: int, name: str) -> int:
 def _lora(model: Any, adapter: LoRA) -> Any:
     from peft import LoraConfig
 
-    targets = adapter.targets
-    if targets != "all-linear":
-        _check_names("adapter.targets", targets, model, is_linear, "linear layer")
-    _check_names("adapter.modules_to_save", adapter.modules_to_save, model, _any, "module")
+    targets = _lora_targets(model, adapter)
     expert_rank = adapter.rank_of_experts(active_experts(model.config.to_dict()))
     adapted = expert_weights(model) if adapter.adapts_experts else []
     return LoraConfig(
@@ -245,7 +245,7 @@ def _lora(model: Any, adapter: LoRA) -> Any:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=lora_target_modules(model, targets),
+        target_modules=targets,
         target_parameters=adapted or None,
         rank_pattern=dict.fromkeys(adapted, expert_rank),
         modules_to_save=list(adapter.modules_to_save) or None,
@@ -257,11 +257,23 @@ def _lora(model: Any, adapter: LoRA) -> Any:
     )
 
 
+def _lora_targets(model: Any, adapter: LoRA) -> str | list[str]:
+    if adapter.targets != "all-linear":
+        _check_names("adapter.targets", adapter.targets, model, is_linear, "linear layer")
+    _check_names("adapter.modules_to_save", adapter.modules_to_save, model, _any, "module")
+    return lora_target_modules(model, adapter.targets)
+
+
+def _ia3_targets(model: Any, adapter: IA3) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    targets, feedforward = ia3_modules(model, adapter)
+    _check_names("adapter.targets", targets, model, is_linear, "linear layer")
+    return targets, feedforward
+
+
 def _ia3(model: Any, adapter: IA3) -> Any:
     from peft import IA3Config
 
-    targets, feedforward = ia3_modules(model, adapter)
-    _check_names("adapter.targets", targets, model, is_linear, "linear layer")
+    targets, feedforward = _ia3_targets(model, adapter)
     return IA3Config(
         task_type=_task(model),
         target_modules=list(targets),

@@ -18,7 +18,7 @@ from shardtune.errors import JobError, ModelError, Problem
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.on_cluster import resolve_on
 from shardtune.plan.search import rank
-from shardtune.train import open_inputs
+from shardtune.training.inputs import open_inputs
 from tests.jobs import make_job
 
 FLAN = {"name": "google/flan-t5-xl"}

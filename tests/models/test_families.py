@@ -22,7 +22,7 @@ from shardtune.models.materialize import decoder_layers, without_memory
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.swap import quantizable
 from shardtune.parallel import Strategy
-from shardtune.train import require_cuttable
+from shardtune.training.inputs import require_cuttable
 from tests.models.families import CONFIGS, config
 from tests.models.family_runs import (
     ADAPTERS,

@@ -21,7 +21,8 @@ from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.catalogue import resolve as model_folder
 from shardtune.models.model_files import ModelFiles
-from shardtune.train import Inputs, open_inputs, open_loader, train
+from shardtune.train import train
+from shardtune.training.inputs import Inputs, open_inputs, open_loader
 
 STEPS, BATCH = 20, 8
 

@@ -27,7 +27,7 @@ from shardtune.core.yaml_document import dotted
 from shardtune.errors import ShardtuneError
 from shardtune.models.materialize import decoder_layers, without_memory
 from shardtune.models.quantization.swap import quantizable
-from shardtune.train import open_model
+from shardtune.training.inputs import open_model
 from tests.jobs import make_job
 from tests.models.families import CONFIGS
 from tests.models.family_runs import write_family

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardtune.launch.restart_policy import RestartPolicy
     from shardtune.models.model_files import ModelFiles
     from shardtune.plan.forecast import Forecast
-    from shardtune.train import Inputs
+    from shardtune.training.inputs import Inputs
 
 
 def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
@@ -122,8 +122,8 @@ def _open(resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> 
     """Opens what the run reads, and prints what it will do."""
     from shardtune.report.plan_table import print_outlook
     from shardtune.report.start_summary import print_opening
-    from shardtune.train import count_steps, open_inputs, open_loader
     from shardtune.training.engine_setup import make_plan
+    from shardtune.training.inputs import count_steps, open_inputs, open_loader
 
     job = resolved.job
     inputs = open_inputs(job, quiet=quiet)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardtune.config.job import Job
     from shardtune.launch.node import Node
     from shardtune.launch.peers import Launchers
-    from shardtune.train import Inputs
+    from shardtune.training.inputs import Inputs
 
 
 def this_node(arguments: argparse.Namespace) -> Node | None:

@@ -31,7 +31,8 @@ from shardtune.plan.run_forecast import RunForecast
 from shardtune.plan.this_machine import forecast_here, measured_here
 from shardtune.report.start_summary import print_opening
 from shardtune.report.summary import print_summary
-from shardtune.train import open_inputs, train
+from shardtune.train import train
+from shardtune.training.inputs import open_inputs
 
 if TYPE_CHECKING:
     from shardtune.config.job_file import LoadedJob
