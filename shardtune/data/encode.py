@@ -181,10 +181,10 @@ def _joint(left: _Window, right: _Window) -> int | None:
     """A character in the overlap from which on both windows have the same tokens for a while."""
     if not len(left.ids) or not len(right.ids):
         return None
-    middle = int(right.starts[0]) + OVERLAP // 2
-    for place in np.intersect1d(left.starts[left.starts >= middle], right.starts):
+    middle, last = int(right.starts[0]) + OVERLAP // 2, int(left.ends[-1])
+    for place in np.intersect1d(left.since(middle).starts, right.before(last).starts):
         stop = place + AGREE
-        if stop > left.ends[-1]:
+        if stop > last:
             return None
         ours, theirs = left.since(place).before(stop), right.since(place).before(stop)
         if np.array_equal(ours.ids, theirs.ids) and np.array_equal(ours.starts, theirs.starts):
