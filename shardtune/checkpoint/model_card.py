@@ -18,6 +18,11 @@ from shardtune.core.yaml_document import dump_document
 
 CARD_FILE = "README.md"
 _LOADING = "## How to load it"
+_BY_FOLDER = (
+    "With peft and bitsandbytes installed this puts the adapter on the weights that lie beside it, "
+    "from a local folder. Of a hub id download the folder first: by the id transformers would "
+    "take the base model that adapter_config.json names."
+)
 _PIPELINES: Mapping[ModelKind, str] = {
     "decoder": "text-generation",
     "encoder_decoder": "text2text-generation",
@@ -111,6 +116,14 @@ def card_of_merged(card: str, kind: ModelKind) -> str:
     head = head.replace("library_name: peft", "library_name: transformers", 1)
     head = head.replace("adapter for", "adapter, merged into", 1)
     return "\n".join([head.rstrip(), "", _LOADING, "", *_load(kind, None), ""])
+
+
+def card_beside_base(card: str, kind: ModelKind, weights: str) -> str:
+    """The card of an adapter's run, for a folder that holds the adapter and, in these `weights`,
+    its model."""
+    head, _, _ = card.partition(_LOADING)
+    head = head.replace("adapter for", f"adapter beside the {weights} weights of", 1)
+    return "\n".join([head.rstrip(), "", _LOADING, "", *_load(kind, None), "", _BY_FOLDER, ""])
 
 
 def hide_path(folder: Path, path: str, name: str) -> None:

@@ -29,6 +29,7 @@ def add_parser(commands: Commands) -> None:
         "write a run's model for another tool, and read it back",
         """\
   shardtune export runs/quickstart --to hf out/hf
+  shardtune export runs/qlora --to hf out/qlora --as-stored
   shardtune export runs/quickstart --to gguf out/gguf --type q8_0
   shardtune export runs/quickstart --to gguf out/adapter --adapter-only
   shardtune export runs/quickstart --to ollama out/ollama""",
@@ -38,6 +39,12 @@ def add_parser(commands: Commands) -> None:
     command.add_argument("--to", required=True, choices=tuple(_TARGETS), help="who reads it")
     command.add_argument(
         "--dtype", choices=_DTYPES, help="hf: what weights are written in (as the base model is)"
+    )
+    command.add_argument(
+        "--as-stored",
+        action="store_true",
+        help="hf: an nf4 or int8 run unmerged, its quantized model and adapter in one folder; "
+        "otherwise weights are dequantized and the adapter is merged",
     )
     command.add_argument(
         "--type", choices=_GGUF_TYPES, help="gguf, ollama: what weights are written in (q8_0)"
@@ -61,12 +68,34 @@ def _hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     from shardtune.export.hf_folder_export import export_hf
     from shardtune.models.load import COMPUTE_DTYPES
 
+    if arguments.as_stored:
+        _hf_as_stored(source, arguments)
+        return
     dtype = COMPUTE_DTYPES[arguments.dtype] if arguments.dtype else source.files.dtype
     found = export_hf(source, arguments.target, dtype)
     print(f"wrote {arguments.target} in {found.dtype}, {_count(found.shards, 'file')} of weights")
     _print_merge(found.merged)
     _print_difference(f"rounded to {found.dtype}", found.rounded)
     print("read back by transformers: every weight as it was written")
+    _print_parity(source.parity)
+
+
+def _hf_as_stored(source: ExportSource, arguments: argparse.Namespace) -> None:
+    from shardtune.export.hf_stored_export import export_stored
+
+    if arguments.dtype:
+        fact = f"--as-stored writes weights as the run has them, not in {arguments.dtype}"
+        raise RunError(Problem("--dtype", fact, "leave out one of the two"))
+    found = export_stored(source, arguments.target)
+    kind, back = found.quantization, found.read_back
+    size = f"{found.bytes / 2**20:.0f} MiB"
+    print(f"wrote {arguments.target}: the model in {kind}, {size}, and the adapter beside it")
+    layers = f"{_count(found.layers, 'layer')} in {kind}"
+    print(
+        f"read back by transformers: {layers}, other weights and the adapter as written, bit by bit"
+    )
+    _print_difference("answers as the run does", back.logits)
+    print(f"{back.next_tokens:.1%} of next tokens are the same")
     _print_parity(source.parity)
 
 
@@ -157,7 +186,12 @@ _TARGETS: Mapping[str, Callable[[ExportSource, argparse.Namespace], None]] = {
     "vllm": _vllm,
     "ollama": _ollama,
 }
-_MEANT_FOR = {"dtype": ("hf",), "type": ("gguf", "ollama"), "adapter_only": ("gguf",)}
+_MEANT_FOR = {
+    "dtype": ("hf",),
+    "as_stored": ("hf",),
+    "type": ("gguf", "ollama"),
+    "adapter_only": ("gguf",),
+}
 
 
 def _require_meant(arguments: argparse.Namespace) -> None:

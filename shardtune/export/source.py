@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shardtune.checkpoint.manifest import MANIFEST_FILE
 from shardtune.checkpoint.merge import (
     LogitDifference,
     compare_merged,
@@ -75,6 +78,12 @@ class ExportSource:
             return ""
         text = file.read_text(encoding="utf-8")
         return card_of_merged(text, self.files.kind) if self.adapted else text
+
+    def copy_result(self, folder: Path) -> None:
+        """Copies the result's files: weights, tokenizer, template, stop tokens, card."""
+        for file in sorted(self.run.result.iterdir()):
+            if file.name != MANIFEST_FILE:
+                shutil.copyfile(file, folder / file.name)
 
     @cached_property
     def parity(self) -> TemplateParity:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardtune.checkpoint.manifest import MANIFEST_FILE
 from shardtune.data.template_parity import folder_reader, require_parity, training_reader
 from shardtune.errors import Problem, RunError
 from shardtune.export.expert_layouts import (
@@ -53,9 +51,7 @@ def export_vllm(source: ExportSource, target: Path) -> VllmExport:
         "vllm", "float32", source.base_name, sorted(source.stops), source.parity.compared
     )
     with export_folder(target, facts) as partial:
-        for file in sorted(source.run.result.iterdir()):
-            if file.name != MANIFEST_FILE:
-                shutil.copyfile(file, partial / file.name)
+        source.copy_result(partial)
         if adapts_experts(source):
             _write_experts(source, partial)
         else:

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from shardtune.checkpoint.export import save_result
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.config.job import LoRA, ModelSection, NoAdapter, TrainSection
+from shardtune.config.job import Adapter, LoRA, ModelSection, TrainSection
 from shardtune.core.model.chat_templates import read_chat_template
+from shardtune.core.setup import Precision, Quantization
 from shardtune.export.source import ExportSource
 from tests.jobs import make_environment
 from tests.models.families import CONFIGS
@@ -78,20 +79,27 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def finished(
-    folder: Path, family: str = "llama", adapter: LoRA | NoAdapter | None = None, **changes: Any
+    folder: Path,
+    family: str = "llama",
+    adapter: Adapter | None = None,
+    *,
+    quantization: Quantization = "none",
+    precision: Precision = "fp32",
+    **changes: Any,
 ) -> ExportSource:
     """A run on a tiny model of the family, as training leaves it."""
     adapter = adapter or LoRA(rank=4)
-    section = ModelSection(name=str(write_model(folder / "base", family, **changes)))
+    base = write_model(folder / "base", family, **changes)
+    section = ModelSection(name=str(base), quantization=quantization)
     run = RunDir(folder / "run")
     job = make_job(
         str(run.path),
-        train={"precision": "fp32"},
+        train={"precision": precision},
         adapter=adapter.model_dump(mode="json"),
         model=section.model_dump(mode="json"),
     )
     run.begin(job, make_environment())
-    model = load_model(section, adapter, TrainSection(precision="fp32"), device="cpu")
+    model = load_model(section, adapter, TrainSection(precision=precision), device="cpu")
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in model.parameters():

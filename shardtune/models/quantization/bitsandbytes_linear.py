@@ -146,7 +146,7 @@ class _DequantizedMatmul(torch.autograd.Function):
 
 def pack_nf4(weight: Tensor) -> tuple[Tensor, Any]:
     """A weight in NF4 with double quantization, and what bitsandbytes needs to restore it."""
-    packed, state = _bitsandbytes().functional.quantize_4bit(
+    packed, state = import_bitsandbytes().functional.quantize_4bit(
         weight.contiguous(), compress_statistics=True, quant_type="nf4"
     )
     return packed, state
@@ -155,7 +155,7 @@ def pack_nf4(weight: Tensor) -> tuple[Tensor, Any]:
 def restore_nf4(packed: Tensor, scales: Tensor, state: Any, skipped: int = 0) -> Tensor:
     """The weight that was packed; `scales` are those of `state`, or a copy of them, of which the
     first `skipped` belong to nothing here (`rows_of_nf4`)."""
-    functional = _bitsandbytes().functional
+    functional = import_bitsandbytes().functional
     exact = functional.dequantize_blockwise(scales, state.state2) + state.offset
     exact = exact[skipped:] if skipped else exact
     plain = functional.QuantState(
@@ -181,7 +181,7 @@ def rows_of_nf4(state: Any, first: int, count: int) -> tuple[Any, int]:
     outer = state.state2
     begin, end = first * blocks, (first + count) * blocks
     kept = begin // outer.blocksize
-    make = _bitsandbytes().functional.QuantState
+    make = import_bitsandbytes().functional.QuantState
     inner = make(
         outer.absmax[kept : -(-end // outer.blocksize)].clone(),
         code=outer.code,
@@ -216,11 +216,12 @@ def _(stored: Tensor, gradient: Tensor) -> Tensor:
     return torch.empty_like(stored)
 
 
-def _bitsandbytes() -> Any:
+def import_bitsandbytes() -> Any:
+    """The package; ModelError with the extra's name where it can't be imported."""
     try:
         import bitsandbytes
     except ImportError as error:
-        fact = f"4-bit weights need bitsandbytes, which can't be imported: {error}"
+        fact = f"quantized weights need bitsandbytes, which can't be imported: {error}"
         raise ModelError(
             Problem(QUANTIZATION_KEY, fact, "pip install 'shardtune[quant]'")
         ) from error
