@@ -36,6 +36,10 @@ REAL_BYTES = 1 << 20
 FAKE_SCALAR = 2.0
 """What any fake number is read as: a gradient's norm, finite and long enough to be clipped."""
 
+DRAW = 1.0
+"""What a single number drawn at random is: models leave out a layer where it is below a probability
+(`layerdrop`), and the most memory is taken where all are there."""
+
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
@@ -61,6 +65,9 @@ class RealSmallIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in kinds):
             return NotImplemented
         kwargs = kwargs or {}
+        if func is torch.ops.aten.rand.default and not args[0]:
+            with unset_fake_temporarily():
+                return torch.full((), DRAW, **kwargs)
         given = list(tensors_in((*args, *kwargs.values())))
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given):
             if func is torch.ops.aten._local_scalar_dense.default:

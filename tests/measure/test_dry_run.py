@@ -205,6 +205,22 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(capsys: Any) -> Non
     assert found.peak == pytest.approx(12 * logits + 3 * share + inputs, rel=0.03)
 
 
+def test_no_layer_is_left_out_by_chance() -> None:
+    """OPT drops whole layers in training, each with the probability `layerdrop`."""
+    from transformers import OPTConfig
+
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "vocab_size": 100}
+    kept = []
+    for probability in (0.0, 0.9):
+        config = OPTConfig(
+            **sizes, num_hidden_layers=4, num_attention_heads=4, layerdrop=probability
+        )
+        builder = MetaModelBuilder.of(config, ModelSection(name="opt"), NoAdapter(), train())
+        found = dry_run(builder, DDP(), setup(), ranks=1, rows=ROWS, length=LENGTH, vocabulary=100)
+        kept.append(found.kept)
+    assert kept[0] == kept[1] > 4 * ROWS * LENGTH * (64 * 6 + 128) * 2
+
+
 def test_a_dry_run_of_deepspeed_is_refused_with_the_way_out() -> None:
     with pytest.raises(JobError, match=r"without --dry-run; or set strategy.type: fsdp"):
         dry(DeepSpeed(), 4, "full")

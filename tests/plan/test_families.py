@@ -4,10 +4,12 @@ which makes every tensor of a real step and counts it."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
@@ -225,6 +227,9 @@ def both(name: str, folder: Path, **sections: Any) -> tuple[float, int]:
     """Bytes that the closed form says are kept, and those that are."""
     job = make_job(name, folder, **sections)
     found = forecast(job, shape_of(job.model), parse_cluster("1xH200-141GB"))
+    if job.model.attention == "eager" and not torch.cuda.is_available():
+        # Heads with sinks have a kernel of ours on a GPU alone; a CPU writes the scores down.
+        found = replace(found, work=replace(found.work, attention="eager"))
     seen = dry_run(
         MetaModelBuilder.of(config_from(config_of(job.model)), job.model, job.adapter, job.train),
         job.strategy,

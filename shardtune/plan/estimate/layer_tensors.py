@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from functools import lru_cache
 
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
+from shardtune.core.model.family_support import SINK_FAMILIES
 from shardtune.core.model.shape import LAYER_PARTS, ModelPart, ModelShape
 from shardtune.plan.estimate.family_copies import (
     ACTIVATION_COPIES,
@@ -242,6 +243,8 @@ def _masked(shape: ModelShape, work: Workload) -> float:
     """Share of the layers whose attention repeats keys and values: those with a mask, or all."""
     if work.attention == "eager" or copies_of(shape).broadcasts_keys:
         return 1.0
+    if shape.family in SINK_FAMILIES:
+        return 0.0  # by our kernel, which is told the window
     inside = shape.window is not None and shape.window < work.sequence
     return shape.windowed_layers / shape.layers if inside else 0.0
 
@@ -300,11 +303,26 @@ def mlp_numbers(shape: ModelShape, work: Workload, load: float = 1.0) -> float:
     experts = shape.experts
     if experts is None:
         return kept + dense * shape.ffn
-    trains = work.adapter is None or adapts_experts(shape, work)
-    token = experts.ffn * (2 + copies.gate + trains) + shape.hidden * (1 + trains)
     mixed = experts.layers / shape.layers
-    inside = load * experts.per_token * token + dense * experts.shared_ffn
+    routed = load * experts.per_token * _expert_numbers(shape, work, copies)
+    inside = routed + dense * experts.shared_ffn
     return kept + mixed * inside + (1 - mixed) * dense * shape.ffn
+
+
+def _expert_numbers(shape: ModelShape, work: Workload, copies: FamilyCopies) -> float:
+    """Of a token in one of its experts.
+
+    transformers weights what an expert gives, and keeps that for the router's gradient. Grouped
+    products (`models/experts/grouped_experts.py`) weight what the last one reads, and keep it from
+    before, and weighted where an adapter reads it; a bias is weighted on its own.
+    """
+    assert shape.experts is not None
+    inside, adapted = 2 + copies.gate, adapts_experts(shape, work)
+    if adapted or work.packed_bits is not None:
+        biased = any(each.routed and each.kind == "vector" for each in shape.weights)
+        return shape.experts.ffn * (inside + 1 + adapted) + shape.hidden * (adapted + biased)
+    trained = work.adapter is None
+    return shape.experts.ffn * (inside + trained) + shape.hidden * (1 + trained)
 
 
 def _copies_inside(shape: ModelShape, work: Workload, copies: FamilyCopies) -> float:
