@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.opt.modeling_opt import OPTDecoder
 
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
@@ -213,6 +215,8 @@ def slow_but(names: tuple[str, ...], all_names: list[str]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(QUICK, list(CONFIGS)))
 def test_all_weights_trained(name: str, tmp_path: Path) -> None:
+    if name == "opt" and "position_attention_mask" not in getsource(OPTDecoder.forward):
+        pytest.skip("this transformers asks a fake mask whether it masks: a run keeps none")
     closed, kept = both(name, tmp_path)
     assert closed == pytest.approx(kept, rel=0.03)
 
