@@ -22,15 +22,9 @@ from shardtune.plan.estimate.comms import (
     on_links,
     seconds,
 )
-from shardtune.plan.estimate.compute import (
-    IDLE,
-    Busy,
-    GpuRates,
-    layer_seconds,
-    loss_seconds,
-    repeated_seconds,
-)
+from shardtune.plan.estimate.compute import layer_seconds, loss_seconds, repeated_seconds
 from shardtune.plan.estimate.constants import TIME, Chip, TimeConstants, chip_of
+from shardtune.plan.estimate.gpu_rates import IDLE, Busy, GpuRates
 from shardtune.plan.estimate.rank_share import (
     WEIGHTS,
     RankShare,
