@@ -9,7 +9,7 @@ from dataclasses import asdict
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
 from shardtune.core.yaml_document import dotted
-from shardtune.errors import ModelError, Problem, RunError
+from shardtune.errors import ModelError, Problem, RunError, ShardtuneError
 from shardtune.launch.process_group import JoinedWorld
 
 _SAME_JOB = "give it in the job, or start all ranks from one file on equal machines"
@@ -41,13 +41,29 @@ def require_agreement(world: JoinedWorld, job: Job, read: Mapping[str, str]) -> 
 
 
 def checked_by_main_rank(world: JoinedWorld, check: Callable[[], None]) -> None:
-    """Lets the main rank `check` what is the same on each; what it refuses, all of them refuse."""
-    problems: tuple[Problem, ...] = ()
+    """Lets the main rank `check` what is the same on each; what it refuses, all of them refuse.
+    Where the check itself fails, it raises that, and the others say so: none is left waiting."""
+    failed: Exception | None = None
     if world.is_main:
         try:
             check()
-        except ModelError as error:
-            problems = error.problems
-    found = world.all_gather(json.dumps([asdict(each) for each in problems]))[0]
-    if refused := json.loads(found):
-        raise ModelError([Problem(**each) for each in refused])
+        except Exception as error:  # noqa: BLE001  raised below, once the others know of it
+            failed = error
+    problems = () if failed is None else _as_told_to_others(failed, world.rank)
+    refused = isinstance(failed, ModelError)
+    told = json.dumps({"refused": refused, "problems": [asdict(each) for each in problems]})
+    found = json.loads(world.all_gather(told)[0])
+    if failed is not None:
+        raise failed
+    if found["problems"]:
+        kind = ModelError if found["refused"] else RunError
+        raise kind([Problem(**each) for each in found["problems"]])
+
+
+def _as_told_to_others(error: Exception, rank: int) -> tuple[Problem, ...]:
+    """What the other ranks say of it, whichever of them is heard first."""
+    if isinstance(error, ShardtuneError):
+        return error.problems
+    first = str(error).strip().split("\n")[0]
+    fact = f"failed while it checked for all ranks: {type(error).__name__}: {first}"
+    return (Problem(f"rank {rank}", fact, "its own output has the traceback"),)

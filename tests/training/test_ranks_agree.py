@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from shardtune.core.world import World
@@ -70,3 +72,32 @@ def test_one_rank_looks_and_all_are_refused(fact: str) -> None:
     assert first == second
     assert fact in first
     assert bool(first) == bool(fact)
+
+
+def checked_while_failing(world: World, error: Exception) -> tuple[str, str, float]:
+    """What this rank ends with, its words, and the seconds until then."""
+
+    def check() -> None:
+        raise error
+
+    begun = time.monotonic()
+    with pytest.raises(Exception) as caught:  # noqa: PT011  whichever: the test compares it
+        checked_by_main_rank(JoinedWorld(world.rank, world.size, world.local_rank), check)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("error", "second"),
+    [
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (RuntimeError("first line\nsecond"), "RuntimeError: first line"),
+        (RunError(Problem("save", "is gone", "bring it back")), "save: is gone"),
+    ],
+)
+def test_a_check_that_fails_ends_all_ranks_at_once(error: Exception, second: str) -> None:
+    (kind, said, _), (others, heard, seconds) = on_ranks(2, checked_while_failing, error)
+    assert (kind, said) == (type(error).__name__, str(error))
+    assert others == "RunError"
+    assert second in heard
+    assert "rank 0" in heard or said == heard
+    assert seconds < 30
