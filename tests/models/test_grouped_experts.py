@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from shardtune.compat.quiet import quiet_expert_patterns
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
@@ -18,7 +21,7 @@ from shardtune.models.experts.grouped_experts import GroupedExperts
 from shardtune.models.experts.swiglu_experts import fuse_experts
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
-from shardtune.models.quantization.nf4_experts import NF4Experts
+from shardtune.models.quantization.nf4_experts import NF4Experts, shown_unpacked
 from shardtune.models.quantization.swap import dequantize
 from tests.models.families import write
 
@@ -124,6 +127,36 @@ def test_an_adapter_of_experts_in_nf4_is_loaded_as_it_was_trained(tmp_path: Path
     with torch.no_grad():
         found, expected = (each.eval()(input_ids=IDS).logits for each in (loaded, model))
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_adapters_that_are_active_together_all_correct(quantization: str, tmp_path: Path) -> None:
+    """Of unequal rank and scale; then each alone."""
+    if quantization == "nf4":
+        pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    write(tmp_path, "qwen3_moe")
+    model = build(tmp_path, quantization)
+    known: Any = model.peft_config["default"]
+    further = replace(known, r=2, lora_alpha=24, init_lora_weights=False)
+    with shown_unpacked(model), torch.random.fork_rng(), warnings.catch_warnings():
+        quiet_expert_patterns()
+        torch.manual_seed(3)
+        model.add_adapter("further", further)
+    together = [["default", "further"], ["further"], ["default"]]
+    found = [_with_active(model, names) for names in together]
+    as_transformers_has_it(model)
+    expected = [_with_active(model, names) for names in together]
+    for (mine, gradients), (theirs, right) in zip(found, expected, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+        assert gradients.keys() == right.keys()
+        for name, gradient in right.items():
+            assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+    assert not torch.allclose(expected[0][0], expected[2][0], atol=1e-3)
+
+
+def _with_active(model: Any, names: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.base_model.set_adapter(names)
+    return answer(model)
 
 
 def test_layers_of_experts_share_a_class(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ from shardtune.models.experts.grouped_experts import (
 
 
 class FactoredParamWrapper(ParamWrapper):  # type: ignore[misc]
-    """peft's adapter of one of the experts' weights. It hands its factors to the experts, through
-    the wrapper of the next weight, instead of a sum of weights and correction in the weights'
-    place."""
+    """peft's adapters of one of the experts' weights. It hands the factors of those that are active
+    to the experts, through the wrapper of the next weight, instead of a sum of weights and
+    correction in the weights' place."""
 
     def forward(self, x: Tensor, *given: Any, factors: Factors | None = None) -> Tensor:
         chosen = [name for name in self.active_adapters if name in self.lora_A]
         factors = dict(factors or {})
         if chosen and not self.disable_adapters and not self.merged:
-            factors[self.parameter_name] = self._factors(chosen[0])
+            factors[self.parameter_name] = sum_of([self._factors(name) for name in chosen])
         found: Tensor = self.base_layer(x, *given, factors=factors)
         return found
 
@@ -36,6 +37,20 @@ class FactoredParamWrapper(ParamWrapper):  # type: ignore[misc]
         by_expert = lora_a.reshape(self.num_experts, -1, lora_a.shape[-1])
         outputs = lora_b.reshape(lora_b.shape[0], -1, self.num_experts).permute(2, 0, 1)
         return LoraFactors(by_expert, outputs, self.scaling[name])
+
+
+# By this name peft knows the wrappers that it may add a further adapter to.
+FactoredParamWrapper.__name__ = ParamWrapper.__name__
+
+
+def sum_of(factors: Sequence[LoraFactors]) -> LoraFactors:
+    """The corrections of several adapters as one whose rank is the sum of theirs:
+    `s B A + s' B' A' = [s B, s' B'] [A; A']`."""
+    if len(factors) == 1:
+        return factors[0]
+    lora_a = torch.cat([each.lora_a for each in factors], dim=1)
+    lora_b = torch.cat([each.scale * each.lora_b for each in factors], dim=2)
+    return LoraFactors(lora_a, lora_b, 1.0)
 
 
 def hand_over_factors(model: nn.Module, compute_dtype: torch.dtype) -> None:
