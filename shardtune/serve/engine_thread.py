@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,8 @@ from shardtune.serve.sampling import RequestSampling
 from shardtune.serve.served_model import ServedModel
 from shardtune.serve.text_stream import TextStream
 
+_log = logging.getLogger("shardtune")
+
 
 class QueueFull(Exception):
     """More wait already than the server lets wait."""
@@ -23,12 +26,19 @@ class Draining(Exception):
     """The server is about to end, and takes nothing new."""
 
 
+class EngineFailed(Exception):
+    """The thread has ended by an error, and nobody will answer; its words say by which."""
+
+
 class TookTooLong(Exception):
     """An answer was not finished within its time."""
 
 
 class EngineThread:
-    """Runs all batches in one thread. `open` and `cancel` may be called from any other."""
+    """Runs all batches in one thread. `open` and `cancel` may be called from any other.
+
+    What fails inside a batch's work ends the requests of that work (`guarded`). An error anywhere
+    else leaves batches that nobody can trust: it ends the thread, and all requests with it."""
 
     def __init__(
         self, batches: Sequence[ContinuousBatch], *, max_waiting: int, seconds: float
@@ -40,6 +50,9 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stop = False
         self.draining = False
+        self.failed = ""
+        """By which error the thread has ended; empty as long as it runs."""
+        self._unanswered: set[GenerationRequest] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -54,11 +67,13 @@ class EngineThread:
 
     @property
     def waiting(self) -> int:
-        return self._submitted + sum(batch.waiting for batch in self._batches)
+        """Requests that nobody computes yet."""
+        return 0 if self.failed else self._submitted + sum(b.waiting for b in self._batches)
 
     @property
     def running(self) -> int:
-        return sum(batch.running for batch in self._batches)
+        """Requests in batches."""
+        return 0 if self.failed else sum(batch.running for batch in self._batches)
 
     def open(
         self,
@@ -68,13 +83,15 @@ class EngineThread:
         sampling: RequestSampling,
         stop: Sequence[str],
     ) -> Answering:
-        """A request of the running event loop. Raises QueueFull or Draining."""
+        """A request of the running event loop. Raises QueueFull, Draining or EngineFailed."""
         if self.draining:
             raise Draining
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[Piece | None] = asyncio.Queue()
 
         def hear(piece: Piece) -> None:
+            if piece.finish is not None:
+                self._unanswered.discard(request)
             with suppress(RuntimeError):  # the loop has ended, and with it who listened
                 loop.call_soon_threadsafe(heard.put_nowait, piece)
 
@@ -83,8 +100,11 @@ class EngineThread:
             prompt, max_tokens, sampling, model.stops, text, hear, model.adapter
         )
         with self._wake:
+            if self.failed:
+                raise EngineFailed(self.failed)
             if self.waiting >= self._max_waiting:
                 raise QueueFull
+            self._unanswered.add(request)
             self._submitted += 1
             self._inbox.append(lambda: self._submit(model.batch, request))
             self._wake.notify()
@@ -102,6 +122,19 @@ class EngineThread:
             self._wake.notify()
 
     def _run(self) -> None:
+        try:
+            self._step_until_stopped()
+        except Exception as error:  # noqa: BLE001  whatever it is, nobody shall wait for an answer
+            first = str(error).strip().split("\n")[0]
+            told = f"{type(error).__name__}: {first}"
+            _log.exception("the engine has ended, and the server answers nothing more: %s", told)
+            with self._wake:  # whoever opens a request now is refused, or is among these
+                self.failed = told
+                unanswered, self._inbox = list(self._unanswered), []
+            for request in unanswered:
+                request.give_up("error", told)
+
+    def _step_until_stopped(self) -> None:
         busy = False
         while True:
             with self._wake:

@@ -22,6 +22,7 @@ from shardtune.errors import did_you_mean
 from shardtune.serve.engine_thread import (
     Answering,
     Draining,
+    EngineFailed,
     EngineThread,
     QueueFull,
     TookTooLong,
@@ -116,13 +117,12 @@ class OpenAIServer:
         return page_reply()
 
     async def _health(self, _: Request) -> Response:
-        draining = self.engine.draining
-        told: Json = {
-            "status": "draining" if draining else "ok",
-            "running": self.engine.running,
-            "waiting": self.engine.waiting,
-        }
-        return json_reply(told, 503 if draining else 200)
+        engine = self.engine
+        status = "failed" if engine.failed else "draining" if engine.draining else "ok"
+        told: Json = {"status": status, "running": engine.running, "waiting": engine.waiting}
+        if engine.failed:
+            told["error"] = engine.failed
+        return json_reply(told, 200 if status == "ok" else 503)
 
     async def _list(self, _: Request) -> Response:
         return json_reply({"object": "list", "data": list(map(self._card, self._models.values()))})
@@ -221,9 +221,12 @@ class OpenAIServer:
         try:
             for prompt, most in prompts:  # each with draws of its own
                 opened.append(self.engine.open(model, prompt, most, sampling(), body.stop_strings))
-        except (QueueFull, Draining) as refusal:
+        except (QueueFull, Draining, EngineFailed) as refusal:
             for each in opened:
                 each.cancel()
+            if isinstance(refusal, EngineFailed):
+                fact = f"the server answers nothing more: its engine failed ({refusal}); restart it"
+                raise ApiError(503, fact, "engine_failed") from None
             if isinstance(refusal, Draining):
                 raise ApiError(503, "the server is about to end", "draining") from None
             fact = f"{self._limits.waiting} requests wait already; try again later"

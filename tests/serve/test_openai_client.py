@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +275,34 @@ def test_a_key_a_full_queue_and_a_slow_answer(tmp_path: Any) -> None:
         assert 429 in statuses
         streams[0].close()
         assert eventually(lambda: here.server.engine.running == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["_lanes", "_waiting"])
+def test_an_engine_that_fails_answers_all_who_wait_and_refuses_the_rest(
+    broken: str, tmp_path: Any
+) -> None:
+    """What a step counts on is spoilt: its rows, or, before a message is heeded, its queue."""
+    logger, log = logging.getLogger("shardtune"), StringIO()
+    logger.addHandler(handler := logging.StreamHandler(log))
+    with (
+        serving(tmp_path, limits=ServerLimits(seconds=300), max_rows=1) as here,
+        here.client() as client,
+    ):
+        engine = here.server.engine
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(greedy, client, max_tokens=440) for _ in range(3)]
+            assert eventually(lambda: (engine.running, engine.waiting) == (1, 2))
+            setattr(here.models["tiny"].batch, broken, None)
+            errors = [each.exception(timeout=20) for each in asked]
+        assert {type(error) for error in errors} == {openai.InternalServerError}
+        assert all("the model failed: " in str(error) for error in errors)
+        with pytest.raises(openai.InternalServerError, match="answers nothing more") as refused:
+            greedy(client)
+        assert refused.value.status_code == 503
+        reply = httpx.get(f"{here.url}/health")
+        told = reply.json()
+        assert (reply.status_code, told["status"], told["running"]) == (503, "failed", 0)
+        assert "NoneType" in told["error"]
+    logger.removeHandler(handler)
+    assert "the engine has ended" in log.getvalue()
