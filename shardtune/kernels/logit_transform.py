@@ -7,30 +7,15 @@ model itself has to leave it out: what it would bend is a loss by then.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_HEAD_ALONE = re.compile(r"self\.\w+\((?!.*\bself\.\w+\().*\)(\.float\(\)|\.contiguous\(\))?")
-"""One module's answer, as it is."""
-_KNOWN_ENDINGS = frozenset({
-    "logits / self.config.logits_scaling",
-    "logits * self.logit_scale",
-    "self.lm_head(hidden_states) * self.model.lm_head_multiplier",
-    "logits / self.config.final_logit_softcapping",
-    "torch.tanh(logits)",
-    "logits * self.config.final_logit_softcapping",
-})  # fmt: skip
-"""What `logit_transform_of` finds the numbers of."""
+from shardtune.kernels.forward_ending import Operation, operations_behind_head
 
 
 @dataclass(frozen=True)
@@ -65,63 +50,83 @@ class LogitTransform:
                 setattr(place, name, value)
 
 
+@dataclass(frozen=True)
+class _KnownEnding:
+    """What a family does behind its head, and where its code reads the number."""
+
+    operations: tuple[Operation, ...]
+    name: str
+    """Of the number: in the config, and in `place`."""
+    place: Callable[[Any], Any]
+    """Where a model's code reads it."""
+    made_of: Callable[[float], tuple[float, float]]
+    """The factor and the cap that the number stands for."""
+    neutral: float | None = 1.0
+    """With this the code does nothing."""
+
+
+_CAP = "self.config.final_logit_softcapping"
+_KNOWN_ENDINGS = (
+    _KnownEnding(
+        (Operation("logits / self.config.logits_scaling"),),
+        "logits_scaling",
+        lambda causal: causal.config,
+        lambda number: (1.0 / number, 0.0),
+    ),
+    _KnownEnding(
+        (Operation("logits * self.logit_scale"),),
+        "logit_scale",
+        lambda causal: causal,
+        lambda number: (number, 0.0),
+    ),
+    _KnownEnding(
+        (Operation("logits * self.model.lm_head_multiplier"),),
+        "lm_head_multiplier",
+        lambda causal: causal.model,
+        lambda number: (number, 0.0),
+    ),
+    _KnownEnding(
+        tuple(
+            Operation(each, f"{_CAP} is not None")
+            for each in (f"logits / {_CAP}", "torch.tanh(logits)", f"logits * {_CAP}")
+        ),
+        "final_logit_softcapping",
+        lambda causal: causal.config,
+        lambda number: (1.0, number),
+        neutral=None,
+    ),
+)
+_NUMBERS: dict[str, tuple[float | None, ...]] = {
+    "logits_scaling": (None, 1),
+    "logit_scale": (None, 1),
+    "lm_head_multiplier": (None, 1),
+    "output_multiplier_scale": (None, 1),
+    "final_logit_softcapping": (None, 0),
+}
+"""What families call it in their configs, and with what it does nothing."""
+
+
 def logit_transform_of(causal: Any) -> LogitTransform | None:
-    """What a model does behind its head; None where it does something else."""
-    config = causal.config.get_text_config()
-    if getattr(config, "output_multiplier_scale", None) not in (None, 1):
-        return None
+    """What a model does behind its head; None where it does something else, or might."""
+    head = causal.get_output_embeddings()
     kind: type = type(causal)
-    if not _ends_as_known(kind):
+    heads = frozenset(name for name, module in causal._modules.items() if module is head)
+    done = operations_behind_head(kind, heads)
+    ending = next((each for each in _KNOWN_ENDINGS if each.operations == done), None)
+    if done is None or (done and ending is None):
         return None
-    family = config.model_type
-    read: list[tuple[Any, str, float | None]] = []
-    factor, cap = 1.0, 0.0
-    if (given := getattr(config, "logits_scaling", None)) not in (None, 1):
-        if not family.startswith("granite"):
-            return None
-        factor = 1.0 / given
-        read.append((causal.config, "logits_scaling", 1.0))
-    if (given := getattr(config, "logit_scale", None)) not in (None, 1):
-        if family not in ("cohere", "cohere2"):
-            return None
-        factor = given
-        read.append((causal, "logit_scale", 1.0))
-    if (given := getattr(config, "lm_head_multiplier", None)) not in (None, 1):
-        if family != "falcon_h1":
-            return None
-        factor = given
-        read.append((causal.model, "lm_head_multiplier", 1.0))
-    if given := getattr(config, "final_logit_softcapping", None):
-        if not family.startswith("gemma") or config is not causal.config:
-            return None
-        cap = given
-        read.append((causal.config, "final_logit_softcapping", None))
-    return LogitTransform(float(factor), float(cap), tuple(read))
-
-
-@cache
-def _ends_as_known(kind: type) -> bool:
-    """Whether a model's class hands on what its head gives, or does with it what is known here: by
-    the values that its forward pass gives to what it returns as logits."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))  # type: ignore[attr-defined]
-    except (OSError, TypeError, SyntaxError):
-        return False  # nobody can read it
-    keywords = [each for each in ast.walk(tree) if isinstance(each, ast.keyword)]
-    returned = {ast.unparse(each.value) for each in keywords if each.arg == "logits"}
-    assigned = [each for each in ast.walk(tree) if isinstance(each, ast.Assign | ast.AugAssign)]
-    return all(_is_known_ending(each) for each in assigned if returned & _names(each))
-
-
-def _names(assigned: ast.Assign | ast.AugAssign) -> set[str]:
-    """What is written to, be it in part."""
-    targets = assigned.targets if isinstance(assigned, ast.Assign) else [assigned.target]
-    parts = (part for target in targets for part in ast.walk(target))
-    return {part.id for part in parts if isinstance(part, ast.Name)}
-
-
-def _is_known_ending(assigned: ast.Assign | ast.AugAssign) -> bool:
-    value = ast.unparse(assigned.value)
-    whole = isinstance(assigned, ast.Assign) and isinstance(assigned.targets[0], ast.Name)
-    known = value in _KNOWN_ENDINGS or value == "None" or _HEAD_ALONE.fullmatch(value)
-    return bool(whole and known)
+    config = causal.config.get_text_config()
+    said = {
+        name for name, nothing in _NUMBERS.items() if getattr(config, name, None) not in nothing
+    }
+    if said - ({ending.name} if ending else set()):
+        return None  # it is used somewhere, and not where it is known to be
+    if ending is None:
+        return LogitTransform()
+    place = ending.place(causal)
+    number = getattr(place, ending.name)
+    if number is None:
+        return LogitTransform()
+    if not isinstance(number, int | float):
+        return None  # it is learned, say
+    return LogitTransform(*ending.made_of(number), ((place, ending.name, ending.neutral),))
