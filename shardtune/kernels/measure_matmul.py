@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from shardtune.compat.cpu_half_precision import widen_products
+from shardtune.compat.one_thread import one_thread
 from shardtune.core.matmul_speed import cpu_matmul_speed
 from shardtune.core.setup import Precision
 
@@ -25,12 +26,8 @@ DTYPES: dict[Precision, torch.dtype] = {
 def measure_cpu_matmul() -> dict[Precision, float]:
     """10^12 operations a second of one core, by precision; 0 for one that is computed number by
     number, which isn't worth the time to measure it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return {precision: _tflops(precision) for precision in get_args(Precision)}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _tflops(precision: Precision) -> float:
