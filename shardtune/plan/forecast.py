@@ -20,7 +20,11 @@ from shardtune.core.model.family_support import (
     require_isolation,
 )
 from shardtune.core.model.parallel_plan import require_cuttable
-from shardtune.core.model.quantized_size import quantizable, require_quantizable
+from shardtune.core.model.quantized_size import (
+    quantizable,
+    require_quantizable,
+    require_whole_blocks,
+)
 from shardtune.core.model.row_length import require_short_rows
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import captured_tokens
@@ -219,6 +223,8 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     if job.model.quantization != "none":
         kind, experts = job.model.quantization, shape.experts is not None
         require_quantizable(quantizable(shape), kind, experts=experts)
+    if job.model.quantization == "nf4" and shape.experts and mesh.size_of("expert") > 1:
+        require_whole_blocks((shape.hidden, shape.experts.ffn))
     work = workload(job, shape, mesh)
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)

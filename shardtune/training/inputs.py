@@ -14,7 +14,8 @@ from shardtune.config.model_rules import check_model
 from shardtune.core.cache import cache_dir
 from shardtune.core.model.family_support import require_isolation
 from shardtune.core.model.kind import require_trained_family
-from shardtune.core.model.parallel_plan import require_divisible
+from shardtune.core.model.parallel_plan import expert_widths, require_divisible
+from shardtune.core.model.quantized_size import require_whole_blocks
 from shardtune.core.world import World
 from shardtune.data.dataset import PreparedData
 from shardtune.data.loader import Loader
@@ -71,10 +72,12 @@ def open_model(job: Job) -> ModelFiles:
 
 
 def require_cuttable(job: Job, config: Any) -> None:
-    """Refuses a model that the strategy can't cut into its stages and slices."""
+    """Refuses a model that the strategy can't cut into its stages, slices or experts."""
     mesh = job.strategy.mesh(int(job.launch.processes))
     staged = mesh.size_of("pipeline") > 1  # a strategy that is still to be chosen never is
     require_divisible(config, mesh, job.strategy.layout().pipelining if staged else None)
+    if job.model.quantization == "nf4" and mesh.size_of("expert") > 1:
+        require_whole_blocks(expert_widths(config))
 
 
 def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:

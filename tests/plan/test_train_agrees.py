@@ -24,12 +24,12 @@ from shardtune.core.machine import Machine
 from shardtune.core.model.architectures import SHAPE_READERS
 from shardtune.core.model.family_support import FAMILY_SUPPORT
 from shardtune.core.yaml_document import dotted
-from shardtune.errors import ShardtuneError
+from shardtune.errors import ModelError, ShardtuneError
 from shardtune.models.materialize import decoder_layers, without_memory
 from shardtune.models.quantization.swap import quantizable
 from shardtune.training.inputs import open_model
 from tests.jobs import make_job
-from tests.models.families import CONFIGS
+from tests.models.families import CONFIGS, write
 from tests.models.family_runs import write_family
 
 QUICK = ("bloom", "gpt2", "llama", "mixtral", "opt")
@@ -65,25 +65,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def written(family: str) -> Path:
         if not (base / family).is_dir():
             write_family(base, family)
-            words = {f"w{number}": number for number in range(67)}
-            tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-            fast = PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, eos_token="w1", pad_token="w0", unk_token="w3"
-            )
-            fast.save_pretrained(base / family)
+            write_tokenizer(base / family)
         return base / family
 
     return written
 
 
-def family_job(path: Path, adapter: str, data: dict[str, Any], model: dict[str, Any]) -> Job:
+def write_tokenizer(folder: Path) -> None:
+    words = {f"w{number}": number for number in range(67)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="w1", pad_token="w0", unk_token="w3"
+    )
+    fast.save_pretrained(folder)
+
+
+def family_job(
+    path: Path, adapter: str, data: dict[str, Any], model: dict[str, Any], **strategy: Any
+) -> Job:
     chosen, quantization = ADAPTERS[adapter]
     return make_job(
         model={"name": str(path), "quantization": quantization, **model},
         adapter=chosen,
         data={"sequence_length": 24, **data},
         train={"steps": 3, "global_batch": 4, "micro_batch": 2},
-        strategy={"type": "ddp"},
+        strategy={"type": "ddp"} | strategy,
         launch={"processes": 2},
     )
 
@@ -145,3 +151,23 @@ def test_a_family_that_is_not_trained_is_refused_by_all(kind: str, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     found = verdicts(family_job(tmp_path, "lora", {}, {}))
     assert all(found.values()), found
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"type": "expert", "degree": 2}, {"type": "fsdp", "expert": 2}]
+)
+def test_experts_in_nf4_that_ranks_cannot_divide_are_refused_in_the_same_words(
+    strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    """A matrix of 31 x 32 weights has fifteen blocks of 64 and a half."""
+    write(tmp_path, "mixtral", intermediate_size=31)
+    write_tokenizer(tmp_path)
+    job = family_job(tmp_path, "qlora", {}, {}, **strategy)
+    said = []
+    for attempt in (lambda: by_train(job), lambda: forecast(job, "2xA100-80GB")):
+        with pytest.raises(ModelError, match="64 weights together, and 992 of an expert") as caught:
+            attempt()
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    whole = family_job(tmp_path, "qlora", {}, {})  # nobody divides them
+    assert verdicts(whole) == {"train": "", "estimate": "", "plan": ""}

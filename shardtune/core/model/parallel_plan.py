@@ -280,7 +280,7 @@ def require_stages(layers: int, pipelining: Pipelining, ranks: int) -> None:
 def require_divisible(config: Any, mesh: Mesh, pipelining: Pipelining | None = None) -> None:
     """Refuses a model that the axes of `mesh` can't cut, before any of its weights is read."""
     if mesh.size_of("expert") > 1:
-        _require_experts(expert_count(config), mesh, _expert_widths(config))
+        _require_experts(expert_count(config), mesh, expert_widths(config))
     if mesh.size_of("tensor") > 1:
         require_tensor_parallel(config, mesh.size_of("tensor"))
     if mesh.size_of("pipeline") > 1 and pipelining is not None:
@@ -310,7 +310,7 @@ def active_share(config: Any) -> float:
     return config.get_text_config().num_experts_per_tok / count if count else 1.0
 
 
-def _expert_widths(config: Any) -> tuple[int, ...]:
+def expert_widths(config: Any) -> tuple[int, ...]:
     """Inputs and inner width of an expert's matrices, as far as a configuration tells."""
     text = config.get_text_config()
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)

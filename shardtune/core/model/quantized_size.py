@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from shardtune.core.fp8_memory import (
@@ -16,7 +16,9 @@ from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.core.model.weight import Weight
 from shardtune.errors import ModelError, Problem
 
-NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+NF4_BLOCK = 64
+"""Weights that share a scale."""
+NF4_BITS = 4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * 256)
 """Bits a weight: four, an 8-bit scale for 64 of them, an fp32 scale for 256 of those scales."""
 
 
@@ -42,6 +44,16 @@ def require_quantizable(linears: int, kind: str = "nf4", *, experts: bool = Fals
     if experts and kind != "nf4":
         fact = f"is {kind}, which would leave the experts, most of the model, in 16 bits"
         fix = "set model.quantization: nf4, which packs experts too, or none"
+        raise ModelError(Problem("model.quantization", fact, fix))
+
+
+def require_whole_blocks(widths: Sequence[int]) -> None:
+    """Refuses experts in NF4 that ranks are to divide where a block would lie in two of them.
+    `widths` are those of an expert's smallest matrix: the others are multiples of it."""
+    size = math.prod(widths)
+    if size % NF4_BLOCK:
+        fact = f"nf4 packs {NF4_BLOCK} weights together, and {size} of an expert don't divide"
+        fix = "set model.quantization: none, or use a strategy that doesn't divide experts"
         raise ModelError(Problem("model.quantization", fact, fix))
 
 

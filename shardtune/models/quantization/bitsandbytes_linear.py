@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.model.quantized_size import require_whole_blocks
 from shardtune.errors import ModelError, Problem
 
 QUANTIZATION_KEY = "model.quantization"
@@ -173,11 +174,8 @@ def rows_of_nf4(state: Any, first: int, count: int) -> tuple[Any, int]:
     """What restores `count` rows of a weight from the `first` on, to the same bits; and how many of
     its scales come before theirs. Scales are quantized themselves, in blocks that rows don't
     respect, so that the first block is kept from its beginning."""
-    row = math.prod(state.shape[1:])
-    blocks, left = divmod(row, state.blocksize)
-    if left:
-        fact = f"nf4 packs {state.blocksize} weights together, and {row} of an expert don't divide"
-        raise ModelError(Problem(QUANTIZATION_KEY, fact, f"set {QUANTIZATION_KEY}: none"))
+    require_whole_blocks(state.shape[1:])
+    blocks = math.prod(state.shape[1:]) // state.blocksize
     outer = state.state2
     begin, end = first * blocks, (first + count) * blocks
     kept = begin // outer.blocksize
