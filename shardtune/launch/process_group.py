@@ -131,6 +131,7 @@ def join_process_group(
         # A cluster may show each rank one GPU only, or all of them.
         device = f"cuda:{local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
+    found_group = dist.is_initialized()
     with _heeding(stop_signals):
         if size > 1:
             backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
@@ -149,7 +150,9 @@ def join_process_group(
         )
         # Only after a good end: a rank that fails has to say why before its peers notice that it
         # is gone, or their complaints would come first. The group ends with the process anyway.
-        if size > 1:
+        # An engine of one rank has made a group of its own if it needs one: the next run of this
+        # process shall not find it.
+        if dist.is_initialized() and not found_group:
             dist.destroy_process_group()
 
 

@@ -9,7 +9,8 @@ from shardtune.core.world import World
 
 def ensure_process_group(world: World) -> None:
     """Makes a group where there is none, which is so with one rank only. By itself torch would look
-    for the other ranks at an address in the environment, where nobody answers."""
+    for the other ranks at an address in the environment, where nobody answers. Whoever has joined
+    the ranks destroys it at the end of the run (`launch/process_group.py`)."""
     if dist.is_initialized():
         return
     assert world.size == 1

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import write_job
+from shardtune.config.auto import resolve
+from shardtune.core.machine import Machine
+from shardtune.core.world import World
+from tests.jobs import make_job, write_job
+from tests.ranks import on_ranks
 
 
 @pytest.mark.process
@@ -33,3 +37,41 @@ def test_one_rank_needs_no_others(strategy: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/bad/result").is_dir()
+
+
+def groups_left(world: World, folder: Path, strategy: dict[str, str]) -> list[tuple[bool, bool]]:
+    """Of two runs in this process: whether each came to its end, and left torch a group."""
+    import torch.distributed as dist
+
+    from shardtune.train import train
+
+    source = {"path": str(folder / "good.jsonl"), "format": "completion"}
+    found = []
+    for name in ("first", "second"):
+        job = make_job(
+            data={"train": [source], "sequence_length": 64},
+            strategy=strategy,
+            train={"steps": 2, "global_batch": 2, "micro_batch": 2, "precision": "fp32"},
+            launch={"processes": 1, "threads": 1},
+            save={"directory": str(folder / name)},
+        )
+        report = train(resolve(job, Machine(cores=1, gpus=0)).job, quiet=True)
+        assert report is not None
+        found.append((report.finished, dist.is_initialized()))
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "strategy",
+    [{"type": "fsdp"}, pytest.param({"type": "deepspeed"}, marks=pytest.mark.long)],
+)
+def test_a_run_leaves_the_next_one_no_process_group(
+    strategy: dict[str, str], tmp_path: Path
+) -> None:
+    if strategy["type"] == "deepspeed":
+        pytest.importorskip("deepspeed")
+    rows = "".join(json.dumps({"text": "b" * n}) + "\n" for n in range(1, 9))
+    (tmp_path / "good.jsonl").write_text(rows, encoding="utf-8")
+    (found,) = on_ranks(1, groups_left, tmp_path, strategy)
+    assert found == [(True, False), (True, False)]

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardtune.compat.c_allocator import freed_memory_goes_back
@@ -32,6 +33,7 @@ from shardtune.engine.native import NativeEngine
 from shardtune.parallel.deepspeed.leaf_modules import gather_around_uneven_calls
 from shardtune.parallel.deepspeed.rank_shards import flat_shards
 from shardtune.parallel.deepspeed.startup import (
+    end_group_of_one,
     require_async_io,
     start,
 )
@@ -53,6 +55,7 @@ class DeepSpeedEngine(NativeEngine):
         layout: Layout,
         config: Mapping[str, Any],
     ) -> None:
+        self._own_group = not dist.is_initialized()  # which is so with one rank only
         deepspeed = start(world)
         config, self._swap = _with_swap_folders(config)
         if self._swap:
@@ -164,6 +167,8 @@ class DeepSpeedEngine(NativeEngine):
         restore_linear(self._linear)
         for folder in self._swap.values():
             shutil.rmtree(folder, ignore_errors=True)
+        if kind is None and self._own_group:
+            end_group_of_one()
 
     def _numbers(self) -> dict[str, float]:
         return {"taken": float(self.taken), **self.states.scale_state()}

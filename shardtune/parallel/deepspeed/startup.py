@@ -40,6 +40,14 @@ def start(world: World) -> Any:
     return deepspeed
 
 
+def end_group_of_one() -> None:
+    """Destroys the process group of a single rank by DeepSpeed, which has others made of it: a
+    later engine of this process would find those otherwise."""
+    from deepspeed import comm
+
+    comm.destroy_process_group()
+
+
 def require_async_io(deepspeed: Any) -> None:
     """Refuses `nvme` where DeepSpeed can't build what reads and writes its files."""
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
