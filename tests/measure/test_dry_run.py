@@ -98,7 +98,10 @@ def real(
 
 
 def needs(case: str) -> None:
-    """Skips what can't run, and lets bitsandbytes make the tables that it keeps for good."""
+    """Skips what can't run, and lets peft and bitsandbytes make tensors that they keep for good:
+    nothing of a step, and only the first in a process would count them."""
+    import peft  # noqa: F401
+
     if CASES[case][1] == "nf4":
         library = pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
         library.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)
