@@ -45,19 +45,22 @@ class NormedUnderTheSameName(LlamaForCausalLM):
 
 class BentInTheKeyword(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         return CausalLMOutputWithPast(logits=2.0 * logits)
 
 
 class GivenByPosition(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         return CausalLMOutputWithPast(None, 2.0 * logits)
 
 
 class BentByAMethod(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         return self.ended(logits=logits)
 
     def ended(self, logits: Tensor) -> Any:
@@ -70,34 +73,39 @@ class BentByAModule(LlamaForCausalLM):
         self.scale = nn.Softplus()
 
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         logits = self.scale(logits)
         return CausalLMOutputWithPast(logits=logits)
 
 
 class BentBehindABracket(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state) * torch.tensor(2.0)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden) * torch.tensor(2.0)
         return CausalLMOutputWithPast(logits=logits)
 
 
 class BentInPlace(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         logits.mul_(2.0)
         return CausalLMOutputWithPast(logits=logits)
 
 
 class BentByWhomeverItIsHandedTo(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         torch.mul(logits, 2.0, out=logits)
         return CausalLMOutputWithPast(logits=logits)
 
 
 class BentInTheOutput(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         found = CausalLMOutputWithPast(logits=logits)
         found.logits = 2.0 * found.logits
         return found
@@ -112,7 +120,8 @@ class BentBehindAnother(LlamaForCausalLM):
 
 class OnlyATangent(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         logits = torch.tanh(logits)
         return CausalLMOutputWithPast(logits=logits)
 
@@ -123,7 +132,8 @@ class Learned(LlamaForCausalLM):
         self.logit_scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         logits = logits * self.logit_scale
         return CausalLMOutputWithPast(logits=logits)
 
@@ -132,7 +142,8 @@ class SometimesScaled(LlamaForCausalLM):
     logit_scale = 2.0
 
     def forward(self, input_ids: Tensor) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         if self.training:
             logits = logits * self.logit_scale
         return CausalLMOutputWithPast(logits=logits)
