@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardtune.compat.versioned_change import change
 
@@ -29,6 +31,18 @@ def quiet_peft_deprecation() -> None:
 def quiet_bitsandbytes() -> None:
     """When peft imports it, it tells everyone to fetch a kernel from a hub: once a process."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+@contextmanager
+def without_int8_warnings() -> Iterator[None]:
+    """bitsandbytes says for each product of int8 weights that inputs are cast to fp16."""
+    theirs = logging.getLogger("bitsandbytes.autograd._functions")
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.setLevel(level)
 
 
 @change("transformers", since="5.0", before="6", lost="a progress bar for each rank and reload")

@@ -6,14 +6,13 @@ models are computed in fp32, and may differ by
 - `nf4`: the rounding of weights to what the run computed in. bitsandbytes restores codes to what it
   multiplies in, here fp32, and transformers rounds the adapter to the model's dtype;
 - `int8`: that, and the rounding of inputs. transformers multiplies by LLM.int8(), which rounds a
-  row of inputs to 127 steps either way; training multiplied with restored weights.
+  row of inputs to 127 steps either way, outliers apart; training multiplied with restored weights.
 
 What that does to this model is measured, as in `rounding_error`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from shardtune.checkpoint.rounding_error import (
     fp32_logits,
     rounding_bound,
 )
-from shardtune.compat.quiet import hide_loading_bars
+from shardtune.compat.quiet import hide_loading_bars, without_int8_warnings
 from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.errors import Problem, RunError
 from shardtune.models.model_files import auto_class, explaining
@@ -91,11 +90,12 @@ def compare_stored(
             module.compute_dtype = torch.float32
             module.support_avx512bf16_for_cpu = False  # it would multiply in bf16 whatever is asked
     exact = fp32_logits(adapted, inputs)
-    with _without_cast_warnings():
+    with without_int8_warnings():
         logits = fp32_logits(back, inputs)
     rounding = Rounding(weights=computed, results=torch.float32)
-    eight_bit = any(isinstance(each, bitsandbytes.Linear8bitLt) for each in back.modules())
-    with _rounded_inputs(adapted, layers if eight_bit else ()):
+    eight_bit = [each for each in back.modules() if isinstance(each, bitsandbytes.Linear8bitLt)]
+    threshold = eight_bit[0].state.threshold if eight_bit else 0.0
+    with _rounded_inputs(adapted, layers if eight_bit else (), threshold):
         bound = rounding_bound(adapted, inputs, exact, rounding)
     difference = LogitDifference((logits - exact).abs().max().item(), bound)
     explained = difference.found <= difference.bound  # false also for what isn't a number
@@ -108,16 +108,19 @@ def compare_stored(
 
 
 @contextmanager
-def _rounded_inputs(model: nn.Module, layers: Collection[str]) -> Iterator[None]:
+def _rounded_inputs(model: nn.Module, layers: Collection[str], threshold: float) -> Iterator[None]:
     """While it lasts, what these layers are given is off by half a step of LLM.int8(), up or down
-    by chance."""
+    by chance. Columns with an input from `threshold` on aren't rounded there."""
     draw = torch.Generator().manual_seed(1)
 
     def move(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *others = given
         signs = 2 * torch.randint(0, 2, x.shape, generator=draw, dtype=torch.int8) - 1
-        half = x.abs().amax(-1, keepdim=True) / (2 * INT8_STEPS)
-        return (x + signs * half, *others)
+        size = x.abs()
+        outliers = size >= threshold
+        half = size.masked_fill(outliers, 0).amax(-1, keepdim=True) / (2 * INT8_STEPS)
+        columns = outliers.flatten(0, -2).any(0)
+        return (torch.where(columns, x, x + signs * half), *others)
 
     # An adapter around a layer bears its name, too, and is given what isn't rounded.
     chosen = {unwrap_name(name): each for name, each in model.named_modules()}
@@ -127,18 +130,6 @@ def _rounded_inputs(model: nn.Module, layers: Collection[str]) -> Iterator[None]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _without_cast_warnings() -> Iterator[None]:
-    """bitsandbytes says for each product of int8 weights that inputs are cast to fp16."""
-    theirs = logging.getLogger("bitsandbytes.autograd._functions")
-    level = theirs.level
-    theirs.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        theirs.setLevel(level)
 
 
 def _require_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardtune.compat.quiet import without_int8_warnings
 from shardtune.errors import ModelError, Problem
 from shardtune.models.quantization.bitsandbytes_linear import (
     Int8Linear,
@@ -29,7 +30,8 @@ def require_bitsandbytes_layers(kind: str, place: str, fix: str) -> None:
     layer = {"nf4": NF4Linear, "int8": Int8Linear}[kind](nn.Linear(64, 64, False), torch.float32)
     layer.quantize(torch.eye(64))
     try:
-        found = bitsandbytes_layer(layer).eval()(torch.ones(1, 64))
+        with without_int8_warnings():
+            found = bitsandbytes_layer(layer).eval()(torch.ones(1, 64))
     except Exception as error:  # a kernel that is missing is anything from OSError to RuntimeError
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         fact = f"bitsandbytes can't compute with {kind} weights on this CPU: {reason}"
