@@ -227,6 +227,17 @@ def test_lora(name: str, tmp_path: Path) -> None:
     assert closed == pytest.approx(kept, rel=0.03)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("experts", ["all", "none"])
+def test_packed_experts(experts: str, tmp_path: Path) -> None:
+    """Packed ones are multiplied by groups, with adapters or without."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    model = {"name": str(tmp_path), "quantization": "nf4"}
+    adapter = {"type": "lora", "rank": 16, "experts": experts}
+    closed, kept = both("qwen3_moe", tmp_path, model=model, adapter=adapter)
+    assert closed == pytest.approx(kept, rel=0.03)
+
+
 def both(name: str, folder: Path, **sections: Any) -> tuple[float, int]:
     """Bytes that the closed form says are kept, and those that are."""
     job = make_job(name, folder, **sections)
