@@ -3,8 +3,6 @@ is full of NaN meanwhile, so a number that nobody writes shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,18 +15,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # torch tells what isn't deterministic
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 HALVES = [torch.bfloat16, torch.float16]
 REAL_MLP = (4099, 768, 8, 8)
 """Rows and half of the columns of Qwen3-30B-A3B's experts."""
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -3,8 +3,6 @@ NaN meanwhile, so a number that nobody writes shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,19 +37,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # torch tells what isn't deterministic
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 NEAR = {torch.bfloat16: 0.01, torch.float16: 0.002}
 TILED = [(1, 128), (64, 256), (129, 64), (33, 1000), (1000, 14336)]
 """Rows, and half of the columns: less than a tile, exactly some, some and a bit, columns that there
 is no kernel for, a real MLP."""
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", NEAR)
