@@ -1,7 +1,6 @@
 """What a run reads: everything that can be wrong before a rank exists.
 
-Whoever starts the ranks opens it first, so that this room of the house is quick to enter: neither
-engines nor adapters are imported for it.
+The launcher opens it before it starts ranks, so this module imports neither engines nor adapters.
 """
 
 from __future__ import annotations
