@@ -155,19 +155,24 @@ def pack_nf4(weight: Tensor) -> tuple[Tensor, Any]:
 
 def restore_nf4(packed: Tensor, scales: Tensor, state: Any, skipped: int = 0) -> Tensor:
     """The weight that was packed; `scales` are those of `state`, or a copy of them, of which the
-    first `skipped` belong to nothing here (`rows_of_nf4`)."""
+    first `skipped` belong to nothing here (`rows_of_nf4`).
+
+    bitsandbytes' kernel for CPUs with AVX512 begins a block with each row, which packing doesn't:
+    where blocks go over the end of a row it takes other scales. So it is shown a block as a row."""
     functional = import_bitsandbytes().functional
+    numbers, block = math.prod(state.shape), state.blocksize
+    shape = (1, numbers) if numbers % block else (numbers // block, block)
     exact = functional.dequantize_blockwise(scales, state.state2) + state.offset
     exact = exact[skipped:] if skipped else exact
     plain = functional.QuantState(
         exact.float(),
-        shape=state.shape,
+        shape=torch.Size(shape),
         dtype=state.dtype,
-        blocksize=state.blocksize,
+        blocksize=block,
         quant_type=state.quant_type,
     )
     dequantized: Tensor = functional.dequantize_4bit(packed, plain)
-    return dequantized
+    return dequantized.view(state.shape)
 
 
 def rows_of_nf4(state: Any, first: int, count: int) -> tuple[Any, int]:
