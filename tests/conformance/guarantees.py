@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
+from torch import nn
 
 from shardtune.config.auto import resolve
 from shardtune.config.job import Adapter, ModelSection, TrainSection
@@ -31,6 +32,8 @@ from shardtune.errors import JobError
 from shardtune.measure.collective_counter import CollectiveCounter
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
+from shardtune.models.quantization.bitsandbytes_linear import NF4Linear
+from shardtune.models.quantization.nf4_experts import NF4Experts
 from shardtune.parallel import Strategy
 from shardtune.parallel.ddp.strategy import DDP
 from tests.conformance.slices import routed_part, sliced
@@ -159,6 +162,7 @@ def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
         evaluation = engine.evaluate("d", next(data.steps(0, 1))).loss
         weights_of = dict(engine.module().named_parameters())
         shapes = {name: tuple(weight.shape) for name, weight in weights_of.items()}
+        shapes |= packed_shapes(engine.module())
         stored = {name: size_of(weight) for name, weight in weights_of.items()}
     losses, norms = zip(*((result.loss, result.grad_norm) for result in results), strict=True)
     return Outcome(
@@ -172,6 +176,18 @@ def run(world: World, chosen: Strategy, model: str, adapter: str) -> Outcome:
         shapes=shapes,
         stored=stored,
     )
+
+
+def packed_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of weights in NF4, which are rows of bytes, as they were before: layers are divided among
+    stages by what they compute."""
+    found = {}
+    for name, module in model.named_modules():
+        states = {"weight": module.state} if isinstance(module, NF4Linear) else {}
+        states |= module.states if isinstance(module, NF4Experts) else {}
+        there = {weight: state for weight, state in states.items() if state is not None}
+        found |= {f"{name}.{weight}": tuple(state.shape) for weight, state in there.items()}
+    return found
 
 
 def whole_rows(rank: int, ranks: int) -> Loader:
@@ -291,7 +307,7 @@ def part_of(expected: Outcome, layout: Layout, mesh: Mesh, rank: int) -> ModelBy
         params, grads, optim = (expected.held.of(state) for state in STATES)
         return ModelBytes(params, size, grads, optim)
     place = place_of(expected.shapes, set(expected.weights), layout, mesh, rank)
-    return sliced(expected.shapes, set(expected.weights), mesh, place, rank)
+    return sliced(expected.stored, expected.shapes, set(expected.weights), mesh, place, rank)
 
 
 def _apart(outcome: Outcome, expected: Outcome) -> float:

@@ -21,17 +21,22 @@ CHOICES = 2
 
 
 def sliced(
+    stored: Mapping[str, int],
     shapes: Mapping[str, tuple[int, ...]],
     trained: Collection[str],
     mesh: Mesh,
     place: Place,
     rank: int,
 ) -> ModelBytes:
-    """The part of a Llama in fp32 that one slice has, and what flows through it."""
+    """The part of a model that one slice has, and what flows through it. `stored` are the bytes of
+    the whole weights; those that are divided are in fp32."""
     norm = next(shape for name, shape in shapes.items() if name.endswith("model.norm.weight"))
     learns = any(name.endswith("embed_tokens.weight") for name in trained)
     degree = mesh.size_of("tensor")
-    sizes = {name: slice_of(name, shapes[name], degree) for name in place.names}
+    sizes = {
+        name: slice_of(name, shapes[name], degree) if degree > 1 else stored[name]
+        for name in place.names
+    }
     trained = place.names & set(trained)
     grads = sum(sizes[name] for name in trained)
     whole = [name for name in trained if FAMILY.dim_shard(name, shapes[name]) is None]

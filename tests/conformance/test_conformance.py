@@ -31,16 +31,18 @@ VARIANTS = ("offload", "keep", "hpz", "allreduce", "interleaved", "zero-bubble")
 """Strategies that shard as another of the table does."""
 SWAPPED = 0.01  # vectors are a group of their own, too small to be swapped
 UNHEARD = {
+    "moe-fsdp2-pipeline2-qlora": {"all_gather": 0.003},
     "fsdp2-pipeline2-tensor2": {"all_gather": 0.002, "reduce_scatter": 0.002, "all_reduce": 0.002},
     "fsdp2-pipeline": {"all_gather": 0.002, "reduce_scatter": 0.002},
     "moe-zero3-lora": {"all_gather": 0.1},
-    "moe-zero3-qlora": {"all_gather": 0.15},
+    "moe-zero3-qlora": {"all_gather": 0.2},
     "moe-zero3": {"all_gather": 0.01},
 }
 """By how much less may be heard. The last stage gathers the final norm by itself, and slices add up
 their shares of a layer's norms: of `tiny` those are messages too small to be told from one by which
-ranks agree on something. ZeRO-3 gathers what experts and routers read for themselves one by one,
-and doesn't gather an adapter of experts again that no gradient needs."""
+ranks agree on something, and beside packed weights a larger part of all. ZeRO-3 gathers what
+experts and routers read for themselves one by one, and doesn't gather an adapter of experts again
+that no gradient needs."""
 
 
 MIXED = ("moe-expert2-qlora", "moe-fsdp1-expert2-lora", "moe-pipeline2-1f1b-lora")
