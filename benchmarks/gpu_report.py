@@ -216,7 +216,7 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         "the same machine; the rows `fp8` take the peers of the rows `bf16`. Differences of loss "
         "are to the row's first peer that ran; Unsloth initialises its own adapters, so only its "
         "first loss is comparable. *Forecast* is by how much `shardtune estimate` for this kind of "
-        "card is off. Steps of up to 8,192 tokens are CUDA graphs with us: *reserved* has what "
+        "card is off. Short steps are CUDA graphs with us: *reserved* has what "
         "they hold, *allocated* only where a step without one was among those that count."
         + (OF_COMMAND if any(each["method"] == COMMAND for each in records) else "")
         + "\n\n"

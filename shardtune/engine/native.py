@@ -120,14 +120,15 @@ class NativeEngine:
             return None
         config = unwrap_model(self.model).config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
-        self.forward_pass.staging.buckets = ShapeBuckets(longest)
         weights = sum(parameter.numel() for parameter in self.model.parameters())
+        most_tokens = captured_tokens(weights, all_trained=self.adds_in_place)
+        self.forward_pass.staging.buckets = ShapeBuckets(most_tokens, longest)
         return RecordedSteps(
             self.parameters,
             self.optimizer_update,
             self._forward_here,
             self.device,
-            captured_tokens(weights, all_trained=self.adds_in_place),
+            most_tokens,
             in_place=self.adds_in_place,
         )
 

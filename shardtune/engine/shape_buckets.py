@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardtune.core.setup import CAPTURED_TOKENS
 from shardtune.core.step import IGNORED, MicroBatch
 
 _STEPS = 8  # widths between a power of two and the next
@@ -23,8 +22,10 @@ _KEPT = 4  # numbers of the head's positions, as parts of a width
 
 @dataclass(frozen=True)
 class ShapeBuckets:
-    """Pads micro-batches of at most `CAPTURED_TOKENS`; larger ones stay as they are."""
+    """Pads micro-batches of few enough tokens for a graph; larger ones stay as they are."""
 
+    most_tokens: int
+    """Of a micro-batch that is padded."""
     longest: int | None = None
     """Positions that the model knows."""
 
@@ -32,7 +33,7 @@ class ShapeBuckets:
         """The same rows, wider."""
         rows, width = batch.input_ids.shape
         wider = self._width(width)
-        if wider == width or rows * wider > CAPTURED_TOKENS or batch.source_mask is not None:
+        if wider == width or rows * wider > self.most_tokens or batch.source_mask is not None:
             return batch
         more = (0, wider - width)
         counted = torch.arange(1, 1 + wider - width) + batch.position_ids[:, -1:]
@@ -46,7 +47,7 @@ class ShapeBuckets:
     def kept(self, kept: Tensor, batch: MicroBatch) -> Tensor:
         """More of the positions at which logits are computed."""
         rows, width = batch.targets.shape
-        if rows * width > CAPTURED_TOKENS or batch.source_mask is not None:
+        if rows * width > self.most_tokens or batch.source_mask is not None:
             return kept
         part = max(1, width // _KEPT)
         count = min(-(-len(kept) // part) * part, width)

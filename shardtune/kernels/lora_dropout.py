@@ -57,12 +57,10 @@ def kept_mask(seed: Tensor, p: float, rows: int, width: int, layer: int = 0) -> 
     low = ((seed & _LOW) + layer * 0x9E3779B9) & _LOW
     high = (seed >> 32) & _LOW
     x = torch.arange(rows * width, device=seed.device).view(rows, width) & _LOW
-    x = x ^ low
-    x = x ^ (x >> 16)
+    x = x ^ (x >> 16) ^ (low ^ (low >> 16))
     x = (x * 0x7FEB352D) & _LOW
     x = x ^ (x >> 15)
     x = ((x + high) * 0x846CA68B) & _LOW
-    x = x ^ (x >> 16)
     return (x >> (32 - _BITS)) >= threshold(p)
 
 
@@ -172,13 +170,11 @@ def _kept_kernel(seed, layer, row, column, width, dropped):  # type: ignore[no-u
     high = ((both >> 32) & 0xFFFFFFFF).to(tl.uint32)
     wide = (tl.zeros((), tl.int32) + width).to(tl.uint32)
     x = row.to(tl.uint32) * wide + column.to(tl.uint32)
-    x = x ^ low
-    x = x ^ (x >> 16)
+    x = x ^ (x >> 16) ^ (low ^ (low >> 16))
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
     x = (x + high) * 0x846CA68B
-    x = x ^ (x >> 16)
-    return (x >> 8).to(tl.int32) >= dropped
+    return x >= ((tl.zeros((), tl.int32) + dropped).to(tl.uint32) << 8)
 
 
 kept = jit(_kept_kernel)

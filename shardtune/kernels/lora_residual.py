@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from shardtune.kernels.autotune import autotuned
+from shardtune.kernels.lora_tile import add_lora as _add_lora
+from shardtune.kernels.lora_tile import rank_chunk
 from shardtune.kernels.triton_import import tl, triton
-
-LARGEST_RANK = 64
-"""Of LoRA, in our kernels: a tile of a larger one would not fit into shared memory."""
 
 
 def add_lora_residual(y: Tensor, lora_hidden: Tensor, lora_b: Tensor, residual: Tensor) -> Tensor:
@@ -24,7 +23,7 @@ def add_lora_residual(y: Tensor, lora_hidden: Tensor, lora_b: Tensor, residual: 
     each token). On a GPU it is one pass, rounded once."""
     (rows, columns), rank = y.shape, lora_hidden.shape[1]
     fits_kernel = triton is not None and y.is_cuda and y.dtype != torch.float32
-    if not fits_kernel or rank > LARGEST_RANK or not residual.is_contiguous():
+    if not fits_kernel or not residual.is_contiguous():
         return y.addmm(lora_hidden, lora_b.t()).view(residual.shape) + residual
     result = torch.empty_like(residual)
 
@@ -34,7 +33,7 @@ def add_lora_residual(y: Tensor, lora_hidden: Tensor, lora_b: Tensor, residual: 
     _add_lora_residual[tiles](
         y, lora_hidden, lora_b, residual, result, rows, columns, rank,
         *lora_hidden.stride(), *lora_b.stride(),
-        rows.bit_length(), max(16, triton.next_power_of_2(rank)),
+        rows.bit_length(), rank_chunk(rank),
     )  # fmt: skip
     return result
 
@@ -45,26 +44,22 @@ def _add_lora_residual_kernel(  # type: ignore[no-untyped-def]
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BM
-    m, r = tl.arange(0, BM), tl.arange(0, R)
-    c = tl.program_id(1) * BN + tl.arange(0, BN)
-    in_rows, in_rank = (m < rows - begin)[:, None], r < rank
-    inside = in_rows & (c < columns)[None, :]
+    m, c = tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
+    in_rows, in_columns = m < rows - begin, c < columns
+    inside = in_rows[:, None] & in_columns[None, :]
     tile = begin * columns + (m[:, None] * columns + c[None, :])
     total = tl.load(residual + tile, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(y + tile, mask=inside, other=0.0).to(tl.float32)
-    hidden = (
-        lora_hidden + begin * hidden_row + (m[:, None] * hidden_row + r[None, :] * hidden_column)
-    )
-    hidden = tl.load(hidden, mask=in_rows & in_rank[None, :], other=0.0)
-    b = lora_b + (r[:, None] * b_column + c[None, :] * b_row)
-    b = tl.load(b, mask=in_rank[:, None] & (c < columns)[None, :], other=0.0)
-    total = tl.dot(hidden, b, total).to(result.dtype.element_ty)
+    hidden, matrix = lora_hidden + begin * hidden_row + m * hidden_row, lora_b + c * b_row
+    total = _add_lora(
+        total, hidden, matrix, in_rows, in_columns, rank, hidden_column, b_column, R
+    ).to(result.dtype.element_ty)
     tl.store(result + tile, total, mask=inside)
 
 
 _add_lora_residual = autotuned(
     _add_lora_residual_kernel,
-    ("columns", "R", "rows_log2"),
+    ("columns", "rank", "rows_log2"),
     [
         ({"BM": rows, "BN": columns}, warps, 3)
         for rows, columns, warps in (

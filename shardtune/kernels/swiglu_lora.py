@@ -3,9 +3,9 @@
 `silu(gate) * up` passes over the intermediate size. LoRA's addition to gate and up, the next
 layer's `x A^T`, and in the backward pass the gradients of all their matrices read the same numbers,
 so they are computed while these are in registers. A compiler fuses pointwise operations with one
-GEMM, not with several small ones around them. Where a tile would not fit (ranks above 64, fp32,
-elsewhere than on a GPU) the small products are GEMMs of their own that add to what is there, and
-what is pointwise is one pass.
+GEMM, not with several small ones around them. Ranks that are too large for that have kernels that
+do less (`swiglu_large_rank.py`). In fp32 and elsewhere than on a GPU the small products are GEMMs
+of their own that add to what is there, and what is pointwise is one pass.
 
 Rows are tokens. `y` holds gate and up side by side, without LoRA; `lora_hidden` and `lora_b` have
 gate's half first. The incoming gradient is without what flows back through the next layer's A.
@@ -27,12 +27,15 @@ from shardtune.kernels.lora_dropout import (
     threshold,
 )
 from shardtune.kernels.lora_dropout import kept as _kept
-from shardtune.kernels.lora_residual import LARGEST_RANK
 from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
+from shardtune.kernels.sigmoid import sigmoid as _sigmoid
 from shardtune.kernels.stacked_linear import empty_aligned
 from shardtune.kernels.swiglu import swiglu, swiglu_backward_into
-from shardtune.kernels.triton_import import jit, tl, triton
+from shardtune.kernels.swiglu_large_rank import swiglu_large_rank, swiglu_large_rank_backward
+from shardtune.kernels.triton_import import tl, triton
 
+FORWARD_RANK, BACKWARD_RANK = 64, 32
+"""The largest ranks that these kernels are the faster ones for."""
 TILE = 64
 """Columns of a program's tile (BN)."""
 SPLITS = 8
@@ -60,11 +63,13 @@ def swiglu_lora(
     and read gate, up and a once more. With a seed the next layer's LoRA has dropout on its input
     (`lora_dropout.py`)."""
     rows, half, rank = len(y), y.shape[1] // 2, lora_b.shape[1]
-    if not _on_gpu(y, rank, len(next_lora_a)):
+    if not _on_gpu(y):
         activation = swiglu(_gate_up(y, lora_hidden, lora_b))
         if seed is not None:
             return activation, dropout_lora_a(activation, next_lora_a, seed, p, 1)
         return activation, activation @ next_lora_a.t()
+    if not _fits(y, FORWARD_RANK, rank, len(next_lora_a)):
+        return swiglu_large_rank(y, lora_hidden, lora_b, next_lora_a, seed, p)
     activation = y.new_empty(rows, half)
     sums = y.new_empty(SPLITS, rows, len(next_lora_a), dtype=torch.float32)
     given = (y, lora_hidden, lora_b, next_lora_a, activation, sums, *_dropout(seed, p, y))
@@ -109,10 +114,11 @@ def swiglu_lora_backward(
     Returns `[dgate | dup | dh]` as one matrix (the next GEMM takes it whole), dB and dA_next, both
     in fp32. gate, up and the activation are computed again: to save them would cost more."""
     (rows, half), rank = grad_output.shape, lora_b.shape[1]
-    if not _on_gpu(y, rank, len(next_lora_a)):
-        return _backward_step_by_step(
-            grad_output, grad_next_hidden, next_lora_a, y, lora_hidden, lora_b, seed, p
-        )
+    operands = (grad_output, grad_next_hidden, next_lora_a, y, lora_hidden, lora_b, seed, p)
+    if not _on_gpu(y):
+        return _backward_step_by_step(*operands)
+    if not _fits(y, BACKWARD_RANK, rank, len(next_lora_a)):
+        return swiglu_large_rank_backward(*operands)
     grads = empty_aligned(y, rows, 2 * half + 2 * rank)
     grad_y, grad_hidden = torch.split(grads, [2 * half, 2 * rank], dim=1)
     # Partial sums are rounded to y's dtype, as the matmul's operands are.
@@ -199,12 +205,15 @@ def _backward_step_by_step(
     return grads, grad_lora_b, grad_next_lora_a
 
 
-def _on_gpu(y: Tensor, *ranks: int) -> bool:
-    """Whether the kernel applies. fp32 goes step by step, because tensor cores would round it to
-    TF32; so do ranks whose tile would not fit into shared memory, and widths that aren't whole
-    tiles."""
-    known = y.is_cuda and triton is not None and y.dtype != torch.float32
-    return known and max(ranks) <= LARGEST_RANK and y.shape[1] % (2 * TILE) == 0
+def _on_gpu(y: Tensor) -> bool:
+    """Whether there are kernels. fp32 goes step by step, because tensor cores would round it to
+    TF32."""
+    return y.is_cuda and triton is not None and y.dtype != torch.float32
+
+
+def _fits(y: Tensor, largest: int, *ranks: int) -> bool:
+    """Whether the kernels here apply: to ranks that aren't too large and widths of whole tiles."""
+    return max(ranks) <= largest and y.shape[1] % (2 * TILE) == 0
 
 
 def _dropout(seed: Tensor | None, p: float, y: Tensor) -> tuple[Tensor, int, float]:
@@ -223,22 +232,6 @@ def _sizes(rows: int, half: int, *ranks: int) -> tuple[int, ...]:
 # each number would take half of the registers.
 # The next tile is prefetched before this one is computed. Triton pipelines the operands of tl.dot
 # by itself (`num_stages`), but not the accumulators that are loaded.
-
-
-def _sigmoid_of(x):  # type: ignore[no-untyped-def]
-    """1 / (1 + 2^(-x log2 e)) in two PTX instructions, each right to the last bit or two; Triton's
-    own sigmoid also covers denormals, which can't come up here, and takes twice as many."""
-    power = tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634],
-        dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power],
-        dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-_sigmoid = jit(_sigmoid_of)
 
 
 def _swiglu_lora_kernel(  # type: ignore[no-untyped-def]

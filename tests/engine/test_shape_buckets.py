@@ -19,7 +19,7 @@ from tests.engine.test_native import batch, make
 )
 def test_widths_are_rounded_up_by_an_eighth_at_most(width: int, wider: int) -> None:
     given = batch(1, rows=2, length=width)
-    padded = ShapeBuckets().padded(given)
+    padded = ShapeBuckets(CAPTURED_TOKENS).padded(given)
     assert padded.input_ids.shape == padded.targets.shape == padded.position_ids.shape == (2, wider)
     assert torch.equal(padded.input_ids[:, :width], given.input_ids)
     assert torch.equal(padded.position_ids, torch.arange(wider).expand(2, wider))
@@ -28,19 +28,25 @@ def test_widths_are_rounded_up_by_an_eighth_at_most(width: int, wider: int) -> N
 
 
 def test_there_are_few_widths() -> None:
-    rows = [ShapeBuckets().padded(batch(1, rows=1, length=width)) for width in range(256, 1024)]
+    rows = [
+        ShapeBuckets(CAPTURED_TOKENS).padded(batch(1, rows=1, length=width))
+        for width in range(256, 1024)
+    ]
     assert len({each.input_ids.shape[1] for each in rows}) == 17
 
 
 def test_the_models_positions_are_not_exceeded() -> None:
-    assert ShapeBuckets(longest=600).padded(batch(1, length=590)).input_ids.shape[1] == 600
+    assert (
+        ShapeBuckets(CAPTURED_TOKENS, longest=600).padded(batch(1, length=590)).input_ids.shape[1]
+        == 600
+    )
 
 
 def test_long_micro_batches_stay_as_they_are() -> None:
     given = batch(1, rows=1, length=CAPTURED_TOKENS + 8)
-    assert ShapeBuckets().padded(given) is given
+    assert ShapeBuckets(CAPTURED_TOKENS).padded(given) is given
     kept = kept_positions(given)
-    assert ShapeBuckets().kept(kept, given) is kept
+    assert ShapeBuckets(CAPTURED_TOKENS).kept(kept, given) is kept
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 64), (30, 48), (50, 16), (63, 16)])
@@ -48,7 +54,7 @@ def test_positions_of_the_head_come_in_quarters(first: int, count: int) -> None:
     given = batch(1, length=64)
     given.targets[:, :first] = IGNORED
     kept = kept_positions(given)
-    found = ShapeBuckets().kept(kept, given)
+    found = ShapeBuckets(CAPTURED_TOKENS).kept(kept, given)
     assert len(found) == count
     assert len(found.unique()) == count
     assert set(kept.tolist()) <= set(found.tolist())
@@ -56,7 +62,7 @@ def test_positions_of_the_head_come_in_quarters(first: int, count: int) -> None:
 
 def test_the_loss_and_its_gradient_are_the_same() -> None:
     found = []
-    for buckets in (None, ShapeBuckets()):
+    for buckets in (None, ShapeBuckets(CAPTURED_TOKENS)):
         engine = make(adapter=LoRA(rank=4))
         engine.forward_pass.staging.buckets = buckets
         given = batch(3, length=37)

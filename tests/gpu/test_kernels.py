@@ -46,7 +46,7 @@ is no kernel for, a real MLP."""
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("rank", [8, 16, 24, 64, 128])
+@pytest.mark.parametrize("rank", [8, 16, 24, 64, 100, 128])
 @pytest.mark.parametrize("size", TILED, ids=str)
 def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     numbers = given(*size, rank, 16 if rank == 24 else rank, dtype)
@@ -100,7 +100,9 @@ def test_turned_as_float64(
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize(("rows", "columns", "rank"), [(77, 200, 8), (300, 512, 48), (16, 64, 5)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"), [(77, 200, 8), (300, 512, 48), (16, 64, 5), (300, 200, 100)]
+)
 def test_a_product_completed_as_float64(
     rows: int, columns: int, rank: int, dtype: torch.dtype
 ) -> None:
@@ -296,7 +298,7 @@ def test_dropout_kernels_are_what_the_steps_are(rank: int, layers: int) -> None:
         assert distance(found.cpu(), right.double()) < 0.01, function
 
 
-@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("rank", [16, 64, 100])
 def test_swiglu_with_dropout_is_what_the_steps_are(rank: int) -> None:
     seed = torch.tensor([1_234_567_890_123_456_789])
     tensors = [each.bfloat16() for each in (

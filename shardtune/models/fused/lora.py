@@ -18,8 +18,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from shardtune.core.fused_families import RESIDUAL_FAMILIES, SHARED_INPUT_FAMILIES
-from shardtune.kernels.lora_dropout import dropout_seed
-from shardtune.kernels.lora_residual import LARGEST_RANK
+from shardtune.kernels.lora_dropout import LARGEST_DROPOUT_RANK, dropout_seed
 from shardtune.kernels.stacked_linear import LinearLayers, stack_weights
 from shardtune.models.experts.swiglu_experts import fuse_experts
 from shardtune.models.fused.dora import scale_by_magnitude, why_not_dora
@@ -227,7 +226,7 @@ def _fits_swiglu(layers: tuple[Any, ...]) -> bool:
     return (
         not any(layer.is_dora for layer in layers)
         and all(layer.base_layer.bias is None for layer in layers)
-        and (not layers[0].drops or max(ranks) <= LARGEST_RANK)
+        and (not layers[0].drops or max(ranks) <= LARGEST_DROPOUT_RANK)
     )
 
 
