@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from shardtune.kernels.triton_import import jit, tl, triton
 
-CHUNK = 64
+RANK_CHUNK = 64
 """Of the rank: what of it is in shared memory at a time."""
 
 
 def rank_chunk(rank: int) -> int:
     """As much of a rank as a kernel takes at a time; 16 is the least that `tl.dot` takes."""
-    return min(CHUNK, max(16, int(triton.next_power_of_2(rank))))
+    return min(RANK_CHUNK, max(16, int(triton.next_power_of_2(rank))))
 
 
 def _add_lora_kernel(  # type: ignore[no-untyped-def]

@@ -81,7 +81,7 @@ def _programs(rows: int, half: int) -> Any:
     return lambda chosen: (triton.cdiv(rows, chosen["BM"]), triton.cdiv(half, chosen["BN"]))
 
 
-# As in `swiglu_lora.py`, addresses are a 64-bit base for the program and 32-bit offsets in its tile.
+# Addresses are a 64-bit base for the program and 32-bit offsets, as in `swiglu_lora.py`.
 
 
 def _swiglu_large_rank_kernel(  # type: ignore[no-untyped-def]
