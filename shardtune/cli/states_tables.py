@@ -67,7 +67,7 @@ def print_states_tables(option: StatesOption, model: str, cluster: Cluster) -> N
     known than DeepSpeed's formulas ask for."""
     from rich.console import Console
 
-    from shardtune.plan.states_beside import our_states
+    from shardtune.plan.deepspeed_estimators import our_states
     from shardtune.report.states_table_view import print_table
 
     shape, parameters, largest = _counted(option, model)

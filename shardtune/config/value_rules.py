@@ -6,7 +6,7 @@ from collections import Counter
 
 from shardtune.config.job import Job, LoRA, NoAdapter
 from shardtune.config.rule import Rule, rank_count
-from shardtune.core.one_cycle import OneCycle
+from shardtune.core.lr_one_cycle import OneCycle
 
 
 def _shared_names(job: Job) -> list[str]:

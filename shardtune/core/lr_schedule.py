@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # importing pydantic would make `shardtune --help` wait
-    from shardtune.core.one_cycle import OneCycle
+    from shardtune.core.lr_one_cycle import OneCycle
 
 ScheduleKind = Literal["cosine", "linear", "constant", "one_cycle"]
 

@@ -16,14 +16,16 @@ Bits = Literal[32, 8]
 SCALE_BLOCK = 256
 """Numbers of an 8-bit moment that share a scale."""
 CAPTURED_TOKENS = 8192
-"""Tokens of a micro-batch whose passes become a CUDA graph under adapters, whatever the model."""
-CAPTURED_WORK = 2 * 10**13
-"""Tokens times weights up to which small models get one for longer micro-batches, too. With more of
-them a GPU is busy for longer than the host takes to launch its kernels, so nothing is gained: 0.5 B
-with 16,384 tokens went from 102,574 to 139,719 tokens/s on an H200."""
-CAPTURED_WORK_OF_ALL = 10**13
-"""The same where all weights are trained: a graph keeps a place for their gradients, which is much
-to pay for nothing. An H200 takes 0.11 s for that many (3 B at 27,141 tokens/s)."""
+"""Tokens of a micro-batch up to which its passes become a CUDA graph under adapters, whatever the
+model. Full fine-tuning has none for more."""
+CAPTURED_WORK = 10**13
+"""Tokens times weights up to which small models get one for longer micro-batches under adapters,
+and at most which any model gets one for in full fine-tuning, where it keeps a place for all
+gradients. With more of them a GPU is busy for longer than the host takes to launch its kernels, so
+nothing is gained. An H200 takes 0.11 s for that many (3 B at 27,141 tokens/s)."""
+LARGEST_SUMMED_RANK = 32
+"""Of LoRA beside SwiGLU: up to it one kernel sums up the gradients of its matrices as well, in
+parts of 64 columns; for more it leaves them to GEMMs, which are faster there."""
 Loss = Literal["plain", "fused"]
 Recompute = Literal["none", "mlp", "most", "full"]
 """What a layer computes twice: small operations only, also the wide products of its MLP, all but
@@ -32,9 +34,8 @@ attention, or all. Each takes less memory and more time than the one before."""
 
 def captured_tokens(weights: int, *, all_trained: bool) -> int:
     """Tokens of a micro-batch up to which its passes become a CUDA graph."""
-    if all_trained:
-        return CAPTURED_WORK_OF_ALL // weights
-    return max(CAPTURED_TOKENS, CAPTURED_WORK // weights)
+    most = CAPTURED_WORK // weights
+    return min(CAPTURED_TOKENS, most) if all_trained else max(CAPTURED_TOKENS, most)
 
 
 @dataclass(frozen=True)

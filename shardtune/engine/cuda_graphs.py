@@ -38,9 +38,6 @@ MOST_GRAPHS = 32
 """Shapes that are recorded; the others run as they did before."""
 MOST_TRAINED = 1 << 29
 """Weights whose gradient may be there twice: once as the step's, once as a micro-batch's."""
-FREE_PASSES = 2
-"""How often the memory of a pass has to be free for it to be recorded: graphs keep theirs, and
-another shape is computed without one beside them."""
 _log = logging.getLogger("shardtune")
 
 
@@ -162,15 +159,15 @@ class RecordedSteps:
     def is_known(self, batch: Staged) -> bool:
         """Whether its shape has been computed before and can be recorded. Before the first update
         none can: graphs would take the memory of the moments."""
-        return self._updated and not self._refused and _shape_of(batch) in self._needed
+        short = batch.input_ids.numel() <= self._most_tokens
+        return short and self._updated and not self._refused and _shape_of(batch) in self._needed
 
     def record(self, batch: Staged) -> bool:
         """Records the passes of a micro-batch whose shape is known; returns whether it did. Nothing
         is computed by that."""
         shape = _shape_of(batch)
-        needed = self._needed[shape]
         why = f"{MOST_GRAPHS} shapes have one" if len(self._passes) == MOST_GRAPHS else ""
-        why = why or self._lacks_memory(needed)
+        why = why or self._lacks_memory(self._needed[shape])
         if why:
             self._refuse(why)
             return False
@@ -182,9 +179,10 @@ class RecordedSteps:
 
     @contextlib.contextmanager
     def measured(self, batch: Staged) -> Iterator[None]:
-        """Around a forward pass without a graph: notes what it saves."""
+        """Around a forward pass without a graph: notes what it saves, of shapes that are too long
+        for one as well."""
         shape = _shape_of(batch)
-        if self._refused or shape in self._needed or batch.input_ids.numel() > self._most_tokens:
+        if self._refused or shape in self._needed:
             yield
             return
         before, compiled = torch.cuda.memory_allocated(self._device), _graphs_compiled()
@@ -200,14 +198,18 @@ class RecordedSteps:
         self._passes.clear()
 
     def _lacks_memory(self, needed: int) -> str:
+        """A graph keeps its memory, and the largest shape so far may be computed without one beside
+        it."""
         free, _ = torch.cuda.mem_get_info(self._device)
         allocator = torch.cuda.memory_reserved(self._device)
         free += allocator - torch.cuda.memory_allocated(self._device) - self._gradient_bytes()
-        if free >= FREE_PASSES * needed:
+        largest = max(self._needed.values())
+        if free >= needed + largest:
             return ""
         free = max(free, 0)  # the gradients alone may be too much
         return (
-            f"{free / GIB:.1f} GiB are free, and {FREE_PASSES} x {needed / GIB:.1f} would be used"
+            f"{free / GIB:.1f} GiB are free, and {needed / GIB:.1f} would be kept, beside "
+            f"{largest / GIB:.1f} of the largest micro-batch without a graph"
         )
 
     def _gradient_bytes(self) -> int:

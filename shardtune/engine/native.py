@@ -36,7 +36,7 @@ from shardtune.engine.router_losses import routed_tokens
 from shardtune.engine.shape_buckets import ShapeBuckets
 from shardtune.engine.step_figures import step_result
 from shardtune.engine.timer import ComputeTimer
-from shardtune.engine.trained_parameters import TrainedParameters
+from shardtune.engine.trained_parameters import TrainedParameters, base_weights
 from shardtune.engine.training_state import TrainingState
 from shardtune.engine.unsharded import Unsharded
 
@@ -120,7 +120,7 @@ class NativeEngine:
             return None
         config = unwrap_model(self.model).config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
-        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        weights = base_weights(self.model)
         most_tokens = captured_tokens(weights, all_trained=self.adds_in_place)
         self.forward_pass.staging.buckets = ShapeBuckets(most_tokens, longest)
         return RecordedSteps(

@@ -5,9 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from shardtune.engine.dtensor import local, shard_of
+
+WEIGHTS_OF_A_NUMBER = {torch.uint8: 2, torch.float8_e4m3fn: 0.5}
+"""Two weights in NF4 are a byte, and each in FP8 is there twice; of all others it is one."""
+
+
+def base_weights(model: nn.Module) -> int:
+    """Weights of a model without its adapters, as the planner counts them, however they are
+    stored. Adapters are what is trained beside frozen weights."""
+    parameters = list(model.parameters())
+    frozen = [each for each in parameters if not each.requires_grad]
+    return round(
+        sum(each.numel() * WEIGHTS_OF_A_NUMBER.get(each.dtype, 1) for each in frozen or parameters)
+    )
 
 
 class TrainedParameters:

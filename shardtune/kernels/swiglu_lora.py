@@ -3,9 +3,10 @@
 `silu(gate) * up` passes over the intermediate size. LoRA's addition to gate and up, the next
 layer's `x A^T`, and in the backward pass the gradients of all their matrices read the same numbers,
 so they are computed while these are in registers. A compiler fuses pointwise operations with one
-GEMM, not with several small ones around them. Ranks that are too large for that have kernels that
-do less (`swiglu_large_rank.py`). In fp32 and elsewhere than on a GPU the small products are GEMMs
-of their own that add to what is there, and what is pointwise is one pass.
+GEMM, not with several small ones around them. Ranks that are too large for that, and widths that
+aren't whole tiles, have kernels that do less (`swiglu_any_rank.py`). In fp32 and elsewhere than on
+a GPU the small products are GEMMs of their own that add to what is there, and what is pointwise is
+one pass.
 
 Rows are tokens. `y` holds gate and up side by side, without LoRA; `lora_hidden` and `lora_b` have
 gate's half first. The incoming gradient is without what flows back through the next layer's A.
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtune.core.setup import LARGEST_SUMMED_RANK
 from shardtune.kernels.autotune import autotuned
 from shardtune.kernels.lora_dropout import (
     add_dropout_lora_a_grad,
@@ -31,11 +33,12 @@ from shardtune.kernels.matmul_fp32_out import matmul_fp32_out
 from shardtune.kernels.sigmoid import sigmoid as _sigmoid
 from shardtune.kernels.stacked_linear import empty_aligned
 from shardtune.kernels.swiglu import swiglu, swiglu_backward_into
-from shardtune.kernels.swiglu_large_rank import swiglu_large_rank, swiglu_large_rank_backward
+from shardtune.kernels.swiglu_any_rank import swiglu_any_rank, swiglu_any_rank_backward
 from shardtune.kernels.triton_import import tl, triton
 
-FORWARD_RANK, BACKWARD_RANK = 64, 32
-"""The largest ranks that these kernels are the faster ones for."""
+LARGEST_RANK = 64
+"""Of the forward kernel; of the backward one it is `LARGEST_SUMMED_RANK`. Above it others are
+faster."""
 TILE = 64
 """Columns of a program's tile (BN)."""
 SPLITS = 8
@@ -68,8 +71,8 @@ def swiglu_lora(
         if seed is not None:
             return activation, dropout_lora_a(activation, next_lora_a, seed, p, 1)
         return activation, activation @ next_lora_a.t()
-    if not _fits(y, FORWARD_RANK, rank, len(next_lora_a)):
-        return swiglu_large_rank(y, lora_hidden, lora_b, next_lora_a, seed, p)
+    if not _fits(y, LARGEST_RANK, rank, len(next_lora_a)):
+        return swiglu_any_rank(y, lora_hidden, lora_b, next_lora_a, seed, p)
     activation = y.new_empty(rows, half)
     sums = y.new_empty(SPLITS, rows, len(next_lora_a), dtype=torch.float32)
     given = (y, lora_hidden, lora_b, next_lora_a, activation, sums, *_dropout(seed, p, y))
@@ -117,8 +120,8 @@ def swiglu_lora_backward(
     operands = (grad_output, grad_next_hidden, next_lora_a, y, lora_hidden, lora_b, seed, p)
     if not _on_gpu(y):
         return _backward_step_by_step(*operands)
-    if not _fits(y, BACKWARD_RANK, rank, len(next_lora_a)):
-        return swiglu_large_rank_backward(*operands)
+    if not _fits(y, LARGEST_SUMMED_RANK, rank, len(next_lora_a)):
+        return swiglu_any_rank_backward(*operands)
     grads = empty_aligned(y, rows, 2 * half + 2 * rank)
     grad_y, grad_hidden = torch.split(grads, [2 * half, 2 * rank], dim=1)
     # Partial sums are rounded to y's dtype, as the matmul's operands are.

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardtune.core.mesh import MODEL_AXES, Mesh
 from shardtune.core.world import World
 from shardtune.engine.data_peers import Peers
-from shardtune.parallel.group_of_one import ensure_process_group
+from shardtune.parallel.single_rank_group import ensure_process_group
 
 
 def device_mesh(mesh: Mesh, world: World) -> DeviceMesh:

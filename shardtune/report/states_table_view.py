@@ -9,7 +9,7 @@ from rich.console import Console
 from shardtune.core.states_table import StatesTable
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import Cluster
-from shardtune.plan.states_beside import OurStates
+from shardtune.plan.deepspeed_estimators import OurStates
 
 
 def print_table(

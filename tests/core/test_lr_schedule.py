@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardtune.core.lr_one_cycle import OneCycle
 from shardtune.core.lr_schedule import Schedule, ScheduleKind
-from shardtune.core.one_cycle import OneCycle
 
 PEAK = 3e-4
 

@@ -41,8 +41,8 @@ pytestmark = [
 ]
 NEAR = {torch.bfloat16: 0.01, torch.float16: 0.002}
 TILED = [(1, 128), (64, 256), (129, 64), (33, 1000), (1000, 14336)]
-"""Rows, and half of the columns: less than a tile, exactly some, some and a bit, columns that there
-is no kernel for, a real MLP."""
+"""Rows, and half of the columns: less than a tile, exactly some, some and a bit, columns that
+aren't whole tiles, a real MLP."""
 
 
 @pytest.mark.parametrize("dtype", NEAR)
@@ -58,7 +58,7 @@ def test_gated_as_float64(size: tuple[int, int], rank: int, dtype: torch.dtype) 
     assert_gated(found, y, narrow, up, down, outer, last, NEAR[dtype])
 
 
-@pytest.mark.parametrize("rank", [4, 8, 24])
+@pytest.mark.parametrize("rank", [4, 8, 24, 48, 100])
 @pytest.mark.parametrize("together", [False, True])
 def test_an_mlp_as_float64(rank: int, together: bool) -> None:
     wide, inner, rows, dtype = 96, 192, 77, torch.bfloat16

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardtune.config.job import (
     IA3,
@@ -22,7 +23,9 @@ from shardtune.config.job import (
     TrainSource,
 )
 from shardtune.config.rules import check
+from shardtune.core.model.architectures import read_shape
 from shardtune.core.peft_wrapper import unwrap_name
+from shardtune.engine.trained_parameters import base_weights
 from shardtune.errors import JobError, ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
@@ -99,7 +102,7 @@ def test_nf4_stores_half_a_byte_a_weight() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(48, 32), (40, 80), (64, 172), (4, 6, 24), (8, 4, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(48, 32), (40, 80), (3, 48), (4, 6, 24), (8, 4, 64)], ids=str)
 def test_nf4_is_off_by_half_a_gap_at_most(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Blocks of 64 go over the ends of rows, whichever kernel a CPU has for them."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -108,6 +111,48 @@ def test_nf4_is_off_by_half_a_gap_at_most(shape: tuple[int, ...], dtype: torch.d
     largest = [block.float().abs().amax() for block in weight.flatten().split(64)]
     for block, scale in zip(off.split(64), largest, strict=True):
         assert (block <= 0.17 * scale).all()  # the widest gap is 0.304; scales have 8 bits
+
+
+@pytest.mark.parametrize(
+    ("shape", "shown"), [((40, 80), (50, 64)), ((4, 6, 24), (9, 64)), ((3, 48), (1, 144))]
+)
+def test_a_kernel_is_shown_no_row_that_ends_inside_a_block(
+    shape: tuple[int, ...], shown: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs whose kernel doesn't mind, too."""
+    from bitsandbytes import functional
+
+    packed, state = pack_nf4(torch.randn(shape))
+    real, seen = functional.dequantize_4bit, []
+
+    def noted(given: Tensor, plain: Any) -> Tensor:
+        seen.append(tuple(plain.shape))
+        return real(given, plain)
+
+    monkeypatch.setattr(functional, "dequantize_4bit", noted)
+    assert restore_nf4(packed, state.absmax, state).shape == shape
+    assert seen == [shown]
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "more"),
+    [
+        ("none", LoRA(rank=4), 0.0),
+        ("none", NoAdapter(), 0.0),
+        ("nf4", LoRA(rank=4), 0.0),
+        ("int8", LoRA(rank=4), 0.02),
+        ("fp8", LoRA(rank=4), 0.2),
+    ],
+)
+def test_weights_are_counted_as_the_planner_counts_them(
+    kind: str, adapter: Adapter, more: float, tmp_path: Path
+) -> None:
+    """Both decide by the number which steps are CUDA graphs. Scales that are parameters, one for
+    each row of 64 or 128, and what FP8 keeps of some channels in 16 bits are `more`."""
+    write(tmp_path, "qwen2", hidden_size=64, intermediate_size=128)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text("utf-8")), "qwen2")
+    found = base_weights(build(tmp_path, kind, adapter, "bf16" if kind == "fp8" else "fp32"))
+    assert shape.parameters <= found <= shape.parameters * (1 + more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

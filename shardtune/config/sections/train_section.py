@@ -16,8 +16,8 @@ from shardtune.config.sections.field_types import (
 from shardtune.config.sections.optimizer_section import AdamW, Optimizer
 from shardtune.config.sections.watched_metric_section import EarlyStop
 from shardtune.core.job_section import Section
+from shardtune.core.lr_one_cycle import OneCycle
 from shardtune.core.lr_schedule import ScheduleKind
-from shardtune.core.one_cycle import OneCycle
 from shardtune.core.setup import Loss, Precision, Recompute
 
 Kernels = Literal["eager", "compiled"]

@@ -33,7 +33,7 @@ from shardtune.engine.native import NativeEngine
 from shardtune.parallel.deepspeed.leaf_modules import gather_around_uneven_calls
 from shardtune.parallel.deepspeed.rank_shards import flat_shards
 from shardtune.parallel.deepspeed.startup import (
-    end_group_of_one,
+    end_single_rank_group,
     require_async_io,
     start,
 )
@@ -168,7 +168,7 @@ class DeepSpeedEngine(NativeEngine):
         for folder in self._swap.values():
             shutil.rmtree(folder, ignore_errors=True)
         if kind is None and self._own_group:
-            end_group_of_one()
+            end_single_rank_group()
 
     def _numbers(self) -> dict[str, float]:
         return {"taken": float(self.taken), **self.states.scale_state()}

@@ -12,7 +12,7 @@ from shardtune.compat.deepspeed_process import (
 from shardtune.core.world import World
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.deepspeed.jit_build_locks import clear_dead_builds
-from shardtune.parallel.group_of_one import ensure_process_group
+from shardtune.parallel.single_rank_group import ensure_process_group
 
 
 def start(world: World) -> Any:
@@ -40,7 +40,7 @@ def start(world: World) -> Any:
     return deepspeed
 
 
-def end_group_of_one() -> None:
+def end_single_rank_group() -> None:
     """Destroys the process group of a single rank by DeepSpeed, which has others made of it: a
     later engine of this process would find those otherwise."""
     from deepspeed import comm

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.setup import LARGEST_SUMMED_RANK
 from shardtune.plan.estimate.constants import MemoryConstants
 from shardtune.plan.estimate.expert_load import imbalance
 from shardtune.plan.estimate.family_copies import (
@@ -245,9 +246,10 @@ def _eager_working(shape: ModelShape, work: Workload) -> float:
 
 def _compiled_working(shape: ModelShape, work: Workload) -> float:
     """Numbers a token: the activation once more, its gradient, and those of what went into it;
-    and two of the stream. A gated MLP with LoRA needs no activation; what goes back to its first
-    adapters is there in parts, of 64 columns each."""
+    and two of the stream. A gated MLP with LoRA of a small rank needs no activation; what goes back
+    to its first adapters is there in parts, of 64 columns each."""
     wide = (2 if shape.gated else 1) + 2.0
     if work.adapter is not None and shape.gated and adapts_last(shape, work):
-        wide += 2 * work.adapter.rank / 64 - 1
+        rank = work.adapter.rank
+        wide += 2 * rank / 64 - 1 if rank <= LARGEST_SUMMED_RANK else 0
     return wide * mlp_width(shape) + 2 * shape.hidden * work.stream / work.widths.compute

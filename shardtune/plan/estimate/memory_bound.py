@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shardtune.core.fused_families import RESIDUAL_FAMILIES, ROPE_FAMILIES
 from shardtune.core.model.shape import ModelShape, Weight
+from shardtune.core.setup import LARGEST_SUMMED_RANK
 from shardtune.plan.estimate.expert_load import imbalance
 from shardtune.plan.estimate.gpu_rates import Busy, GpuRates
 from shardtune.plan.estimate.layer_tensors import mlp_width, norm_count, stream_readers
@@ -184,8 +185,9 @@ def _own_adapters(
         along = along and not work.adapter.dropout
         reads = 0 if closes or (along and opens) else joint
         forward += times * (reads + (0 if opens else 2 * outputs))
-        # What goes back to the first adapters is added up in parts, of 64 columns each.
-        parts = 2 * work.adapter.rank / 64
+        # What goes back to the first adapters is added up in parts of 64 columns, or by GEMMs.
+        rank = work.adapter.rank
+        parts = 2 * rank / 64 if rank <= LARGEST_SUMMED_RANK else 2
         backs = 0 if closes else 1 if along else 3
         backward += times * (backs * joint + (parts if opens else 2) * outputs)
         if work.adapter.dropout:  # masks are computed where x is read, and once more for each use

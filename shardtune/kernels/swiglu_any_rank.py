@@ -1,9 +1,9 @@
-"""SwiGLU with LoRA of a large rank on both sides: one kernel each way, and GEMMs for what is small.
+"""SwiGLU with LoRA of any rank on both sides: one kernel each way, and GEMMs for what is small.
 
 `swiglu_lora.py` holds LoRA's matrices of a tile in registers, together with the sums of their
-gradients. From some rank on these don't fit, or leave no room for anything else. Here a tile of
-the intermediate size takes the rank in chunks and sums up nothing: gate, up and the gradient of the
-activation get their LoRA, then SwiGLU is computed, all in one pass. The products along the
+gradients. From some rank on these don't fit, or leave no room for anything else; and its widths are
+whole tiles. Here a tile takes the rank in chunks and sums up nothing: gate, up and the gradient of
+the activation get their LoRA, then SwiGLU is computed, all in one pass. The products along the
 intermediate size (the next layer's `a A^T`, and every gradient of a LoRA matrix) are GEMMs, which
 tensor cores are fast at with such ranks.
 """
@@ -26,7 +26,7 @@ from shardtune.kernels.stacked_linear import empty_aligned
 from shardtune.kernels.triton_import import tl, triton
 
 
-def swiglu_large_rank(
+def swiglu_any_rank(
     y: Tensor,
     lora_hidden: Tensor,
     lora_b: Tensor,
@@ -37,7 +37,7 @@ def swiglu_large_rank(
     """`swiglu_lora` on a GPU, for any rank and width."""
     rows, half, rank = len(y), y.shape[1] // 2, lora_b.shape[1]
     activation = y.new_empty(rows, half)
-    _swiglu_large_rank[_programs(rows, half)](
+    _swiglu_any_rank[_programs(rows, half)](
         y, lora_hidden, lora_b, activation, y.stride(0), lora_hidden.stride(0),
         rows, half, rank, rows.bit_length(), rank_chunk(rank),
     )  # fmt: skip
@@ -46,7 +46,7 @@ def swiglu_large_rank(
     return activation, activation @ next_lora_a.t()
 
 
-def swiglu_large_rank_backward(
+def swiglu_any_rank_backward(
     grad_output: Tensor,
     grad_next_hidden: Tensor,
     next_lora_a: Tensor,
@@ -62,7 +62,7 @@ def swiglu_large_rank_backward(
     grad_y, *grad_hidden = torch.split(grads, [2 * half, rank, rank], dim=1)
     dropped_activation = y.new_empty(rows, half)
     dropout = (y, 0, 1.0) if seed is None else (seed, threshold(p), kept_scale(p))
-    _swiglu_large_rank_backward[_programs(rows, half)](
+    _swiglu_any_rank_backward[_programs(rows, half)](
         y, lora_hidden, lora_b, grad_output, grad_next_hidden, next_lora_a,
         grad_y, dropped_activation, *dropout,
         y.stride(0), lora_hidden.stride(0), grads.stride(0),
@@ -84,7 +84,7 @@ def _programs(rows: int, half: int) -> Any:
 # Addresses are a 64-bit base for the program and 32-bit offsets, as in `swiglu_lora.py`.
 
 
-def _swiglu_large_rank_kernel(  # type: ignore[no-untyped-def]
+def _swiglu_any_rank_kernel(  # type: ignore[no-untyped-def]
     y, lora_hidden, lora_b, activation, row, hidden_row, rows, half, rank, rows_log2,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def _swiglu_large_rank_kernel(  # type: ignore[no-untyped-def]
     tl.store(activation + begin * half + (m[:, None] * half + c[None, :]), value, mask=inside)
 
 
-def _swiglu_large_rank_backward_kernel(  # type: ignore[no-untyped-def]
+def _swiglu_any_rank_backward_kernel(  # type: ignore[no-untyped-def]
     y, lora_hidden, lora_b, grad_output, grad_next_hidden, next_lora_a,
     grad_y, dropped_activation, seed, dropped, scale, row, hidden_row, grad_row,
     rows, half, rank, next_rank, rows_log2,
@@ -113,10 +113,10 @@ def _swiglu_large_rank_backward_kernel(  # type: ignore[no-untyped-def]
     in_rows, in_columns = m < rows - begin, c < half
     inside = in_rows[:, None] & in_columns[None, :]
     kind = grad_y.dtype.element_ty
-    short = begin * half + (m[:, None] * half + c[None, :])
+    short = m[:, None] * half + c[None, :]
     tile = y + begin * row + (m[:, None] * row + c[None, :])
     grad_hidden, next_a = grad_next_hidden + begin * next_rank + m * next_rank, next_lora_a + c
-    grad = tl.load(grad_output + short, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_output + begin * half + short, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
         whole = _kept(seed, tl.zeros((), tl.int32), begin + m[:, None], c[None, :], half, dropped)
         part = tl.zeros((BM, BN), dtype=tl.float32)
@@ -137,7 +137,7 @@ def _swiglu_large_rank_backward_kernel(  # type: ignore[no-untyped-def]
     value = silu * up
     if DROPOUT:
         value = tl.where(whole, value * scale, 0.0)
-    tl.store(dropped_activation + short, value.to(kind), mask=inside)
+    tl.store(dropped_activation + begin * half + short, value.to(kind), mask=inside)
 
 
 _TILES = [
@@ -146,7 +146,7 @@ _TILES = [
         (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8), (32, 64, 4), (32, 128, 4),
     )
 ]  # fmt: skip
-_swiglu_large_rank = autotuned(_swiglu_large_rank_kernel, ("half", "rank", "rows_log2"), _TILES)
-_swiglu_large_rank_backward = autotuned(
-    _swiglu_large_rank_backward_kernel, ("half", "rank", "next_rank", "rows_log2"), _TILES
+_swiglu_any_rank = autotuned(_swiglu_any_rank_kernel, ("half", "rank", "rows_log2"), _TILES)
+_swiglu_any_rank_backward = autotuned(
+    _swiglu_any_rank_backward_kernel, ("half", "rank", "next_rank", "rows_log2"), _TILES
 )
