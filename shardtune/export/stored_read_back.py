@@ -30,6 +30,7 @@ from shardtune.checkpoint.rounding_error import (
     rounding_bound,
 )
 from shardtune.compat.quiet import hide_loading_bars, without_int8_warnings
+from shardtune.core.model.quantized_size import NF4_BLOCK
 from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.errors import Problem, RunError
 from shardtune.models.model_files import auto_class, explaining
@@ -102,9 +103,22 @@ def compare_stored(
     if not explained:
         raise _differs(
             f"logits differ by {difference.found:.3g}; rounding explains {difference.bound:.3g}"
+            + known_cause(back)
         )
     same = (logits.argmax(-1) == exact.argmax(-1)).float().mean().item()
     return StoredAgreement(difference, same)
+
+
+def known_cause(model: nn.Module) -> str:
+    """What bitsandbytes gets wrong on this machine, in words; empty where it is right."""
+    layers = [m for m in model.modules() if isinstance(m, import_bitsandbytes().nn.Linear4bit)]
+    narrow = next((each for each in layers if each.in_features % NF4_BLOCK), None)
+    if narrow is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return ""
+    return (
+        f" (on CPUs with AVX512 bitsandbytes takes other rows' scales where rows are no multiple "
+        f"of {NF4_BLOCK} wide, as {narrow.in_features} here)"
+    )
 
 
 @contextmanager

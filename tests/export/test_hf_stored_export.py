@@ -20,6 +20,7 @@ from shardtune.export.hf_stored_export import export_stored
 from shardtune.export.source import ExportSource
 from shardtune.export.stored_read_back import (
     compare_stored,
+    known_cause,
     load_stored_folder,
     require_same_weights,
 )
@@ -197,3 +198,18 @@ def test_the_command(nf4: ExportSource, tmp_path: Path, capsys: pytest.CaptureFi
     assert "not in bf16" in capsys.readouterr().err
     assert main(["export", run, "--to", "gguf", target, "--as-stored"]) == 2
     assert "--as-stored: is an option of hf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("width", "cpu", "told"),
+    [(96, "AVX512", "as 96 here"), (128, "AVX512", ""), (96, "AVX2", "")],
+)
+def test_a_wrong_kernel_of_the_cpu_is_named(
+    width: int, cpu: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bitsandbytes as bnb
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    found = known_cause(torch.nn.Sequential(bnb.nn.Linear4bit(width, 64)))
+    assert told in found
+    assert bool(found) == bool(told)

@@ -24,7 +24,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ROWS = 320
 PROMPTS = ["the quick brown fox jumps over 12 lazy dogs", "and then there were 3 other things"]
 TEXT = "the quick brown fox jumps over the lazy dog, and then the other things that were there "
-_SIZES = {"vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+_SIZES = {"vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 _IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
 
 
