@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.cases import GIB, USABLE, Case, Unknown
+from benchmarks.contradictions import LayerKind, kind_of
 from benchmarks.peers import read_peers
 from benchmarks.published import read_iterations, read_points
 from shardtune.errors import ShardtuneError
@@ -193,6 +194,17 @@ def _is_inside(case: Case, constants: Constants) -> bool:
 
 
 @dataclass(frozen=True)
+class SlicedError:
+    """Mean error of the iteration times with one degree of tensor parallelism."""
+
+    count: int
+    mean: float
+    agreeing: int
+    """How many are of layers whose measured times don't contradict those of others."""
+    mean_agreeing: float
+
+
+@dataclass(frozen=True)
 class Judgement:
     """All that is printed."""
 
@@ -209,14 +221,15 @@ class Judgement:
     inside: tuple[int, int]
     """Measurements of memory in the band of their forecast, and how many there are."""
     apart: list[Score]
-    tensor: dict[int, tuple[int, float]]
-    """Iteration times of one node by the degree of tensor parallelism: how many there are, and the
-    mean error."""
+    tensor: dict[int, SlicedError]
+    """Iteration times of one node by the degree of tensor parallelism."""
     far: list[tuple[Case, float]]
     misjudged: list[Case]
 
 
-def judge(cases: Sequence[Case], constants: Constants) -> Judgement:
+def judge(
+    cases: Sequence[Case], constants: Constants, contradictory: Collection[LayerKind] = ()
+) -> Judgement:
     """The errors of these cases: by source, then all together, which stands last."""
     plain = [case for case in cases if not case.apart and case.source != PEERS]
     groups = {
@@ -256,19 +269,25 @@ def judge(cases: Sequence[Case], constants: Constants) -> Judgement:
         sum(not ran and not right for _, ran, right in fits(plain, constants, upper=True)),
         (sum(_is_inside(case, constants) for case in weighed), len(weighed)),
         apart,
-        _by_degree([case for case in measured if case.source == SINGLE], constants),
+        _by_degree([c for c in measured if c.source == SINGLE], constants, contradictory),
         far,
         [case for case, _, right in agreed if not right],
     )
 
 
-def _by_degree(cases: Sequence[Case], constants: Constants) -> dict[int, tuple[int, float]]:
-    groups = {d: [c for c in cases if c.mesh.size_of("tensor") == d] for d in (1, 2, 4, 8)}
-    return {
-        degree: (len(mine), float(np.abs(errors(mine, constants)).mean()))
-        for degree, mine in groups.items()
-        if mine
-    }
+def _by_degree(
+    cases: Sequence[Case], constants: Constants, contradictory: Collection[LayerKind]
+) -> dict[int, SlicedError]:
+    def mean(chosen: Sequence[Case]) -> float:
+        return float(np.abs(errors(chosen, constants)).mean())
+
+    found = {}
+    for degree in (1, 2, 4, 8):
+        mine = [case for case in cases if case.mesh.size_of("tensor") == degree]
+        agreeing = [case for case in mine if kind_of(case) not in contradictory]
+        if agreeing:
+            found[degree] = SlicedError(len(mine), mean(mine), len(agreeing), mean(agreeing))
+    return found
 
 
 def read_all(reference: Path) -> tuple[list[Case], list[Unknown]]:

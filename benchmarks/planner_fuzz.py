@@ -35,6 +35,7 @@ from shardtune.core.units import GIB
 from shardtune.core.yaml_document import dotted, dump_document
 from shardtune.errors import ShardtuneError
 from shardtune.plan.estimate.memory_timeline import FEW_TOKENS
+from shardtune.plan.estimate.transient_buffers import scale_bytes
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.on_cluster import resolve_as_asked
 
@@ -109,9 +110,20 @@ def on_more(found: Forecast) -> Forecast | None:
 
 
 def everywhere(found: Forecast) -> float:
-    """Bytes of a rank on the GPU and in CPU memory. With states in CPU memory LoRA spares only
-    there, and its own weights come on top on the GPU."""
-    return found.memory.required + found.memory.host
+    """Bytes of a rank's tensors on the GPU and in CPU memory. With states in CPU memory LoRA spares
+    only there, and its own weights come on top on the GPU."""
+    return found.memory.allocated + found.memory.host
+
+
+def own_activations(found: Forecast) -> float:
+    """Bytes of activations when memory is fullest. Adapters keep some of their own, and where many
+    ranks share the weights these may be more than all that LoRA spares."""
+    return found.memory.gpu["activations"]
+
+
+def whole_scales(found: Forecast) -> float:
+    """Bytes of NF4's scales that a rank has beyond its share, as they are whole on every rank."""
+    return scale_bytes(found.layout, found.shape, found.mesh, found.work)
 
 
 def for_communication(found: Forecast) -> float:
@@ -126,14 +138,19 @@ RELATIONS = (
         lambda before, after: after.memory.required < before.memory.required,
     ),
     Relation(
-        "LoRA needs no more memory, of GPU and CPU together, than all weights",
+        "LoRA needs no more memory, of GPU and CPU together, than all weights, "
+        "but for its activations",
         with_lora,
-        lambda before, after: everywhere(after) > everywhere(before),
+        lambda before, after: (
+            everywhere(after) - everywhere(before)
+            > max(0.0, own_activations(after) - own_activations(before)) + 1.0
+        ),
     ),
     Relation(
-        "QLoRA (nf4) needs no more memory, of GPU and CPU together, than LoRA",
+        "QLoRA (nf4) needs no more memory, of GPU and CPU together, than LoRA, "
+        "but for scales that every rank has whole",
         with_nf4,
-        lambda before, after: everywhere(after) > everywhere(before),
+        lambda before, after: everywhere(after) - everywhere(before) > whole_scales(after) + 1.0,
     ),
     Relation(
         "twice the data-parallel ranks raise memory by communication buffers at most",
@@ -351,7 +368,10 @@ or none, a utilisation above 1, or a relation that doesn't hold. Communication b
 forecast calls `buffers` (gathered weights, gradients on their way) and NCCL's own memory for up to
 8 neighbours; from one rank to two the engine is another, which isn't compared,
 nor are sequences of a full fine-tune on one GPU with up to 3,072 tokens, for which alone its engine
-sums the embedding's gradient in fp32. Times are CPU
+sums the embedding's gradient in fp32. Where a model is divided over many ranks a share of its
+weights is small beside activations: LoRA may keep more of these than its states spare (peft's
+adapters read fp32 copies; a grouped product of experts and its adapter are kept apart), and NF4's
+scales, which every rank has whole, may outweigh what the packed share spares. Times are CPU
 seconds of the whole command, from the file of the job to the JSON, in a process that has its
 modules loaded."""
 

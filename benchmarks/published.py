@@ -138,6 +138,7 @@ def read_iterations(path: Path, *, nodes: bool) -> Iterator[Case]:
                 attention="eager",
                 kernels="fused",
                 dropout=True,
+                attention_dropout=True,
                 overlap=False,
             )
             yield Case(

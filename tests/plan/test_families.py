@@ -227,6 +227,23 @@ def test_lora(name: str, tmp_path: Path) -> None:
     assert closed == pytest.approx(kept, rel=0.03)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_the_models_own_dropout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer keeps two masks of the residual stream: a byte a number on a GPU, where a CPU, which
+    a dry run without a GPU sees, has 16 bits."""
+    without = both(name, tmp_path)
+    family, config = CONFIGS[name]
+    drops = {"gpt2": "resid_pdrop", "opt": "dropout"}[name]
+    monkeypatch.setitem(CONFIGS, name, (family, config | {drops: 0.1}))
+    found = both(name, tmp_path)
+    closed, kept = (after - before for after, before in zip(found, without, strict=True))
+    masks = config.get("n_layer", config.get("num_hidden_layers")) * 2 * 1024 * ROWS * LENGTH
+    width = 1 if torch.cuda.is_available() else 2
+    assert closed == masks
+    assert kept == pytest.approx(width * masks, rel=0.01)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("experts", ["all", "none"])
 def test_packed_experts(experts: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class NormCopies:
 
 
 RMS = NormCopies(3, 2)
-"""Cast to fp32; the 16-bit result before the weight is kept for the weight's gradient."""
+"""Turned to fp32; the 16-bit result before the weight is kept for the weight's gradient."""
 RMS_FP32 = NormCopies(4, 2)
 """The same, multiplied with its weight in fp32."""
 NATIVE = NormCopies(1, 1)
@@ -32,7 +32,7 @@ NATIVE = NormCopies(1, 1)
 LAYER_FP32 = NormCopies(6, 4)
 """Cohere's: subtracts the mean twice, each time in fp32."""
 WITHOUT_WEIGHT = NormCopies(2, 2)
-"""OLMo's: cast to fp32, and nothing to train."""
+"""OLMo's: turned to fp32, and nothing to train."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,13 @@ class ActivationCopies:
 
     trained: float = 1
     frozen: float = 1
-    """With adapters, which read the result in a copy of their own."""
+    """With adapters."""
+    result: bool = False
+    """It keeps its result, which the last product may keep anyway."""
 
 
 ACTIVATION_COPIES: Mapping[str, ActivationCopies] = {
-    "relu": ActivationCopies(0, 1),  # keeps its result, which the last product keeps anyway
+    "relu": ActivationCopies(result=True),
     "gelu_new": ActivationCopies(4, 4),  # written in single operations
     "xielu": ActivationCopies(4.5, 3.5),
 }

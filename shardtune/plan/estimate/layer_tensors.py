@@ -139,7 +139,7 @@ def norm_numbers(shape: ModelShape, work: Workload) -> float:
         # Side by side, several norms keep the same input.
         return each * (1 if copies == NATIVE and shape.parallel else norms) * shape.hidden
     if work.kernels == "eager" and shape.norm == "rms":
-        # Cast to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
+        # Turned to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
         inside = 2.0 if work.adapter is not None else 3.0
     else:
         inside = 1.0
@@ -271,7 +271,7 @@ def score_bytes(shape: ModelShape, work: Workload) -> float:
         # On a GPU autocast computes every softmax in fp32.
         found = copies_of(shape).score
         softmax = max(found, softmax) if work.autocast else found
-    return softmax + (3 if work.dropout else 0)
+    return softmax + (3 if work.attention_dropout else 0)
 
 
 # MLP ---------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def mlp_numbers(shape: ModelShape, work: Workload, load: float = 1.0) -> float:
         each = ((3 if work.kernels == "eager" else 2) if shape.gated else 1) + last
         return mlp_width(shape) * each
     copies = copies_of(shape)
-    dense = _copies_inside(shape, work, copies) + last
+    dense = _copies_inside(shape, work, copies, last=last) + last
     fed = sum(w.features[0] for w in shape.linears if w.module == FED)
     kept = (8 if work.adapter is None else 6) * fed
     experts = shape.experts
@@ -325,12 +325,15 @@ def _expert_numbers(shape: ModelShape, work: Workload, copies: FamilyCopies) -> 
     return shape.experts.ffn * (inside + trained) + shape.hidden * (1 + trained)
 
 
-def _copies_inside(shape: ModelShape, work: Workload, copies: FamilyCopies) -> float:
-    """Of an MLP's width, without what the last linear reads."""
+def _copies_inside(shape: ModelShape, work: Workload, copies: FamilyCopies, *, last: bool) -> float:
+    """Of an MLP's width, without what the last linear reads; `last` says whether that is kept."""
     if shape.gated:
         return 2 + copies.gate
     found = ACTIVATION_COPIES.get(shape.activation, ActivationCopies())
-    return found.trained if work.adapter is None else found.frozen
+    trained = work.adapter is None
+    # Under autocast an adapter reads the result in an fp32 copy of its own.
+    same = found.result and last and (trained or not work.autocast)
+    return (found.trained if trained else found.frozen) - same
 
 
 def expert_factor_bytes(shape: ModelShape, work: Workload) -> float:

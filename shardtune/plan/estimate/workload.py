@@ -29,7 +29,7 @@ scores down. `eager` does."""
 LossKind = Literal["plain", "shifted", "compiled", "chunked", "widened", "fused", "pieces"]
 """`plain` turns the logits into fp32 at once; `shifted` copies them once more to drop the last
 token, as transformers did until 4.45; `compiled` leaves no copy between logits and loss; `chunked`
-walks over pieces of the logits; `widened` does, too, after all have been cast to fp32, as
+walks over pieces of the logits; `widened` does, too, after all have been turned to fp32, as
 Lightning Fabric does with what a model returns; `fused` never has the logits (Liger); `pieces` is
 our own, which has a piece of them at a time."""
 KernelStyle = Literal["eager", "fused", "compiled"]
@@ -180,7 +180,9 @@ class Workload:
     place. Attention's result is copied before the output projection, as heads are joined after the
     rotation."""
     dropout: bool = False
-    """Whether the model drops activations in training."""
+    """Whether the model drops numbers of the residual stream in training."""
+    attention_dropout: bool = False
+    """Whether it drops scores, which only attention that writes them down keeps masks of."""
     overlap: bool = True
     """Gathers and reductions run while the GPU computes."""
     prefetch: bool = True

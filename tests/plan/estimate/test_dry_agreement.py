@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from shardtune.config.job import Job
 from shardtune.config.model_config import config_of, shape_of
@@ -21,7 +22,7 @@ from shardtune.plan.forecast import forecast
 from shardtune.training.engine_setup import make_plan
 
 QWEN, SMALL, LARGE = "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"
-QK_NORMS = "Qwen/Qwen3-1.7B"
+QK_NORMS, RELU = "Qwen/Qwen3-1.7B", "facebook/opt-1.3b"
 LORA = {"adapter": {"type": "lora", "rank": 16}}
 FSDP = {"strategy": {"type": "fsdp"}}
 NF4 = {"quantization": "nf4"}
@@ -104,6 +105,7 @@ LONG = {
         LARGE, 2, 2048, ranks=8, loss="fused", recompute="full", **FSDP
     ),
     "all, plain, fsdp on 8": job(LARGE, 1, 2048, ranks=8, **FSDP),
+    "lora, a ReLU and dropout, fsdp on 4": job(RELU, 4, 512, ranks=4, **LORA, **FSDP),
     "lora, fused, fsdp on 4": job(LARGE, 2, 2048, ranks=4, loss="fused", **LORA, **FSDP),
     "qlora, recomputed, fused, fsdp on 4": job(
         LARGE, 2, 2048, ranks=4, loss="fused", recompute="full", model=NF4, **LORA, **FSDP
@@ -111,6 +113,7 @@ LONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)]
@@ -138,6 +141,9 @@ def test_the_dry_run_and_the_closed_form_agree(name: str) -> None:
     twice = closed.work.loss == "pieces" and seen.moment == "forward"
     rows = min(closed.work.tokens, loss_chunk_rows(closed.shape.vocab))
     counted = seen.peak - (rows * closed.shape.vocab * 2 if twice else 0)
+    if closed.work.dropout and not torch.cuda.is_available():
+        # A CPU keeps masks in 16 bits, a GPU in eight: two of the residual stream in each layer.
+        counted -= 2 * closed.work.tokens * closed.shape.hidden * closed.shape.layers
     assert closed.memory.allocated == pytest.approx(counted, rel=0.03)
 
 
