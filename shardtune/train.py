@@ -176,9 +176,9 @@ def fit(
 ) -> Progress:
     """The training loop. It never asks which strategy it is running.
 
-    An engine may return from a step that a GPU has yet to compute. What came out of it is read at a
-    look, and only there does anybody wait: after each step or every few (`train.log_every`), for
-    the step before, so that the GPU has one to compute meanwhile.
+    An engine may return from a step that a GPU has yet to compute. Its result is read at a sync
+    point, the only place that waits: every `train.log_every` steps, for all steps but the newest,
+    so that the GPU has one to compute meanwhile.
     """
     job, world, first = run.job, run.world, progress.step + 1
     checkpoints, evaluations = run.checkpoints, run.evaluations
@@ -209,7 +209,7 @@ def fit(
             if step == first:
                 checkpoints.prepare()
             checkpoints.poll()
-            with meter.paused():  # both follow a look: nothing is computed meanwhile
+            with meter.paused():  # both follow a sync point: the device is idle
                 # Before the checkpoint: a run that goes on after it must not lack these lines.
                 if evaluating:
                     progress = pending.progress = evaluations.judge(progress, whole=last)

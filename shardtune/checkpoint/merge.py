@@ -24,6 +24,7 @@ from shardtune.checkpoint.rounding_error import (
     ModelCalls,
     Rounding,
     fp32_logits,
+    rounded_logits,
     rounding_bound,
 )
 from shardtune.core.atomic_write import atomic_folder
@@ -52,6 +53,8 @@ class MergedModel:
     """Between the adapter on its model and the merged model, in fp32."""
     rounded: LogitDifference
     """Between the merged model in fp32 and in what it was written in."""
+    in_bf16: float | None
+    """How far bf16 would move a logit; None where the files are no larger than that."""
 
 
 def merge_adapter(
@@ -74,6 +77,7 @@ def merge_adapter(
     adapted = fp32_logits(model, inputs)
     merged = model.merge_and_unload()
     same = compare_merged(adapted, merged, inputs)
+    in_bf16 = cost_of_bf16(merged, inputs) if dtype == torch.float32 else None
     rounded = round_weights(merged, inputs, dtype)
     merged.config.dtype = dtype
     with atomic_folder(target) as partial:
@@ -86,7 +90,7 @@ def merge_adapter(
                 card_of_merged(card, kind_of(merged.config)), encoding="utf-8"
             )
         require_read_back(merged, partial)
-    return MergedModel(_word(dtype), same, rounded)
+    return MergedModel(_word(dtype), same, rounded, in_bf16)
 
 
 def tokenize_prompts(tokenizer: Any, prompts: Sequence[str], model: Any) -> ModelCalls:
@@ -140,6 +144,12 @@ def round_weights(merged: Any, inputs: ModelCalls, dtype: torch.dtype) -> LogitD
         )
         raise RunError(Problem("merge", fact, "write it with --dtype fp32"))
     return difference
+
+
+def cost_of_bf16(merged: nn.Module, inputs: ModelCalls) -> float:
+    """The largest change of a logit if the weights were rounded to bf16. They stay as they are."""
+    exact = fp32_logits(merged, inputs)
+    return _largest(rounded_logits(merged, inputs, torch.bfloat16) - exact)
 
 
 def require_read_back(merged: Any, folder: Path) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.config.job import Job
+from shardtune.core.eval_figures import EvalFigures
 from shardtune.core.model.kind import ModelKind
-from shardtune.core.run_report import BeforeAfter, EvalFigures, TrainingReport
+from shardtune.core.run_report import BeforeAfter, TrainingReport
 from shardtune.core.yaml_document import dump_document
 
 CARD_FILE = "README.md"

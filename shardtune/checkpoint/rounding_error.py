@@ -52,6 +52,17 @@ def fp32_logits(model: nn.Module, inputs: ModelCalls) -> Tensor:
 
 
 @torch.no_grad()
+def rounded_logits(model: nn.Module, inputs: ModelCalls, dtype: torch.dtype) -> Tensor:
+    """`fp32_logits` of the same model with all its weights rounded to `dtype`. It keeps its own."""
+
+    def rounded(weight: Tensor) -> Tensor:
+        return weight.to(dtype).float() if weight.is_floating_point() else weight
+
+    with _through(model, rounded), torch.compiler.set_stance("force_eager"):
+        return _logits(model, inputs)
+
+
+@torch.no_grad()
 def rounding_bound(
     model: nn.Module, inputs: ModelCalls, exact: Tensor, rounding: Rounding
 ) -> float:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.core.atomic_write import atomic_write
+from shardtune.core.eval_figures import EvalFigures
 from shardtune.core.metrics import MetricsLine
-from shardtune.core.run_report import EvalFigures, TaskFigures
+from shardtune.core.run_report import TaskFigures
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, add_run_directory
 from shardtune.cli.result_command import comparison_prompts, open_result
+from shardtune.cli.say_dtype import say_dtype
 from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def add_parser(commands: Commands) -> None:
     command.add_argument("target", type=Path, metavar="DIR", help="folder to write")
     command.add_argument("--to", required=True, choices=tuple(_TARGETS), help="who reads it")
     command.add_argument(
-        "--dtype", choices=_DTYPES, help="hf: what weights are written in (as the base model is)"
+        "--dtype",
+        choices=_DTYPES,
+        help="hf: what weights are written in (what the run computed in)",
     )
     command.add_argument(
         "--as-stored",
@@ -71,9 +74,17 @@ def _hf(source: ExportSource, arguments: argparse.Namespace) -> None:
     if arguments.as_stored:
         _hf_as_stored(source, arguments)
         return
-    dtype = COMPUTE_DTYPES[arguments.dtype] if arguments.dtype else source.files.dtype
+    dtype = COMPUTE_DTYPES[arguments.dtype] if arguments.dtype else source.dtype
     found = export_hf(source, arguments.target, dtype)
-    print(f"wrote {arguments.target} in {found.dtype}, {_count(found.shards, 'file')} of weights")
+    written = say_dtype(
+        arguments.target,
+        found.dtype,
+        asked=arguments.dtype is not None,
+        computed=source.job.train.compute_precision,
+        in_bf16=found.in_bf16,
+        whole=not source.adapted,
+    )
+    print(f"{written}\n{_count(found.shards, 'file')} of weights")
     _print_merge(found.merged)
     _print_difference(f"rounded to {found.dtype}", found.rounded)
     print("read back by transformers: every weight as it was written")

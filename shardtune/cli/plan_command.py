@@ -212,7 +212,12 @@ def plan(arguments: argparse.Namespace) -> int:
     """Every strategy on one cluster, the best first. Exit code 1 if none fits."""
     from shardtune.config.rules import check
     from shardtune.plan.forecast import forecast
-    from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked, resolve_on
+    from shardtune.plan.on_cluster import (
+        chosen_precision,
+        planned_anew,
+        resolve_as_asked,
+        resolve_on,
+    )
     from shardtune.plan.search import rank
     from shardtune.plan.this_machine import offer
     from shardtune.report.plan_plots import ranking_drawings
@@ -224,6 +229,7 @@ def plan(arguments: argparse.Namespace) -> int:
     resolved = resolve_on(loaded.job, cluster)
     ranking = rank(resolved.job, shape, cluster, arguments.minimise)
     best, fix = ranking.best, ""
+    notes = (*chosen_precision(resolved), *planned_anew(loaded, ranking))
     if best is None:
         as_asked = resolve_as_asked(loaded.job, shape, cluster).job
         if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
@@ -233,7 +239,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         from shardtune.plan.ranking_summary import summarise
 
-        result = summarise(ranking, fix, chosen_precision(resolved))
+        result = summarise(ranking, fix, notes)
         print(result.to_json(indent=2, ascii_only=True))
     else:
         from rich.console import Console
@@ -241,7 +247,7 @@ def plan(arguments: argparse.Namespace) -> int:
         from shardtune.report.plan_table import print_ranking
 
         print_ranking(ranking, Console())
-        print(*chosen_precision(resolved), sep="\n")
+        print(*notes, sep="\n")
     if arguments.plot is not None:
         title = f"{arguments.job.name} on {cluster.name}"
         write_plot(arguments.plot, title, *ranking_drawings(ranking))

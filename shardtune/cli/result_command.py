@@ -14,6 +14,7 @@ from shardtune.cli.arguments import (
     temperature,
     text,
 )
+from shardtune.cli.say_dtype import say_dtype
 from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def add_parser(commands: Commands) -> None:
         "fold the adapter of a run into its model",
         """\
   shardtune merge runs/quickstart merged/quickstart
-  shardtune merge runs/quickstart merged/quickstart --dtype fp32""",
+  shardtune merge runs/quickstart merged/quickstart --dtype bf16""",
     )
     add_run_directory(command)
     command.add_argument("target", type=Path, metavar="OUT", help="folder to write")
     command.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="what to write (as the base model is)"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="what to write (what the run computed in)"
     )
 
 
@@ -81,9 +82,17 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    found = merge(arguments.directory, arguments.target, dtype=arguments.dtype)
+    run, job = open_result(arguments.directory)
+    found = merge_run(run, job, arguments.target, dtype=arguments.dtype)
+    written = say_dtype(
+        arguments.target,
+        found.dtype,
+        asked=arguments.dtype is not None,
+        computed=job.train.compute_precision,
+        in_bf16=found.in_bf16,
+    )
     print(
-        f"wrote {arguments.target} in {found.dtype}\n"
+        f"{written}\n"
         f"merged: logits within {found.merged.found:.2g} of the adapter's, both in fp32 "
         f"(rounding explains up to {found.merged.bound:.2g})\n"
         f"rounded to {found.dtype}: within {found.rounded.found:.2g} "
@@ -126,7 +135,14 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
 
 
 def merge(directory: Path, target: Path, *, dtype: Precision | None = None) -> MergedModel:
-    """Writes the run's model with its adapter merged into it, in `dtype` (the base model's own).
+    """`merge_run` of the run in `directory`."""
+    return merge_run(*open_result(directory), target, dtype=dtype)
+
+
+def merge_run(
+    run: RunDir, job: Job, target: Path, *, dtype: Precision | None = None
+) -> MergedModel:
+    """Writes the run's model with its adapter merged into it, in `dtype` (what it computed in).
 
     The adapter of a quantized model is merged into the dequantized weights: these were trained with
     and evaluated. Into the original ones it would make a model that nobody has seen.
@@ -135,27 +151,26 @@ def merge(directory: Path, target: Path, *, dtype: Precision | None = None) -> M
     from shardtune.checkpoint.model_card import CARD_FILE
     from shardtune.config.job import NoAdapter
     from shardtune.models.catalogue import public_name
-    from shardtune.models.load import COMPUTE_DTYPES
+    from shardtune.models.load import COMPUTE_DTYPES, merged_dtype
     from shardtune.models.load_result import load_result_tokenizer, load_to_merge
     from shardtune.models.model_files import ModelFiles
 
-    run, job = open_result(directory)
     if isinstance(job.adapter, NoAdapter):
         fact = "this run trained all weights: there is no adapter to merge"
-        raise RunError(Problem(str(directory), fact, f"{run.result} is the whole model already"))
+        raise RunError(Problem(str(run.path), fact, f"{run.result} is the whole model already"))
     if target.exists():
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
     base = ModelFiles(job.model)
     model = load_to_merge(str(run.result), base, job.train.compute_precision)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
-    written = COMPUTE_DTYPES[dtype] if dtype else base.dtype
+    usual = merged_dtype(base, job.train.compute_precision)
     card = run.result / CARD_FILE
     return merge_adapter(
         model,
         tokenizer,
         target,
-        written,
+        COMPUTE_DTYPES[dtype] if dtype else usual,
         comparison_prompts(run),
         base=(base.path, public_name(job.model.name)),
         card=card.read_text(encoding="utf-8") if card.is_file() else None,

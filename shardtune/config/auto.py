@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardtune.config.job import Job, LoRA, RayLaunch, TrainSection
+from shardtune.config.job import Job, LocalLaunch, LoRA, RayLaunch, TrainSection
 from shardtune.config.model_config import config_of, kind_if_known
 from shardtune.config.trackers import tracker_of
 from shardtune.core.machine import Machine
@@ -144,8 +144,11 @@ def _resolve_launch(draft: _Draft, machine: Machine, ranks: int | None, nodes: i
             found = f"one per GPU, {machine.gpus} found"
             draft.put(counted, here, found if machine.gpus else "no GPU found: one process")
     if launch.threads == "auto":
-        threads = max(1, machine.cores // here)
-        draft.put(("launch", "threads"), threads, f"{machine.cores} cores / {here} processes")
+        threads, why = max(1, machine.cores // here), f"{machine.cores} cores / {here} processes"
+        own = isinstance(launch, LocalLaunch) and ranks is None  # torchrun sets it by itself
+        if own and machine.omp_threads is not None:
+            threads, why = machine.omp_threads, "OMP_NUM_THREADS of the environment"
+        draft.put(("launch", "threads"), threads, why)
 
 
 def _resolve_length(draft: _Draft) -> None:

@@ -176,6 +176,8 @@ def _real_path(item: Any, value: Any) -> KeyPath:
     return tuple(path)
 
 
+_DEGREE: KeyPath = ("strategy", "degree")
+
 _WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -219,6 +221,8 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     if first == "extra_forbidden":
         return _unknown_key(path, value)
     if first == "missing" and isinstance(items[0]["loc"][-1], str):
+        if path == _DEGREE:
+            return "is missing", _degree_fix(value)
         return "is missing", f"add `{key}:`; `shardtune schema` says what it takes"
     if first in ("union_tag_invalid", "union_tag_not_found"):
         expected = items[0].get("ctx", {}).get("expected_tags")
@@ -249,6 +253,15 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
         if given in types_at(path):
             fix = f"write {{type: {given}}}, or {dotted((*path, 'type'))}={given} behind a command"
     return f"is {_show(given)}; it must be {wanted}", fix
+
+
+def _degree_fix(value: Any) -> str:
+    """Over how many ranks: all of them, where the job says how many there are."""
+    launch = value.get("launch")
+    ranks = launch.get("processes") if isinstance(launch, dict) else None
+    if type(ranks) is int and ranks > 1:
+        return f"add `degree: {ranks}`, all of launch.processes, or a divisor of it"
+    return "add `degree: 2` or more: how many ranks divide each layer, a divisor of all there are"
 
 
 def _show(given: Any) -> str:

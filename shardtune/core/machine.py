@@ -22,15 +22,22 @@ class Machine:
     """Bytes of CPU memory; 0 if unknown."""
     matmul: MatmulSpeed | None = None
     """What the GPUs, or else the cores, are fast in; None if unknown."""
+    omp_threads: int | None = None
+    """Threads a process is to have, where the environment says so."""
 
     @staticmethod
     def here() -> Machine:
-        return Machine(_cores(), _gpus(), _gpu_name(), _memory())
+        return Machine(_cores(), _gpus(), _gpu_name(), _memory(), omp_threads=_omp_threads())
 
 
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # a container may be given fewer than all
     return len(affinity(0)) if affinity else (os.cpu_count() or 1)
+
+
+def _omp_threads() -> int | None:
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # then of nested levels
+    return int(first) if first.isdecimal() and int(first) else None
 
 
 def _memory() -> int:

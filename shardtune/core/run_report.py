@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
+from shardtune.core.eval_figures import EvalFigures
+from shardtune.core.progress import Progress
 from shardtune.core.record import Record
-
-if TYPE_CHECKING:
-    from shardtune.core.progress import Progress
-
-
-class EvalFigures(Record):
-    """Figures of one held-out set. Null where a number isn't finite."""
-
-    loss: float | None
-    """Mean cross-entropy of the trained tokens."""
-    perplexity: float | None
-    accuracy: float | None
-    """The share of the trained tokens that the model would have chosen itself."""
-    labels: int
-    """Trained tokens."""
 
 
 class BeforeAfter(Record):

@@ -29,7 +29,7 @@ class SendBuckets:
     most_persistent: float = math.inf
     """Elements that may stay whole altogether."""
     updated: float = math.inf
-    """Elements whose gradients are turned to fp32 at a time for the update."""
+    """Elements whose gradients are cast to fp32 at a time for the update."""
     overlap: bool = True
     """Whether sending goes on beside computing."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from shardtune.core.run_report import EvalFigures
+from shardtune.core.eval_figures import EvalFigures
 from shardtune.core.step_parts import DeviceParts
 
 if TYPE_CHECKING:

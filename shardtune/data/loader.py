@@ -135,8 +135,8 @@ class Loader:
         tokens = computed = 0
         for step in range(min(steps, PADDING_STEPS)):
             rows = self._sampler.rows(step, self._last)
-            dealt = micro_batches(rows, self._ranks, self._micro_batch, turn=step)
-            for batch in (batch for share in dealt for batch in share):
+            by_rank = micro_batches(rows, self._ranks, self._micro_batch, turn=step)
+            for batch in (batch for batches in by_rank for batch in batches):
                 tokens += sum(document.length for row in batch for document in row)
                 computed += self._collate.size(batch)
         return 1 - tokens / max(computed, 1)

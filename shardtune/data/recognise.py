@@ -139,6 +139,10 @@ def recognise(source: SampledSource, kind: ModelKind) -> RecognisedFormat:
     fact = f"its columns make no format that {model} reads: it has {seen}; "
     fact += f"looked for {_LOOKED_FOR[kind]}"
     fix = "rename its columns, or write a job that names them: columns: {text: NAME}"
+    if asked := table.find([name.lower() for name in source.columns], _is_questions):
+        fact += f"; {asked!r} has questions, and no column has their answers"
+        fix = "training needs each answer, too, as an assistant's turn behind its question in one "
+        fix += "list of turns, `messages`; `shardtune evaluate` is for questions of a benchmark"
     raise DataError(Problem(source.path, fact, fix))
 
 
@@ -186,6 +190,15 @@ def _is_turns(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
 
 
+def _is_questions(value: Any) -> bool:
+    """Dialogues, each a list of turns, of which none is an answer."""
+    if not (isinstance(value, list) and value and all(isinstance(each, list) for each in value)):
+        return False
+    turns = [turn for dialogue in value for turn in dialogue]
+    roles = {turn.get("role") if isinstance(turn, dict) else None for turn in turns}
+    return bool(roles) and roles <= {"user", "system"}
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int for number in value)
 
@@ -207,7 +220,12 @@ class _Table:
 
     def holds(self, name: str) -> str:
         """What a column holds, in a word."""
-        kinds = {"text": _is_text, "token ids": _is_ids, "turns": _is_turns}
+        kinds = {
+            "text": _is_text,
+            "token ids": _is_ids,
+            "turns": _is_turns,
+            "lists of turns": _is_questions,
+        }
         for word, test in kinds.items():
             if self._most(name, test):
                 return word

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import torch
 
-from shardtune.checkpoint.merge import LogitDifference, require_read_back, round_weights
+from shardtune.checkpoint.merge import (
+    LogitDifference,
+    cost_of_bf16,
+    require_read_back,
+    round_weights,
+)
 from shardtune.checkpoint.model_card import CARD_FILE, hide_path
 from shardtune.data.template_parity import folder_reader, require_parity, training_reader
 from shardtune.export.folder import ExportFacts, export_folder
@@ -24,6 +29,8 @@ class HfExport:
     shards: int
     merged: LogitDifference | None
     rounded: LogitDifference
+    in_bf16: float | None
+    """How far bf16 would move a logit; None where the files are no larger than that."""
 
 
 def export_hf(source: ExportSource, target: Path, dtype: torch.dtype, to: str = "hf") -> HfExport:
@@ -32,6 +39,8 @@ def export_hf(source: ExportSource, target: Path, dtype: torch.dtype, to: str = 
     facts = ExportFacts(to, word, source.base_name, sorted(source.stops), source.parity.compared)
     with export_folder(target, facts) as partial:
         whole = source.whole_model()
+        in_fp32 = dtype == torch.float32
+        in_bf16 = cost_of_bf16(whole.model, whole.inputs) if in_fp32 else None
         rounded = round_weights(whole.model, whole.inputs, dtype)
         whole.model.config.dtype = dtype
         whole.model.generation_config.eos_token_id = sorted(source.stops)
@@ -44,4 +53,4 @@ def export_hf(source: ExportSource, target: Path, dtype: torch.dtype, to: str = 
         trained = training_reader(source.files.tokenizer, source.files.stop_ids)
         require_parity(trained, [folder_reader(partial)], source.files.tokenizer)
         shards = len(list(partial.glob("*.safetensors")))
-    return HfExport(word, shards, whole.merged, rounded)
+    return HfExport(word, shards, whole.merged, rounded, in_bf16)

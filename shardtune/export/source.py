@@ -29,6 +29,7 @@ from shardtune.data.template_parity import (
 )
 from shardtune.errors import Problem, RunError
 from shardtune.models.catalogue import public_name
+from shardtune.models.load import merged_dtype, result_dtype
 from shardtune.models.load_result import load_result, load_result_tokenizer, load_to_merge
 from shardtune.models.model_files import ModelFiles
 
@@ -69,6 +70,12 @@ class ExportSource:
     def stops(self) -> frozenset[int]:
         """Where answers end, as the result says."""
         return folder_reader(self.run.result).stops
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the whole model is written in unless somebody chooses."""
+        usual = merged_dtype if self.adapted else result_dtype
+        return usual(self.files, self.job.train.compute_precision)
 
     @cached_property
     def card(self) -> str:

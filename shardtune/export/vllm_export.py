@@ -44,7 +44,7 @@ def export_vllm(source: ExportSource, target: Path) -> VllmExport:
     """Writes the adapter, or the whole model of a full fine-tune; refuses what vLLM can't load."""
     source.require_decoder("vllm")
     if not source.adapted:
-        export_hf(source, target, source.files.dtype, to="vllm")
+        export_hf(source, target, source.dtype, to="vllm")
         return VllmExport(f"vllm serve {shlex.quote(str(target))}", adapter=False)
     rank = require_servable(source)
     facts = ExportFacts(

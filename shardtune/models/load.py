@@ -105,6 +105,18 @@ def held_precision(adapter: Adapter, train: TrainSection) -> Precision:
     return "fp32" if isinstance(adapter, NoAdapter) else train.compute_precision
 
 
+def merged_dtype(files: ModelFiles, computed: Precision) -> torch.dtype:
+    """What a merged model is written in unless somebody chooses: what the run `computed` in, so
+    that it answers as the adapter did. Weights may exceed fp16, which gets the base model's own."""
+    return files.dtype if computed == "fp16" else COMPUTE_DTYPES[computed]
+
+
+def result_dtype(files: ModelFiles, computed: Precision) -> torch.dtype:
+    """What all weights of a full fine-tune are written in: the base model's own, and fp32 after a
+    run in fp32, whose small updates 16 bits would round away."""
+    return torch.float32 if computed == "fp32" else files.dtype
+
+
 def load_base(files: ModelFiles, precision: Precision) -> Any:
     """The pretrained model, with rows for new tokens, in eval mode, on the CPU. ModelError where
     its files lack a weight: transformers would draw it at random."""

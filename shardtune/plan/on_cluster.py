@@ -7,6 +7,7 @@ from typing import Any
 
 from shardtune.config.auto import PRECISION, Planner, ResolvedJob, resolve
 from shardtune.config.job import Job
+from shardtune.config.job_file import LoadedJob
 from shardtune.core.machine import Machine
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.yaml_document import KeyPath, dotted
@@ -38,6 +39,24 @@ def chosen_precision(resolved: ResolvedJob) -> tuple[str, ...]:
     """Which precision was chosen, and why, in a line; nothing where the job says it."""
     reason = resolved.reasons.get(PRECISION)
     return () if reason is None else (f"precision: {resolved.job.train.precision} ({reason})",)
+
+
+def planned_anew(written: LoadedJob, ranking: Ranking) -> tuple[str, ...]:
+    """What the job says of keys that a ranking decides for itself, where the best one says
+    otherwise; a line each."""
+    best = ranking.best
+    if best is None or best.found is None:
+        return ()
+    found = []
+    for key in PLANNED_KEYS:
+        path: KeyPath = ("train", *key.split("."))
+        said, taken = planned_value(written.job, key), planned_value(best.found.job, key)
+        if written.origin(path) != "default" and said not in ("auto", taken):
+            found.append(
+                f"{dotted(path)}: {taken} with {best.name}, though {written.origin(path)} says "
+                f"{said}: a ranking tries all; `shardtune estimate` keeps it"
+            )
+    return tuple(found)
 
 
 def chosen_values(asked: Job, resolved: ResolvedJob) -> tuple[ChosenValue, ...]:

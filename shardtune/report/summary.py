@@ -12,10 +12,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shardtune.core.eval_figures import EvalFigures
 from shardtune.core.run_report import (
     BeforeAfter,
     Compared,
-    EvalFigures,
     ForecastCheck,
     RunReport,
     SampleAnswers,

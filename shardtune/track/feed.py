@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from shardtune.core.eval_figures import EvalFigures
 from shardtune.core.metrics import (
     CurveWarning,
     EvaluationMetrics,
@@ -21,7 +22,7 @@ from shardtune.core.metrics import (
 from shardtune.core.record import Record
 from shardtune.core.regular_file import read_regular
 from shardtune.core.run_history import LogPosition, follow
-from shardtune.core.run_report import EvalFigures, RunReport
+from shardtune.core.run_report import RunReport
 from shardtune.track.sink import Cell, Sink
 from shardtune.track.tracker_state import TrackerState, write_tracker_state
 

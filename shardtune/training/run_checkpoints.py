@@ -22,6 +22,7 @@ from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
 from shardtune.errors import RunError
 from shardtune.launch.process_group import JoinedWorld
+from shardtune.models.load import result_dtype
 from shardtune.models.model_files import ModelFiles
 from shardtune.report.live import RunView
 
@@ -44,14 +45,15 @@ class RunCheckpoints:
         mine = sum(shard.region.size for shard in shards if shard.key.startswith("weight."))
         trained = sum(map(int, self.world.all_gather(str(mine))))
         rule, save = self.job.train.optimizer, self.job.save
-        whole = isinstance(self.job.adapter, NoAdapter)
+        adapted = not isinstance(self.job.adapter, NoAdapter)
+        written = result_dtype(self.model, self.job.train.compute_precision)
         saves = save.every or save.best is not None
         need = estimate_disk(
             trained,
             2 if isinstance(rule, AdamW) else int(rule.momentum > 0),
             keep=save.keep + (save.best is not None),
             saves=-(-self.view.steps // (1 if save.best else save.every)) if saves else 1,
-            result=trained * (self.model.dtype.itemsize if whole else 4),
+            result=trained * (4 if adapted else written.itemsize),
         )
         require_disk_space(self.files.path, need, size_aside(self.files))
 

@@ -18,7 +18,7 @@ from shardtune.core.step import MicroBatch
 from shardtune.data.dataset import PreparedData
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.models.catalogue import BUILT_IN, public_name
-from shardtune.models.load import COMPUTE_DTYPES, held_precision
+from shardtune.models.load import COMPUTE_DTYPES, held_precision, result_dtype
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.gptq import E4M3
@@ -99,7 +99,7 @@ class RunResult:
             evaluator.tokenizer,
             evaluator.stops,
             target,
-            dtype=self.model.dtype,
+            dtype=result_dtype(self.model, job.train.compute_precision),
             base=(self.model.path, public_name(job.model.name)),
             card=card,
         )

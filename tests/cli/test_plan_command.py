@@ -109,6 +109,20 @@ def test_estimate_refuses_what_plan_would_leave_out(
     assert "fsdp divides them" in capsys.readouterr().err
 
 
+def test_plan_says_what_of_the_job_it_plans_anew(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(job), "--cluster", "1xH100-80GB", "adapter.type=lora"]
+    asked = [*words, "train.gradient_checkpointing=full"]
+    assert main(asked) == 0
+    line = "train.gradient_checkpointing: none with one GPU, though command line says full: "
+    assert line in capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    assert any(line in each for each in json.loads(capsys.readouterr().out)["best"]["reasons"])
+    assert main(words) == 0
+    assert "though" not in capsys.readouterr().out
+
+
 def test_plan_writes_the_best_job(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ def test_states_are_not_paged_where_all_memory_is_one() -> None:
 def test_more_processes_than_cores_have_a_thread_each() -> None:
     resolved = resolve(make_job(launch={"processes": 16}), LAPTOP)
     assert resolved.job.launch.threads == 1
+
+
+def test_omp_num_threads_of_the_environment_counts() -> None:
+    """Where our own launcher starts the ranks: torchrun sets it to 1 where nobody says more."""
+    asked = replace(SERVER, omp_threads=3)
+    resolved = resolve(make_job(), asked)
+    assert resolved.job.launch.threads == 3
+    assert reason(resolved, "launch.threads") == "OMP_NUM_THREADS of the environment"
+    assert resolve(make_job(launch={"threads": 7}), asked).job.launch.threads == 7
+    assert resolve(make_job(), asked, ranks=4).job.launch.threads == 24
 
 
 def test_processes_started_from_outside_are_taken_as_they_are() -> None:

@@ -331,6 +331,10 @@ MISTAKES = [
      " and '-'\n    fix: give 'auto' or a short name of letters, digits, '.', '_' and '-'"),
     ("data", "{train: [{path: a, format: chat}], eval: [{path: a, format: chat, weight: 2}]}",
      "data.eval.0.weight: unknown key here\n    fix: did you mean 'data.train.weight'?"),
+    ("strategy", "{type: tensor}",
+     "strategy.degree: is missing\n"
+     "    fix: add `degree: 2` or more: how many ranks divide each layer, a divisor "
+     "of all there are"),
     ("strategy", "{type: ddp, stage: 2}",
      "strategy.stage: unknown key here\n    fix: did you mean 'strategy.zero_optimization.stage'?"),
     ("learning_rate", "3",

@@ -31,6 +31,17 @@ def test_as_many_gpus_as_torch_sees() -> None:
     assert Machine.here().gpus == torch.cuda.device_count()
 
 
+@pytest.mark.parametrize(
+    ("said", "found"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)]
+)
+def test_threads_that_the_environment_asks_for(
+    said: str, found: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP 5.2, 21.1.2: a list of positive numbers, the first for the outermost level."""
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert Machine.here().omp_threads == found
+
+
 # How the driver reads the variable: NVIDIA's CUDA programming guide, "CUDA environment variables".
 VISIBLE = {
     None: 4, "": 0, "-1": 0, "0": 1, "0,2": 2, " 1 , 3 ": 2,

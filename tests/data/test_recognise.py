@@ -169,3 +169,20 @@ def test_a_set_of_which_no_row_can_be_read_is_refused(tmp_path: Path) -> None:
     setting = TrainSource(path=source.path, format="chat")
     with pytest.raises(DataError, match="none of 1 sampled rows can be read as chat: "):
         measure_lengths(source, setting, tiny.tokens(), frozenset(), "decoder")
+
+
+def test_a_benchmarks_questions_are_named_as_such(tmp_path: Path) -> None:
+    """As BFCL writes them: no other name for a column would make an answer of them."""
+    asked = [[{"role": "user", "content": "How large is it?"}]]
+    rows = [{"id": "simple_0", "question": asked, "function": [{"name": "f"}]}]
+    with pytest.raises(
+        DataError, match="'question' has questions, and no column has their"
+    ) as caught:
+        recognise(sampled(tmp_path, *rows), "decoder")
+    (problem,) = caught.value.problems
+    assert "'question' (lists of turns)" in problem.fact
+    assert "assistant's turn behind its question" in problem.fix
+    answered = [[*asked[0], {"role": "assistant", "content": "Small."}]]
+    with pytest.raises(DataError) as caught:
+        recognise(sampled(tmp_path, {"question": answered}), "decoder")
+    assert "rename its columns" in caught.value.problems[0].fix

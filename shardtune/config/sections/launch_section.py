@@ -24,7 +24,8 @@ class LocalLaunch(Section):
     processes: Auto | Positive = "auto"
     """One per GPU; `auto` counts them, and starts one process where there is none."""
     threads: Auto | Positive = "auto"
-    """Threads a process may use; `auto` divides the cores among the processes."""
+    """Threads a process may use; `auto` takes OMP_NUM_THREADS where the environment has it, and
+    else divides the cores among the processes."""
     restarts: NotNegative = 3
     """How often the run is started again from its last checkpoint after a process died or hung. At
     the third failure in the same step it ends in any case."""

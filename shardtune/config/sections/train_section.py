@@ -90,10 +90,10 @@ class TrainSection(Section):
     router_z_loss_coef: NotNegativeNumber = 0.0
     """Weight of the mean square of the log of the routers' partition sums (ST-MoE's z-loss)."""
     log_every: Positive = 1
-    """Steps between two looks at what the device has computed: loss, norm and health are read and
-    logged then, for every step since but the one that a GPU has only just been given, so that it
-    need not wait. What a step shows, such as a gradient that is not finite, is told at the look.
-    Before an evaluation, a checkpoint and the end there is one, too, at every step."""
+    """Steps between two sync points. At each, loss, gradient norm and health of all steps since the
+    last are read and logged, but for the newest, so that a GPU never waits for the log. A gradient
+    that is not finite is reported there, too. An evaluation, a checkpoint and the end of the run
+    begin with a sync point of their own, which reads every step."""
     preflight: bool = True
     """Try the largest micro-batch, an evaluation and the disk before the first step, so that what
     doesn't fit shows at once and not hours later. It changes nothing that is computed."""

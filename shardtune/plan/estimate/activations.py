@@ -216,7 +216,7 @@ def working_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     if work.counted:
         compiled = work.kernels == "compiled"
         count = _compiled_working(shape, work) if compiled else _eager_working(shape, work)
-        # On its own, a weight's gradient is there in 16 bits before it is turned to fp32.
+        # On its own, a weight's gradient is there in 16 bits before it is cast to fp32.
         weight = shape.largest_linear if work.wide_stream and not compiled else 0
         sent = 0
         if cut.expert > 1 and shape.experts is not None:  # rows on their way to other ranks
@@ -237,7 +237,7 @@ def passing_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
 
 def _eager_working(shape: ModelShape, work: Workload) -> float:
     """Numbers a token: gradients of the MLP's products, and of the stream. An adapter's input has
-    a gradient of its own, in fp32 where peft had turned it to that."""
+    a gradient of its own, in fp32 where peft had cast it to that."""
     wide = 2 if shape.gated else 1
     if work.autocast and adapts_last(shape, work):
         return (wide + 1) * mlp_width(shape) + 6 * shape.hidden

@@ -127,8 +127,8 @@ MEMORY = MemoryConstants()
 TIME = TimeConstants()
 
 UNIT_LESS = 0.9
-"""`fp8_rows` of a GPU that can't multiply 8-bit numbers: they are turned to 16 bits each time. A
-guess."""
+"""`fp8_rows` of a GPU that can't multiply 8-bit numbers: they are converted to 16 bits each time.
+A guess."""
 
 A100 = Chip(0.869, 0.9464, 0.3832, 0.382, 0.801, fp8_rows=UNIT_LESS, link=1.0, clash=0.2426)
 H100 = Chip(0.803, 0.942, 0.219, 0.61, 0.655, link=0.997, clash=0.667)

@@ -24,7 +24,7 @@ class NormCopies:
 
 
 RMS = NormCopies(3, 2)
-"""Turned to fp32; the 16-bit result before the weight is kept for the weight's gradient."""
+"""Cast to fp32; the 16-bit result before the weight is kept for the weight's gradient."""
 RMS_FP32 = NormCopies(4, 2)
 """The same, multiplied with its weight in fp32."""
 NATIVE = NormCopies(1, 1)
@@ -32,7 +32,7 @@ NATIVE = NormCopies(1, 1)
 LAYER_FP32 = NormCopies(6, 4)
 """Cohere's: subtracts the mean twice, each time in fp32."""
 WITHOUT_WEIGHT = NormCopies(2, 2)
-"""OLMo's: turned to fp32, and nothing to train."""
+"""OLMo's: cast to fp32, and nothing to train."""
 
 
 @dataclass(frozen=True)

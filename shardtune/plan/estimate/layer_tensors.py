@@ -139,7 +139,7 @@ def norm_numbers(shape: ModelShape, work: Workload) -> float:
         # Side by side, several norms keep the same input.
         return each * (1 if copies == NATIVE and shape.parallel else norms) * shape.hidden
     if work.kernels == "eager" and shape.norm == "rms":
-        # Turned to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
+        # Cast to fp32 by hand; the 16-bit result is kept where the norm's weight is trained.
         inside = 2.0 if work.adapter is not None else 3.0
     else:
         inside = 1.0

@@ -107,7 +107,7 @@ class Joined:
     """What fused layers compute together, by which have adapters: `models/fused/lora.py`."""
 
     attention: bool = False
-    """Queries and keys are turned where their product ends."""
+    """RoPE is applied to queries and keys where their product ends."""
     ends: bool = False
     """An MLP computes its activation with its adapters, and products add to what went past."""
 

@@ -29,7 +29,7 @@ scores down. `eager` does."""
 LossKind = Literal["plain", "shifted", "compiled", "chunked", "widened", "fused", "pieces"]
 """`plain` turns the logits into fp32 at once; `shifted` copies them once more to drop the last
 token, as transformers did until 4.45; `compiled` leaves no copy between logits and loss; `chunked`
-walks over pieces of the logits; `widened` does, too, after all have been turned to fp32, as
+walks over pieces of the logits; `widened` does, too, after all have been cast to fp32, as
 Lightning Fabric does with what a model returns; `fused` never has the logits (Liger); `pieces` is
 our own, which has a piece of them at a time."""
 KernelStyle = Literal["eager", "fused", "compiled"]
