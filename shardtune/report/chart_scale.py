@@ -22,13 +22,14 @@ class ChartScale:
         return self.begin + share * (self.end - self.begin)
 
 
-def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values of equal distance within `low` and `high`."""
+def round_ticks(low: float, high: float, about: int = 5, *, whole: bool = False) -> list[float]:
+    """Round values of equal distance within `low` and `high`; `whole` ones of steps and tokens."""
     if not high > low:
         return [low]
-    raw = (high - low) / about
+    raw = max((high - low) / about, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
-    distance = power * next(each for each in _ROUND if each * power >= raw * 0.999)
+    round_ones = [each for each in _ROUND if not whole or (each * power).is_integer()]
+    distance = power * next(each for each in round_ones if each * power >= raw * 0.999)
     first = math.ceil(low / distance - 1e-9)
     last = math.floor(high / distance + 1e-9)
     return [round(number * distance, 12) for number in range(first, last + 1)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shardtune.report.chart_scale import ChartScale, bounds, round_ticks, short
 from shardtune.report.markup import Markup, element, plain
@@ -13,6 +13,7 @@ from shardtune.report.markup import Markup, element, plain
 SERIES_COLOURS = 9  # that the style sheet has
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34
 LABEL_RIGHT = 30  # room for half of the last label
+HALF_LETTER = 3.3
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,14 @@ class Chart:
     from_zero: bool = False
     x_labels: Sequence[str] = ()
     """What stands at 0, 1, 2 and so on, where values of the x axis are names, or double."""
+    x_range: tuple[float, float] | None = None
+    """What the x axis shows at least, also where nothing is drawn."""
+    y_most: float | None = None
+    """Where lines are cut off at the top."""
+    note: str = ""
+    """Beside the legend, and at the end of the words."""
+    mark_names: Mapping[str, str] = field(default_factory=dict)
+    """What the legend calls the kinds of marks, where it isn't the kind's own name."""
 
     def label(self, x: float) -> str:
         """How a place of the x axis is called."""
@@ -104,6 +113,9 @@ def draw_chart(chart: Chart) -> Markup:
 def chart_drawing(chart: Chart) -> Drawing:
     """The chart without its caption and its legend."""
     width, height = chart.size
+    if not any(line.points for line in chart.lines):
+        nothing = element("text", "no values", x=width / 2, y=height / 2, class_="none")
+        return Drawing(chart.title, describe(chart), [nothing], (width, height))
     across, up = _scales(chart)
     shapes = [
         *_axes(chart, across, up),
@@ -112,8 +124,6 @@ def chart_drawing(chart: Chart) -> Drawing:
         *(_level(level, up, width, any(b.solid for b in chart.bands)) for level in chart.levels),
         *(_line(line, across, up) for line in chart.lines if line.points),
     ]
-    if not any(line.points for line in chart.lines):
-        shapes.append(element("text", "no values", x=width / 2, y=height / 2, class_="none"))
     return Drawing(chart.title, describe(chart), shapes, (width, height), _series(chart))
 
 
@@ -142,6 +152,7 @@ def describe(chart: Chart) -> str:
     said = [_words(line, chart) for line in chart.lines if line.points and not line.faint]
     said += [f"{level.name}: {short(level.y)}." for level in chart.levels]
     said += [f"At {chart.x_name} {short(mark.x)}: {mark.name}." for mark in chart.marks[:12]]
+    said += [f"{chart.note}."] if chart.note else []
     return " ".join(said) or "There are no values."
 
 
@@ -165,12 +176,16 @@ def _scales(chart: Chart) -> tuple[ChartScale, ChartScale]:
     ys = [y for line in chart.lines for _, y in line.points]
     ys += [y for band in chart.bands for _, low, high in band.points for y in (low, high)]
     ys += [level.y for level in chart.levels]
-    low, high = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    if chart.y_most is not None:
+        ys = [min(y, chart.y_most) for y in ys]
+    low, high = min([*xs, *(chart.x_range or ())]), max([*xs, *(chart.x_range or ())])
     if chart.x_labels:
         low, high = 0.0, len(chart.x_labels) - 1.0
+    if low == high:  # one place alone, in the middle
+        low, high = low - 0.5, high + 0.5
     bottom, top = bounds(ys, from_zero=chart.from_zero)
     right = width - (LABEL_RIGHT if chart.x_labels else RIGHT)
-    across = ChartScale(low, high if high > low else low + 1, LEFT, right)
+    across = ChartScale(low, high, LEFT, right)
     return across, ChartScale(bottom, top, height - BOTTOM, TOP)
 
 
@@ -181,12 +196,14 @@ def _axes(chart: Chart, across: ChartScale, up: ChartScale) -> list[Markup]:
         y = f"{up.at(tick):.1f}"
         shapes.append(element("path", d=f"M{LEFT} {y}H{width - RIGHT}", class_="grid"))
         shapes.append(element("text", short(tick), x=LEFT - 6, y=y, dy="0.32em", class_="y"))
-    places = round_ticks(across.low, across.high, about=width // 90)
+    places = round_ticks(across.low, across.high, about=width // 90, whole=True)
     if chart.x_labels:
         places = [float(number) for number in range(len(chart.x_labels))]
     for tick in places:
-        place, name = f"{across.at(tick):.1f}", chart.label(tick)
-        shapes.append(element("text", name, x=place, y=height - BOTTOM + 14, class_="x"))
+        place, name = across.at(tick), chart.label(tick)
+        beyond = place + HALF_LETTER * len(name) > width
+        x, style = (f"{width}", "x name") if beyond else (f"{place:.1f}", "x")
+        shapes.append(element("text", name, x=x, y=height - BOTTOM + 14, class_=style))
     base = f"M{LEFT} {height - BOTTOM}H{width - RIGHT}"
     shapes.append(element("path", d=base, class_="axis"))
     shapes.append(element("text", chart.x_name, x=width - RIGHT, y=height - 5, class_="x name"))
@@ -195,12 +212,12 @@ def _axes(chart: Chart, across: ChartScale, up: ChartScale) -> list[Markup]:
 
 
 def _line(line: Line, across: ChartScale, up: ChartScale) -> Markup:
-    places = [(across.at(x), up.at(y)) for x, y in line.points]
+    places = [(across.at(x), up.at(min(y, up.high))) for x, y in line.points]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     style = f"line c{line.colour % SERIES_COLOURS}"
     style += " faint" * line.faint + " dashed" * line.dashed
     shown = [element("path", d=path, class_=style)]
-    if line.dots:
+    if line.dots or len(places) == 1:  # a path of one point draws nothing
         shown += [
             element(
                 "circle",
@@ -220,8 +237,8 @@ def _line(line: Line, across: ChartScale, up: ChartScale) -> Markup:
 
 
 def _band(band: Band, across: ChartScale, up: ChartScale) -> Markup:
-    above = [f"{across.at(x):.1f} {up.at(high):.1f}" for x, _, high in band.points]
-    below = [f"{across.at(x):.1f} {up.at(low):.1f}" for x, low, _ in reversed(band.points)]
+    above = [f"{across.at(x):.1f} {up.at(min(y, up.high)):.1f}" for x, _, y in band.points]
+    below = [f"{across.at(x):.1f} {up.at(y):.1f}" for x, y, _ in reversed(band.points)]
     path = f"M{'L'.join([*above, *below])}Z" if above else "M0 0"
     style = "bar" if band.solid else "band"
     return element("path", d=path, class_=f"{style} c{band.colour % SERIES_COLOURS}")
@@ -249,11 +266,14 @@ def _series(chart: Chart) -> list[tuple[str, int]]:
 
 
 def _legend(chart: Chart) -> Markup:
-    named = _series(chart)
-    kinds = dict.fromkeys(mark.kind for mark in chart.marks)
-    items = [
-        element("li", element("span", class_=f"key c{colour % SERIES_COLOURS}"), name)
-        for name, colour in named
+    lines = [line for line in chart.lines if line.points and not line.faint]
+    bands = [band for band in chart.bands if band.name]
+    keys = [
+        (line.name, f"c{line.colour % SERIES_COLOURS}{' dashed' * line.dashed}") for line in lines
     ]
-    items += [element("li", element("span", class_=f"key rule {kind}"), kind) for kind in kinds]
+    keys += [(band.name, f"area c{band.colour % SERIES_COLOURS}") for band in bands]
+    kinds = dict.fromkeys(mark.kind for mark in chart.marks)
+    keys += [(chart.mark_names.get(kind, kind), f"rule {kind}") for kind in kinds]
+    items = [element("li", element("span", class_=f"key {style}"), name) for name, style in keys]
+    items += [element("li", chart.note)] if chart.note else []
     return element("ul", *items, class_="legend") if len(items) > 1 else Markup("")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from itertools import accumulate
 
-from shardtune.core.metrics import CurveWarning, NonfiniteGradient, StepMetrics
+from shardtune.core.metrics import CurveWarning, LossSpike, NonfiniteGradient, StepMetrics
 from shardtune.core.run_history import RunHistory, StepForecast, thin
 from shardtune.core.thinning import SMOOTHED_PART
+from shardtune.report.chart_scale import short
 from shardtune.report.drawn_figures import DRAWN_FIGURES
-from shardtune.report.line_chart import Band, Chart, ForecastLevel, Line, Mark
+from shardtune.report.line_chart import SERIES_COLOURS, Band, Chart, ForecastLevel, Line, Mark
 
 POINTS = 360  # of a line; more than a screen shows
 SET_POINTS = 600  # of all held-out sets together, or of all tasks
@@ -20,32 +21,50 @@ Points = list[tuple[float, float]]
 
 
 def loss_chart(run: RunHistory) -> Chart:
-    """The training loss with its smoothing band, each held-out set, and where a warning came."""
+    """The training loss with its smoothing band, each held-out set, and where a warning came.
+    Spikes are neither smoothed nor fitted in: one of 40 would press all else to the bottom."""
     losses = points_of(run, lambda step: step.loss)
-    mean, band = smooth(losses)
-    measured = [Line("training loss", thinned(losses), faint=True)] if band else []
-    lines = [
-        *measured,
-        Line("training loss, smoothed" if band else "training loss", thinned(mean)),
-        *(
-            Line(
-                f"{name}, held out",
-                thinned(points, _share(run.evaluations)),
-                colour=number,
-                dots=len(points) <= 60,
-            )
-            for number, (name, points) in enumerate(evaluation_points(run).items(), 1)
-        ),
-    ]
+    spikes = {each.step for each in run.warned if isinstance(each, LossSpike)}
+    usual = [point for point in losses if point[0] not in spikes] or losses
+    mean, band = smooth(usual)
+    without = " without spikes" if len(usual) < len(losses) else ""
+    measured = Line("training loss", thinned(losses), faint=bool(band))
+    smoothed = [Line(f"training loss, smoothed{without}", thinned(mean))] if band else []
+    held_out = evaluation_points(run)
+    most = max((y for each in (usual, *held_out.values()) for _, y in each), default=0.0)
+    highest = max(losses, key=lambda point: point[1], default=(0, 0.0))
+    cut = f"cut off: a loss of {short(highest[1])} at step {short(highest[0])}"
     return Chart(
         "Loss by step",
         "step",
         "loss (mean cross-entropy of trained tokens)",
-        lines,
+        [measured, *smoothed, *_held_out(held_out)],
         [Band("one standard deviation", band)] if len(band) > 2 else [],
         warning_marks(run),
         wide=True,
+        x_range=_steps_of(run),
+        y_most=most if highest[1] > most else None,
+        note=cut if highest[1] > most else "",
+        mark_names={"fault": "spike, or gradient not finite"},
     )
+
+
+def _held_out(found: Mapping[str, Points]) -> list[Line]:
+    return [
+        Line(
+            f"{name}, held out",
+            thinned(points, _share(found)),
+            colour=number,
+            dots=len(points) <= 60,
+            dashed=number >= SERIES_COLOURS,  # the colours begin anew
+        )
+        for number, (name, points) in enumerate(found.items(), 1)
+    ]
+
+
+def _steps_of(run: RunHistory) -> tuple[float, float] | None:
+    """The first and the last step: the axis of all charts, whether or not losses were finite."""
+    return (float(run.steps[0].step), float(run.steps[-1].step)) if run.steps else None
 
 
 def task_chart(run: RunHistory) -> Chart:
@@ -55,7 +74,8 @@ def task_chart(run: RunHistory) -> Chart:
         metric = f"{name} ({all_found[0].metric})"
         found = thin(all_found, _share(run.tasks), lambda each: each.score)
         points = [(float(each.step), each.score) for each in found]
-        lines.append(Line(metric, points, colour=number, dots=len(points) <= 60))
+        again = number >= SERIES_COLOURS  # the colours begin anew
+        lines.append(Line(metric, points, number, dots=len(points) <= 60, dashed=again))
         interval = [(float(each.step), each.low, each.high) for each in found]
         bands.append(Band("95 % interval" if number == 0 else "", interval, colour=number))
     return Chart("Score of each task", "step", "score, from 0 to 1", lines, bands, wide=True)
@@ -83,6 +103,7 @@ def step_charts(run: RunHistory) -> list[Chart]:
                     [Line(figure.title, points, colour=number)],
                     levels=[ForecastLevel("forecast", predicted)] if predicted else [],
                     from_zero=figure.from_zero,
+                    x_range=_steps_of(run),
                 )
             )
     return charts

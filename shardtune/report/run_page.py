@@ -6,7 +6,7 @@ any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,15 @@ from shardtune.report.html_page import html_page, section
 from shardtune.report.line_chart import draw_chart
 from shardtune.report.markup import Markup, element, join, table
 from shardtune.report.run_curves import loss_chart, step_charts, task_chart
-from shardtune.report.run_story import commands, figures, proofs, public, public_text, verdict
+from shardtune.report.run_story import (
+    commands,
+    counted,
+    figures,
+    proofs,
+    public,
+    public_text,
+    verdict,
+)
 from shardtune.report.step_bars import step_bars
 from shardtune.report.time_line import time_line
 
@@ -32,6 +40,7 @@ PAGE_FILE = "report.html"
 _OPEN_SAMPLES = 3  # answers that are shown at once
 _MOST_SAMPLES = 12
 _CHARACTERS = 4000  # of one answer
+_MOST_PLACES = 8  # steps that are named
 
 
 def write_run_page(run_dir: Path, state: RunState | None = None) -> Path:
@@ -56,6 +65,7 @@ def try_write_run_page(
 def run_page(run: RunHistory) -> str:
     """The page as text."""
     job = _job(run)
+    steps = [draw_chart(chart) for chart in step_charts(run)]
     return html_page(
         f"{run.name}: {run.state}",
         element("header", element("h1", run.name), _headline(run)),
@@ -65,7 +75,7 @@ def run_page(run: RunHistory) -> str:
         section("Tasks", draw_chart(task_chart(run)) if run.tasks else ""),
         section(
             "Steps",
-            element("div", *map(draw_chart, step_charts(run)), class_="charts"),
+            element("div", *steps, class_="charts") if steps else "",
             _forecast(run),
         ),
         section("Where the time of a step went", step_bars(run)),
@@ -89,15 +99,24 @@ def _warnings(run: RunHistory) -> str:
         for each in run.warned
         if isinstance(each, CurveWarning)
     ]
-    spikes = sum(each.kind == "spike" for each in run.warned)
-    skipped = sum(each.kind == "not_finite" for each in run.warned)
+    spikes = [each.step for each in run.warned if each.kind == "spike"]
+    skipped = [each.step for each in run.warned if each.kind == "not_finite"]
     if spikes:
-        said.append(element("li", f"{spikes:,} losses were far above those before them."))
+        fact = f"{counted(len(spikes), 'loss was', 'losses were')} far above those before"
+        said.append(element("li", f"{fact}: {_places(spikes)}."))
     if skipped:
-        said.append(element("li", f"{skipped:,} updates were left out: gradients not finite."))
+        fact = f"{counted(len(skipped), 'update was', 'updates were')} left out"
+        said.append(element("li", f"{fact}, their gradients not finite: {_places(skipped)}."))
     if run.bad_lines:
-        said.append(element("li", f"{run.bad_lines:,} lines of metrics.jsonl can't be read."))
+        lines = counted(run.bad_lines, "line", "lines")
+        said.append(element("li", f"{lines} of metrics.jsonl can't be read."))
     return element("ul", *said, class_="warnings") if said else ""
+
+
+def _places(steps: Sequence[int]) -> str:
+    shown = ", ".join(f"{step:,}" for step in steps[:_MOST_PLACES])
+    more = f" and {len(steps) - _MOST_PLACES:,} more" if len(steps) > _MOST_PLACES else ""
+    return f"step{'s' * (len(steps) > 1)} {shown}{more}"
 
 
 def _answers(run: RunHistory) -> str:

@@ -24,29 +24,45 @@ def verdict(run: RunHistory) -> str:
 
 
 def _state(run: RunHistory, model: str) -> str:
-    done = run.steps[-1].step if run.steps else 0
-    of = f" of {run.total_steps:,}" if run.total_steps and run.total_steps != done else ""
-    tokens = f"{run.tokens[-1]:,} tokens" if run.tokens else "no tokens"
-    seconds = sum(step.seconds for step in run.steps)
-    length = f"{done:,}{of} steps on {tokens} in {duration(seconds)} of training"
+    after = f"after {_length(run)}" if run.steps else "before its first step"
     if run.state == "done":
-        return f"{model} was trained for {length}"
+        return f"{model} was trained" + (f" for {_length(run)}" if run.steps else "")
     if run.state == "stopped":
-        return f"{model}: stopped on request after {length}"
+        asked = "stopped on request" if run.report is not None else "stopped or preempted"
+        return f"{model}: {asked} {after}"
     if run.state == "running":
-        return f"{model} is in training, {length} so far"
+        return (
+            f"{model} is in training, {_length(run)} so far" if run.steps else f"{model}: {after}"
+        )
     cause = next((each.cause for each in reversed(run.events) if each.kind == "failed"), "")
-    return f"{model}: failed after {length}" + (f" ({public_text(cause)})" if cause else "")
+    return f"{model}: failed {after}" + (f" ({public_text(cause)})" if cause else "")
+
+
+def _length(run: RunHistory) -> str:
+    done, seconds = run.steps[-1].step, sum(step.seconds for step in run.steps)
+    of = f" of {run.total_steps:,}" if run.total_steps and run.total_steps != done else ""
+    steps = f"{done:,}{of} steps" if of else counted(done, "step", "steps")
+    clock = duration(seconds) if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{steps} on {run.tokens[-1]:,} tokens in {clock} of training"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def _result(run: RunHistory) -> str:
-    """Which step the result is of, where it isn't the last."""
-    report = run.report
-    if report is None or report.result.step is None:
+    """Why it ended early, and which step the result is of, where it isn't the last."""
+    report, said = run.report, ""
+    if report is None:
         return ""
+    if (stop := report.early_stop) is not None:
+        said = f"; it ended early, {stop.waited} evaluations after the best {stop.metric}"
+    if report.result.step is None:
+        return said
     best = report.best
     why = f", the best by {best.metric} ({best.value:.4g})" if best is not None else ""
-    return f"; the result is of step {report.result.step:,}{why}"
+    return f"{said}; the result is of step {report.result.step:,}{why}"
 
 
 def _gain(run: RunHistory) -> str:
@@ -55,27 +71,31 @@ def _gain(run: RunHistory) -> str:
     report, said = run.report, []
     until = report.result.step if report is not None else None
     for name, found in run.evaluations.items():
-        known = [each.loss for each in found if each.loss is not None]
-        last = known[-1] if len(known) > 1 else None
+        first, last = found[0].loss, found[-1].loss
         if until is not None and report is not None and name in report.evaluation:
             last = report.evaluation[name].after.loss
-        if known and last is not None:
-            said.append(f"{_moved(known[0], last)} on {name}")
+        elif len(found) < 2:
+            continue
+        said.append(f"{_moved(first, last)} on {name}")
     if said:
-        more = f" and {len(said) - 3} more sets" if len(said) > 3 else ""
+        left = len(said) - 3
+        more = f" and {counted(left, 'more set', 'more sets')}" if left > 0 else ""
         return "; the held-out loss " + ", ".join(said[:3]) + more
-    losses = [
-        each.loss
-        for each in run.steps
-        if each.loss is not None and (until is None or each.step <= until)
-    ]
+    losses = [each.loss for each in run.steps if until is None or each.step <= until]
     return f"; the training loss {_moved(losses[0], losses[-1])}" if len(losses) > 1 else ""
 
 
-def _moved(before: float, after: float) -> str:
+def _moved(before: float | None, after: float | None) -> str:
+    """What became of a loss; None is one that wasn't finite."""
+    if after is None:
+        return "is no longer finite" if before is not None else "was never finite"
+    if before is None:
+        return f"is {after:.4g}"
+    shown, now = f"{before:.4g}", f"{after:.4g}"
+    if shown == now:
+        return f"stayed at {now}"
     change = f" ({after / before - 1:+.0%})" if before else ""
-    verb = "fell" if after < before else "rose" if after > before else "stayed"
-    return f"{verb} from {before:.4g} to {after:.4g}{change}"
+    return f"{'fell' if after < before else 'rose'} from {shown} to {now}{change}"
 
 
 def proofs(run: RunHistory, job: Job | None) -> list[tuple[str, str]]:
@@ -84,7 +104,7 @@ def proofs(run: RunHistory, job: Job | None) -> list[tuple[str, str]]:
     report = run.report
     if report is not None:
         within = report.result.largest_difference
-        logits = "" if within is None else f"; logits within {within:.2g} of those before saving"
+        logits = "" if within is None else f"; logits {_within(within)} those before saving"
         of = "" if report.result.step is None else f" to those of step {report.result.step:,}"
         found.append(("the result is what was trained", f"read back: weights equal{of}{logits}"))
         if report.forecast is not None:
@@ -109,6 +129,10 @@ def proofs(run: RunHistory, job: Job | None) -> list[tuple[str, str]]:
     if job is not None and job.save.trace:
         found.append(("the run can be repeated to the bit", "trace.jsonl has each step's digests"))
     return found
+
+
+def _within(difference: float) -> str:
+    return f"within {difference:.2g} of" if difference else "equal to"
 
 
 def _gib(pairs: tuple[Compared, ...]) -> str:

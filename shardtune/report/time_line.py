@@ -18,7 +18,7 @@ MOST_EVENTS = 60  # the last ones, which tell how it ended
 
 
 def time_line(run: RunHistory) -> Markup:
-    """The picture, and under it what the launcher saw, by the clock."""
+    """The picture, and under it what the launcher saw, by the clock. Empty where nothing was noted."""
     evaluated = sorted({each.step for found in run.evaluations.values() for each in found})
     rows = {
         "evaluations": [Mark(step, f"evaluated after step {step}") for step in evaluated],
@@ -35,7 +35,8 @@ def time_line(run: RunHistory) -> Markup:
     }
     last = run.steps[-1].step if run.steps else 0
     end = max([run.total_steps or 0, last, *(each.step for each in run.saves), 1])
-    picture = _draw({name: marks for name, marks in rows.items() if marks}, end)
+    noted = {name: marks for name, marks in rows.items() if marks}
+    picture = _draw(noted, end) if noted else Markup("")
     if not run.events:
         return picture
     seen = [
@@ -47,7 +48,7 @@ def time_line(run: RunHistory) -> Markup:
 
 
 def _draw(rows: Mapping[str, Sequence[Mark]], end: int) -> Markup:
-    height = max(1, len(rows)) * _ROW + 26
+    height = len(rows) * _ROW + 26
     across = ChartScale(0, end, _LEFT, _WIDTH - 14)
     shapes: list[str] = []
     for number, (name, marks) in enumerate(rows.items()):
@@ -61,10 +62,10 @@ def _draw(rows: Mapping[str, Sequence[Mark]], end: int) -> Markup:
             shapes.append(element("g", dot, class_=mark.kind))
     shapes += [
         element("text", short(tick), x=f"{across.at(tick):.1f}", y=height - 6, class_="x")
-        for tick in round_ticks(0, end, about=8)
+        for tick in round_ticks(0, end, about=8, whole=True)
     ]
     words = " ".join(_words(name, marks) for name, marks in rows.items())
-    return figure("What happened, by step", words or "Nothing was noted.", shapes, (_WIDTH, height))
+    return figure("What happened, by step", words, shapes, (_WIDTH, height))
 
 
 def _places(marks: Sequence[Mark], across: ChartScale, end: int) -> Iterator[tuple[Mark, int]]:
