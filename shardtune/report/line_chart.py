@@ -120,7 +120,7 @@ def chart_drawing(chart: Chart) -> Drawing:
     shapes = [
         *_axes(chart, across, up),
         *(_band(band, across, up) for band in chart.bands),
-        *(_mark(mark, across, height) for mark in chart.marks),
+        *(_mark(mark, chart.x_name, across, height) for mark in chart.marks),
         *(_level(level, up, width, any(b.solid for b in chart.bands)) for level in chart.levels),
         *(_line(line, across, up) for line in chart.lines if line.points),
     ]
@@ -244,10 +244,10 @@ def _band(band: Band, across: ChartScale, up: ChartScale) -> Markup:
     return element("path", d=path, class_=f"{style} c{band.colour % SERIES_COLOURS}")
 
 
-def _mark(mark: Mark, across: ChartScale, height: int) -> Markup:
+def _mark(mark: Mark, x_name: str, across: ChartScale, height: int) -> Markup:
     x = f"{across.at(min(max(mark.x, across.low), across.high)):.1f}"
     rule = element("path", d=f"M{x} {TOP}V{height - BOTTOM}", class_=f"mark {mark.kind}")
-    return element("g", element("title", mark.name), rule)
+    return element("g", element("title", f"{x_name} {mark.x:,.0f}: {mark.name}"), rule)
 
 
 def _level(level: ForecastLevel, up: ChartScale, width: int, left: bool) -> Markup:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from itertools import accumulate
 
-from shardtune.core.metrics import CurveWarning, LossSpike, NonfiniteGradient, StepMetrics
+from shardtune.core.metrics import CurveWarning, LossSpike, StepMetrics
 from shardtune.core.run_history import RunHistory, StepForecast, thin
 from shardtune.core.thinning import SMOOTHED_PART
 from shardtune.report.chart_scale import short
@@ -161,13 +161,9 @@ def smooth(points: Points) -> tuple[Points, list[tuple[float, float, float]]]:
 def warning_marks(run: RunHistory) -> list[Mark]:
     """Where the run warned; of many spikes and gradients that weren't finite the first ones."""
     warned: Sequence[Mark] = [
-        Mark(each.step, f"{_name(each)} at step {each.step}", "warning")
+        Mark(each.step, each.about.replace("_", " "), "warning")
         if isinstance(each, CurveWarning)
-        else Mark(each.step, f"step {each.step}: {each.fact}", "fault")
+        else Mark(each.step, each.fact, "fault")
         for each in sorted(run.warned, key=lambda each: not isinstance(each, CurveWarning))
     ]
     return sorted(warned[:MOST_MARKS], key=lambda mark: mark.x)
-
-
-def _name(warning: CurveWarning | NonfiniteGradient) -> str:
-    return warning.about.replace("_", " ") if isinstance(warning, CurveWarning) else warning.kind

@@ -18,7 +18,7 @@ MOST_EVENTS = 60  # the last ones, which tell how it ended
 
 
 def time_line(run: RunHistory) -> Markup:
-    """The picture, and under it what the launcher saw, by the clock. Empty where nothing was noted."""
+    """The picture, and under it what the launcher saw, by the clock; empty if nothing happened."""
     evaluated = sorted({each.step for found in run.evaluations.values() for each in found})
     rows = {
         "evaluations": [Mark(step, f"evaluated after step {step}") for step in evaluated],

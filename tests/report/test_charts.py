@@ -25,6 +25,14 @@ def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
     assert round_ticks(low, high) == pytest.approx(ticks)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 1, [0, 1]), (1, 3, [1, 2, 3]), (0, 12, [0, 5, 10]), (0, 2e6, [0, 5e5, 1e6, 1.5e6, 2e6])],
+)
+def test_steps_and_tokens_are_whole(low: float, high: float, ticks: list[float]) -> None:
+    assert round_ticks(low, high, whole=True) == ticks
+
+
 def test_numbers_are_short() -> None:
     values = (0, 0.123456, 1234.5, 12345, 2_500_000, 3e9, 2e-5)
     assert list(map(short, values)) == ["0", "0.1235", "1234", "12.35k", "2.5M", "3G", "2e-05"]
@@ -50,6 +58,33 @@ def test_a_chart_holds_its_values_and_marks() -> None:
     assert values["data-values"] == "[[1.0,2.0],[2.0,1.5]]"
     assert page.count("circle") == 2
     assert "At step 2: here." in page.text("desc")[0]
+
+
+def test_one_point_is_seen_in_the_middle() -> None:
+    page = PageReader(draw_chart(Chart("T", "step", "loss", [Line("loss", [(7, 2.0)])])))
+    (dot,) = [each for tag, each in page.tags if tag == "circle"]
+    assert dot["cx"] == "206.0"  # of the plot from 52 to 360
+    assert page.text("text")[-3:] == ["7", "step", "loss"]
+
+
+def test_what_is_cut_off_is_said() -> None:
+    line = Line("loss", [(1, 2.0), (2, 40.0), (3, 1.0)])
+    note = "cut off: a loss of 40 at step 2"
+    drawn = draw_chart(Chart("T", "step", "loss", [line], y_most=2.0, note=note))
+    page = PageReader(drawn)
+    assert max(float(text) for text in page.text("text")[:5]) <= 2.0
+    (path,) = [each["d"] or "" for tag, each in page.tags if each.get("class") == "line c0"]
+    heights = [float(each.split()[1]) for each in path[1:].split("L")]
+    assert heights[1] == 10.0  # the top of the plot, and not above it
+    assert heights[2] > heights[0] > heights[1]
+    assert page.text("desc")[0].endswith(f"{note}.")
+
+
+def test_a_label_stays_within_the_picture() -> None:
+    points = [(0, 1.0), (12_500_000, 2.0)]
+    page = PageReader(draw_chart(Chart("T", "tokens", "loss", [Line("loss", points)])))
+    places = [float(each["x"] or 0) for tag, each in page.tags if each.get("class") == "x"]
+    assert all(25 < place < 370 - 15 for place in places)
 
 
 def test_bars() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardtune.core.metrics import CurveWarning, LossSpike, TaskMetrics
+from shardtune.core.metrics import CurveWarning, LossSpike, NonfiniteGradient, TaskMetrics
 from shardtune.core.run_history import LauncherEvent, RunHistory, SavedCheckpoint, StepForecast
 from shardtune.core.step_parts import PARTS, RankParts, StepParts
 from shardtune.report.run_page import run_page, try_write_run_page
@@ -201,17 +202,64 @@ def test_runs_that_have_little() -> None:
         empty = RunHistory(Path("runs/empty"), state)  # type: ignore[arg-type]
         page = PageReader(run_page(empty))
         assert "no values" in page.text("text")
-    one = make_history(steps=1, evaluations={}, report=None, environment=None)
-    PageReader(run_page(one))
+        assert page.text("h2") == ["Loss", "Next"]
+        assert any("before its first step" in said for said in page.text("p"))
+
+
+def test_a_run_of_one_step() -> None:
+    run = make_history(steps=1, evaluations={}, report=None, environment=None)
+    page = PageReader(run_page(run))
+    assert verdict(run) == "tiny was trained for 1 step on 8 tokens in 0.1 s of training."
+    assert page.count("circle") == page.count("figure")  # one point in each chart
+    assert "What happened" not in page.text("h2")
+
+
+def test_losses_that_are_not_finite_are_said() -> None:
+    steps = tuple(step_line(n, loss=n if n < 10 else None) for n in range(1, 41))
+    nothing = evaluation_line(20, "code", 0.0).model_copy(update={"loss": None})
+    sets = {"code": (evaluation_line(0, "code", 2.0), nothing)}
+    left_out = tuple(
+        NonfiniteGradient(kind="not_finite", step=n, fact="not finite", ranks={}, weights={})
+        for n in range(10, 41)
+    )
+    run = make_history(steps=40, state="failed", report=None, evaluations=sets, warned=left_out)
+    run = replace(run, steps=steps)
+    assert verdict(run).endswith("; the held-out loss is no longer finite on code.")
+    alone = replace(run, evaluations={})
+    assert verdict(alone).endswith("; the training loss is no longer finite.")
+    page = PageReader(run_page(run))
+    named = "31 updates were left out, their gradients not finite: steps 10, 11, 12, 13, 14, 15, 16"
+    assert f"{named}, 17 and 23 more." in page.text("li")
+    texts = page.text("text")
+    assert texts[texts.index("step") - 1] == "40"  # the axis goes on where the line ends
+
+
+def test_a_spike_leaves_the_rest_readable() -> None:
+    run = make_history(steps=200)
+    steps = tuple(s.model_copy(update={"loss": 40.0}) if s.step == 50 else s for s in run.steps)
+    spike = LossSpike(kind="spike", step=50, fact="far above", usual=1.1, samples=("a",))
+    page = PageReader(run_page(replace(run, steps=steps, warned=(spike,))))
+    assert "1 loss was far above those before: step 50." in page.text("li")
+    assert "cut off: a loss of 40 at step 50" in page.text("li")
+    (words,) = [text for text in page.text("desc") if "cut off" in text]
+    assert "training loss, smoothed without spikes: from 1." in words
+    assert "highest 40" not in words.split("cut off")[0]
+
+
+def test_a_run_that_ended_early_says_why() -> None:
+    report = make_report(early_stop={"metric": "code.loss", "value": 1.0, "waited": 3})
+    run = make_history(job={"model.name": "tiny", "train.steps": 200}, report=report)
+    assert "80 of 200 steps" in verdict(run)
+    assert "; it ended early, 3 evaluations after the best code.loss; the held-out" in verdict(run)
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ("done", "tiny was trained for 80 steps on 640 tokens in 0:08 of training; the held-out"),
+        ("done", "tiny was trained for 80 steps on 640 tokens in 8.0 s of training; the held-out"),
         ("stopped", "tiny: stopped on request after 80 steps"),
         ("running", "tiny is in training, 80 steps"),
-        ("failed", "tiny: failed after 80 steps on 640 tokens in 0:08 of training (rank 1 died)"),
+        ("failed", "tiny: failed after 80 steps on 640 tokens in 8.0 s of training (rank 1 died)"),
     ],
 )
 def test_the_verdict(state: str, words: str) -> None:
