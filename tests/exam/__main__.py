@@ -16,22 +16,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tests.exam import page, peer, supervision, values
+from tests.exam import artefacts, ownership, page, peer, read_files, saves, supervision, values
 from tests.exam.case import Findings, Verdict
 from tests.exam.harness import Lab
 from tests.exam.proofs import Proofs, run_tests
+from tests.exam.slots import Slots, at, of_forked_ranks
 from tests.exam.table import ROWS, Check, Row, count
 
 AT_A_TIME = 3
-"""Things done beside one another, on two cores: each has its pauses."""
+"""Runs beside one another, on two cores: each has its pauses."""
 TIMED: tuple[Check, ...] = (
     supervision.kills, supervision.hangs, supervision.signals, supervision.interruption,
     supervision.orphans, supervision.pauses, values.memory,
 )  # fmt: skip
-"""Checks that look at the clock are never made beside one another."""
+"""Checks that look at the clock are never made beside one another, and go before all others."""
+LONG: tuple[Check, ...] = (
+    artefacts.huge_rows, saves.resumed_at_every_step, saves.killed_in_save, artefacts.pickles,
+    ownership.lost_and_found, read_files.incomplete_model,
+)  # fmt: skip
+"""Those that take longest begin first."""
 
 
 def main() -> int:
@@ -39,16 +46,20 @@ def main() -> int:
     rows = [row for row in ROWS if not arguments.only or row.number in arguments.only]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        lab = Lab(Path(folder))
+        lab = Lab(Path(folder), _slots(rows))
         lab.prepare()
+        psutil.cpu_times_percent()
         verdicts, theirs = sit(rows, lab, with_peer=not arguments.without_peer)
+        lab.slots.cpu["forked ranks"] = of_forked_ranks()
+        busy = 100 - psutil.cpu_times_percent().idle
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(_table(rows, verdicts, theirs))
     minutes = (time.monotonic() - begun) / 60
     held = {p: count(rows, verdicts, p) for p in ("P0", "P1")}
     for priority, (good, applying) in held.items():
         console.print(f"{priority}: {good} of {applying} cases that apply are held")
-    console.print(f"{minutes:.1f} minutes")
+    console.print(f"{minutes:.1f} minutes, processors busy {busy:.0f} % of the time")
+    console.print(lab.slots.report())
     if arguments.json:
         found = [
             {"case": row.number, "priority": row.priority, "title": row.title,
@@ -66,17 +77,29 @@ def sit(
     rows: Sequence[Row], lab: Lab, *, with_peer: bool
 ) -> tuple[dict[int, Verdict], dict[int, Verdict]]:
     """Each check once, whatever the number of rows that it answers; ours and the peer's."""
-    wanted = list(dict.fromkeys(check for row in rows for check in row.checks))
-    timed = [check for check in TIMED if check in wanted]
-    with ThreadPoolExecutor(max_workers=AT_A_TIME) as pool:
+    checks = _checks(rows)
+    timed = [check for check in TIMED if check in checks]
+    # A thread each: what keeps a check waiting is a slot, or another's run, which needs one.
+    with ThreadPoolExecutor(max_workers=len(checks) + 3) as pool:
         struck = pool.submit(_in_turn, timed, lab)
-        tests = pool.submit(run_tests, sorted({test for row in rows for test in row.tests}))
+        tests = pool.submit(run_tests, sorted({test for row in rows for test in row.tests}), lab)
         theirs = pool.submit(peer.sit, lab) if with_peer else None
-        others = {check: pool.submit(_findings, check, lab) for check in wanted
+        others = {check: pool.submit(_findings, check, lab) for check in checks
                   if check not in timed}  # fmt: skip
     seen = struck.result() | {check: each.result() for check, each in others.items()}
     verdicts = {row.number: _verdict(row, tests.result(), seen) for row in rows}
     return verdicts, theirs.result() if theirs else {}
+
+
+def _checks(rows: Sequence[Row]) -> list[Check]:
+    return list(dict.fromkeys(check for row in rows for check in row.checks))
+
+
+def _slots(rows: Sequence[Row]) -> Slots:
+    """Runs that several checks look at, tests and what is timed go first, then what takes long."""
+    others = [check for check in _checks(rows) if check not in (*TIMED, *LONG)]
+    names = [check.__name__ for check in (*LONG, *others)]
+    return Slots(AT_A_TIME, {name: number for number, name in enumerate([*names, "peer"])})
 
 
 def _in_turn(checks: Sequence[Check], lab: Lab) -> dict[Check, Findings]:
@@ -86,7 +109,8 @@ def _in_turn(checks: Sequence[Check], lab: Lab) -> dict[Check, Findings]:
 def _findings(check: Check, lab: Lab) -> Findings:
     found, begun = Findings(), time.monotonic()
     try:
-        check(lab, found)
+        with at(check.__name__):
+            check(lab, found)
     except Exception as error:
         found.expect(f"{check.__name__} fails: {type(error).__name__}: {error}", False)
         traceback.print_exc()

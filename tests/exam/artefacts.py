@@ -126,19 +126,20 @@ def huge_rows(lab: Lab, found: Findings) -> None:
     size = path.stat().st_size
     command = ["-m", "shardtune", "data", "job.yaml", "data.train.0.path=huge.jsonl",
                "data.train.0.format=completion", "data.workers=1", "--examples", "0"]  # fmt: skip
-    begun = time.monotonic()
-    with (lab.path / "huge.out").open("w+", encoding="utf-8") as out:
+    with lab.slots.taken(), (lab.path / "huge.out").open("w+", encoding="utf-8") as out:
+        begun = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, *command], cwd=lab.path, env=lab.environment(), stdout=out
         )
         _, status, used = os.wait4(process.pid, 0)  # its own memory, not that of runs beside it
+        lab.slots.cpu["huge_rows"] += used.ru_utime + used.ru_stime
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         shown = out.read()
+        seconds = time.monotonic() - begun
     peak = used.ru_maxrss / (1 << 20)
     found.expect("it is read", process.returncode == 0)
     found.expect("the cut is reported", "truncated" in shown)
     found.expect("memory is bounded", peak < 3.0)
-    seconds = time.monotonic() - begun
     found.show(f"{size >> 20} MiB in {seconds:.0f} s, peak {peak:.1f} GiB")
     path.unlink()

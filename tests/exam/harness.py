@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from tests.exam.faults import Fault, Plan
+from tests.exam.slots import Slots, at, has_ended
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).parent / "inject"
@@ -95,6 +96,7 @@ class Lab:
     """A folder with a job and its data, in which runs are made."""
 
     path: Path
+    slots: Slots = field(default_factory=Slots)
     _shared: dict[str, Done] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
@@ -155,16 +157,21 @@ class Lab:
         env: dict[str, str] | None = None,
     ) -> Done:
         """A run to its end, whatever that is, and a look at what it left behind."""
-        process, plan = self.start(name, *changes, faults=faults, env=env or {})
+        with self.slots.taken():
+            return self._run(name, *changes, faults=faults, env=env or {})
+
+    def _run(self, name: str, *changes: str, faults: Sequence[Fault], env: dict[str, str]) -> Done:
+        process, plan = self.start(name, *changes, faults=faults, env=env)
         family: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + TIMEOUT
         looks = 0
-        while process.poll() is None and time.monotonic() < deadline:
+        while not has_ended(process) and time.monotonic() < deadline:
             if looks % 3 == 0:  # reads all of /proc
                 family |= {each.pid: each for each in descendants(process.pid)}
             looks += 1
             time.sleep(0.1)
         ended = time.time()
+        self.slots.charge(process)
         process.kill()
         _, alive = psutil.wait_procs(list(family.values()), timeout=1)
         for each in alive:
@@ -177,8 +184,27 @@ class Lab:
         """A run that several cases look at; who comes first makes it, and the others wait."""
         with self._locks.setdefault(name, threading.Lock()):
             if name not in self._shared:
-                self._shared[name] = self.run(name, *changes, faults=faults)
+                with at(name):
+                    self._shared[name] = self.run(name, *changes, faults=faults)
             return self._shared[name]
+
+    def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+        """A command of shardtune beside a run: its exit code, and what it said."""
+        with self.slots.taken():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "shardtune", *words],
+                cwd=self.path,
+                env=self.environment() | (env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            assert process.stdout is not None
+            said = process.stdout.read()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            self.slots.charge(process)
+            return process.wait(), said
 
     @property
     def whole(self) -> Done:

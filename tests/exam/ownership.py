@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from shardtune.checkpoint.commit_by_rename import run_of
@@ -74,11 +72,8 @@ def _tear(folder: Path) -> None:
 def _lost_result(lab: Lab, done: Done, words: tuple[str, ...], found: Findings) -> None:
     weights = (done.folder / "result" / WEIGHTS).read_bytes()
     shutil.rmtree(done.folder / "result")
-    verify = subprocess.run(
-        [sys.executable, "-m", "shardtune", "verify", str(done.folder)],
-        env=lab.environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    found.expect("verify misses the result", verify.returncode == 1)
+    code, _ = lab.command("verify", str(done.folder))
+    found.expect("verify misses the result", code == 1)
     again = lab.run("owned", *words, "--resume")
     found.expect("--resume writes it again", again.code == 0)
     result = done.folder / "result" / WEIGHTS

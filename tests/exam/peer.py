@@ -6,6 +6,7 @@ Each is as near to our own case as the Trainer allows: the same model, data and 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 from tests.exam.artefacts import Malicious
 from tests.exam.case import Findings, Verdict
 from tests.exam.harness import ROOT, Lab
+from tests.exam.slots import at
 
 STEPS = 6
 PATIENCE = 20.0  # seconds that a hung rank is given; ours is named in 5
@@ -25,6 +27,11 @@ PATIENCE = 20.0  # seconds that a hung rank is given; ours is named in 5
 
 def sit(lab: Lab) -> dict[int, Verdict]:
     """Verdicts by the number of the case."""
+    with at("peer"):
+        return _sit(lab)
+
+
+def _sit(lab: Lab) -> dict[int, Verdict]:
     reference = _train(lab, "peer-whole", {})
     if reference["code"] != 0:
         return {2: Verdict("not applicable", "the Trainer's own run failed: " + reference["error"])}
@@ -68,10 +75,11 @@ def nan(lab: Lab, found: Findings, reference: dict[str, Any]) -> None:
 
 def hung(lab: Lab, found: Findings, reference: dict[str, Any]) -> None:
     """30: rank 1 of 2 is stopped in a forward pass."""
-    process = _start(lab, "peer-hung", {"stop": 3}, ranks=2)
     marker = lab.path / "peer-hung.stopped"
-    while not marker.exists() and process.poll() is None:
-        time.sleep(0.1)
+    with lab.slots.taken():
+        process = _start(lab, "peer-hung", {"stop": 3}, ranks=2)
+        while not marker.exists() and process.poll() is None:
+            time.sleep(0.1)
     begun = time.monotonic()
     while process.poll() is None and time.monotonic() - begun < PATIENCE:
         time.sleep(0.1)
@@ -119,8 +127,13 @@ def _flip(path: Path) -> None:
 
 
 def _train(lab: Lab, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    process = _start(lab, name, options)
-    _, error = process.communicate(timeout=300)
+    with lab.slots.taken():
+        process = _start(lab, name, options)
+        assert process.stderr is not None
+        error = process.stderr.read()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        lab.slots.charge(process)
+        process.wait()
     result = lab.path / name / "result.json"
     facts = json.loads(result.read_text("utf-8")) if process.returncode == 0 else {}
     return {"code": process.returncode, "error": error[-2000:], **facts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.exam.case import Findings
-from tests.exam.harness import ROOT
+from tests.exam.harness import ROOT, Lab
+from tests.exam.slots import at
 
 LONGEST = 8  # tests whose times are told
 
@@ -32,7 +34,7 @@ class Proofs:
         return sum(self.passed.get(name, 0) for name in names)
 
 
-def run_tests(names: Sequence[str]) -> Proofs:
+def run_tests(names: Sequence[str], lab: Lab) -> Proofs:
     """`names` are files, functions or cases of them under tests/, as pytest takes them."""
     if not names:  # pytest would run all there are
         return Proofs({}, {})
@@ -45,7 +47,13 @@ def run_tests(names: Sequence[str]) -> Proofs:
             f"--junitxml={report}",
             *(f"tests/{n}" for n in names),
         ]
-        subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+        with at("tests"), lab.slots.taken():
+            process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, text=True
+            )
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            lab.slots.charge(process)
+            process.wait()
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     _say_longest(cases)
     passed: dict[str, int] = {}

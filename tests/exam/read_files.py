@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
@@ -75,19 +72,11 @@ def changed_result(lab: Lab, found: Findings) -> None:
     data[-1] ^= 1
     weights.write_bytes(data)
     for words in (["generate", "to-be-changed", "--prompt", "x"], ["merge", "to-be-changed", "m"]):
-        code, said = _command(lab.path, lab.environment(), words)
+        code, said = lab.command(*words)
         found.expect(f"{words[0]} refuses it", code == 2 and "other content" in said)
     shard = next((folder / "checkpoints" / "step-000006").glob("*.safetensors"))
     shard.unlink()
     os.mkfifo(shard)
-    code, said = _command(lab.path, lab.environment(), ["verify", "to-be-changed", "--json"])
+    code, said = lab.command("verify", "to-be-changed", "--json")
     found.expect("verify names the pipe and ends", code == 1 and "named pipe" in said)
     found.show("refused with the file's name")
-
-
-def _command(folder: Path, environment: dict[str, str], words: list[str]) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "shardtune", *words], cwd=folder, env=environment, timeout=300,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardtune.checkpoint.commit_by_rename import checkpoint_name
@@ -27,7 +28,7 @@ RANKS = 2
 
 def killed_in_save(lab: Lab, found: Findings) -> None:
     """2, 3, 4: in a save that writes, commits and removes the checkpoint before."""
-    with tempfile.TemporaryDirectory() as folder:
+    with lab.slots.taken(), tempfile.TemporaryDirectory() as folder:
         exam = Exam.prepare(Path(folder), RANKS, background=True)
         outcomes = []
         if has_strace():
@@ -104,20 +105,24 @@ def resumed_at_every_step(lab: Lab, found: Findings) -> None:
     whole = lab.kept.folder
     expected = lab.whole.trace.splitlines()
     os.environ["XDG_CACHE_HOME"] = lab.environment()["XDG_CACHE_HOME"]
-    good = 0
-    for step in range(1, 25):
-        folder = lab.path / "resumed"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(whole, folder)
-        for later in range(step + 1, 25):
-            shutil.rmtree(folder / "checkpoints" / f"step-{later:06d}")
-        job = load_job(folder / "job.yaml", [
-            f"save.directory={folder}", f"train.steps={min(24, step + 2)}",
-            f"data.train.0.path={lab.path / 'rows.jsonl'}",
-            f"data.eval.0.path={lab.path / 'held.jsonl'}",
-        ]).job  # fmt: skip
-        train_on(2, job, resume=True)
-        lines = (folder / "trace.jsonl").read_text("utf-8").splitlines()
-        good += lines == expected[: min(24, step + 2)]
+    with lab.slots.taken():
+        good = sum(_resumes_from(step, whole, lab, expected) for step in range(1, 25))
     found.expect("each follows the whole run to the bit", good == 24)
     found.show(f"{good} of 24 resumes to the bit")
+
+
+def _resumes_from(step: int, whole: Path, lab: Lab, expected: Sequence[str]) -> bool:
+    """Whether two steps more, from a copy of what was there after this one, are as expected."""
+    folder = lab.path / "resumed"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+    for later in range(step + 1, 25):
+        shutil.rmtree(folder / "checkpoints" / f"step-{later:06d}")
+    until = min(24, step + 2)
+    job = load_job(folder / "job.yaml", [
+        f"save.directory={folder}", f"train.steps={until}",
+        f"data.train.0.path={lab.path / 'rows.jsonl'}",
+        f"data.eval.0.path={lab.path / 'held.jsonl'}",
+    ]).job  # fmt: skip
+    train_on(2, job, resume=True)
+    return (folder / "trace.jsonl").read_text("utf-8").splitlines() == expected[:until]

@@ -140,12 +140,13 @@ def interruption(lab: Lab, found: Findings) -> None:
 
 def reader_gone(lab: Lab, found: Findings) -> None:
     """71: `| head -13`."""
-    process, _ = lab.start("unheard")
-    assert process.stdout is not None
-    assert process.stderr is not None
-    read = [process.stdout.readline() for _ in range(13)]
-    process.stdout.close()
-    said = process.stderr.read()
+    with lab.slots.taken():
+        process, _ = lab.start("unheard")
+        assert process.stdout is not None
+        assert process.stderr is not None
+        read = [process.stdout.readline() for _ in range(13)]
+        process.stdout.close()
+        said = process.stderr.read()
     found.expect("13 lines were read", all(read))
     found.expect("it ends well", process.wait(timeout=600) == 0)
     found.expect("nothing is complained of", said == "")
@@ -159,6 +160,12 @@ def reader_gone(lab: Lab, found: Findings) -> None:
 
 def orphans(lab: Lab, found: Findings) -> None:
     """7: the launcher is killed; the terminal is closed."""
+    with lab.slots.taken():
+        _kill_launcher(lab, found)
+        _close_terminal(lab, found)
+
+
+def _kill_launcher(lab: Lab, found: Findings) -> None:
     process, _ = lab.start("orphans", faults=[Fault("kill launcher", 0, 3)])
     ranks: dict[int, psutil.Process] = {}
     while process.poll() is None:
@@ -170,7 +177,6 @@ def orphans(lab: Lab, found: Findings) -> None:
     found.expect("killed launcher: nobody left", not alive)
     found.show(f"killed launcher: gone in {time.monotonic() - begun:.1f} s")
     process.communicate()
-    _close_terminal(lab, found)
 
 
 def _close_terminal(lab: Lab, found: Findings) -> None:
