@@ -15,6 +15,7 @@ from shardtune.cli.start.fault_page import leaving_page
 from shardtune.cli.start.nodes import agree_on, other_launchers, telling
 from shardtune.cli.start.ray_settings import start_with_ray
 from shardtune.cli.start.run_claim import claim_directory, mend_overwrite
+from shardtune.core.paused_collector import paused_collector
 from shardtune.core.world import World
 
 if TYPE_CHECKING:
@@ -50,14 +51,15 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
     run = claim_directory(arguments, loaded, job, first=first)
     predicted = fitting_forecast(arguments, job, nodes)
 
-    from shardtune.checkpoint.overwrite import overwriting
-    from shardtune.core.machine import Machine
-    from shardtune.core.yaml_document import dump_document
-    from shardtune.launch.supervisor import run_local
-    from shardtune.plan.run_forecast import RunForecast
-    from shardtune.plan.this_machine import forecast_here
-    from shardtune.report.summary import print_summary
-    from shardtune.training.tracking import tracking
+    with paused_collector():
+        from shardtune.checkpoint.overwrite import overwriting
+        from shardtune.core.machine import Machine
+        from shardtune.core.yaml_document import dump_document
+        from shardtune.launch.supervisor import run_local
+        from shardtune.plan.run_forecast import RunForecast
+        from shardtune.plan.this_machine import forecast_here
+        from shardtune.report.summary import print_summary
+        from shardtune.training.tracking import tracking
 
     with (
         other_launchers(node, job) as launchers,
@@ -120,10 +122,11 @@ def _profiling(arguments: argparse.Namespace) -> list[str]:
 
 def _open(resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> Inputs:
     """Opens what the run reads, and prints what it will do."""
-    from shardtune.report.plan_table import print_outlook
-    from shardtune.report.start_summary import print_opening
-    from shardtune.training.engine_setup import make_plan
-    from shardtune.training.inputs import count_steps, open_inputs, open_loader
+    with paused_collector():
+        from shardtune.report.plan_table import print_outlook
+        from shardtune.report.start_summary import print_opening
+        from shardtune.training.engine_setup import make_plan
+        from shardtune.training.inputs import count_steps, open_inputs, open_loader
 
     job = resolved.job
     inputs = open_inputs(job, quiet=quiet)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shardtune.cli.resolve_job import fitting_forecast, resolve_here
 from shardtune.cli.start.fault_page import leaving_page
 from shardtune.cli.start.run_claim import claim_directory, mend_overwrite
+from shardtune.core.paused_collector import paused_collector
 from shardtune.core.world import outside_nodes
 from shardtune.launch import LAUNCHER_PID
 
@@ -50,8 +51,9 @@ def train_as_rank(arguments: argparse.Namespace) -> int:
             predicted = _predicted_by_rank_0(arguments, job)
             clears = arguments.overwrite  # only after all ranks have joined
 
-        from shardtune.launch.process_group import StopSignals
-        from shardtune.train import train
+        with paused_collector():
+            from shardtune.launch.process_group import StopSignals
+            from shardtune.train import train
 
         stop_signals = StopSignals()
         with _alone(job), _leaving_page(job, stop_signals):
