@@ -47,13 +47,15 @@ def row(family: str, folder: Path) -> str:
     trains, attention, packs, quantised = (
         _paired(family) if family in BOTH else _decoder(family, folder)
     )
-    sliced, cut = mark(can_slice(family)), mark(family in SHARDABLE_FAMILIES)
-    fused, planned = mark(family in SHARED_INPUT_FAMILIES), mark(family in SHAPE_READERS)
-    cells = (
-        f"`{family}`", mark(trains), attention, mark(packs), mark(quantised), sliced, cut, fused,
-        planned,
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    tried = (f"`{family}`", mark(trains), attention, mark(packs), mark(quantised))
+    return f"| {' | '.join((*tried, *declared(family)))} |"
+
+
+def declared(family: str) -> tuple[str, ...]:
+    """The last columns, which follow from tables alone."""
+    sliced, cut = can_slice(family), family in SHARDABLE_FAMILIES
+    fused, planned = family in SHARED_INPUT_FAMILIES, family in SHAPE_READERS
+    return tuple(map(mark, (sliced, cut, fused, planned)))
 
 
 def _decoder(family: str, folder: Path) -> tuple[bool, str, bool, bool]:

@@ -63,16 +63,18 @@ def temperature(word: str) -> float:
 def add_job(command: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """A job file and changes to it."""
     if optional:
-        command.add_argument("job", type=Path, nargs="?", metavar="JOB", help="a job to run there")
+        command.add_argument(
+            "job", type=Path, nargs="?", metavar="JOB", help="the job, a YAML file"
+        )
     else:
         command.add_argument("job", type=Path, metavar="JOB", help="the job, a YAML file")
     change = "change a value of the job, as train.learning_rate=1e-4"
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=change)
 
 
-def add_run_directory(command: argparse.ArgumentParser) -> None:
+def add_run_directory(command: argparse.ArgumentParser, what: str = "directory of a run") -> None:
     """The directory of a run that is there."""
-    command.add_argument("directory", type=Path, metavar="RUN", help="directory of a run")
+    command.add_argument("directory", type=Path, metavar="RUN", help=what)
 
 
 def add_nodes(command: argparse.ArgumentParser) -> None:

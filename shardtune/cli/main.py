@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="shardtune",
         formatter_class=_CommandList,
-        description="Fine-tunes large language models on one GPU or a thousand.",
+        description="Fine-tunes large language models on one GPU or many nodes.",
         epilog="""\
 a first run, on any machine with the repository at hand:
   shardtune data recipes/quickstart.yaml       see what the model will see

@@ -36,7 +36,10 @@ def add_parser(commands: Commands) -> None:
     )
     _add_cluster(command)
     command.add_argument(
-        "--minimise", choices=("time", "cost", "memory"), default="time", help="what to rank by"
+        "--minimise",
+        choices=("time", "cost", "memory"),
+        default="time",
+        help="what to rank by (time)",
     )
     command.add_argument("--write", type=Path, metavar="FILE", help="write the best job here")
     command.add_argument(
@@ -56,7 +59,7 @@ def add_parser(commands: Commands) -> None:
     )
     _add_cluster(command)
     command.add_argument(
-        "--dry-run", action="store_true", help="also replay a step on tensors without memory"
+        "--dry-run", action="store_true", help="also run the engine on fake tensors, and count"
     )
     command.add_argument(
         "--sweep",
@@ -170,7 +173,7 @@ def _result(
 
 
 def _dry_run(found: Forecast) -> DryRunSummary:
-    """One rank's steps on tensors without memory, beside the closed form of the same.
+    """One rank's steps on fake tensors, beside the closed form of the same.
 
     Operations run on their own there: what a compiler would make of them can't be seen.
     """

@@ -16,7 +16,7 @@ def add_parser(commands: Commands) -> None:
         "check every byte of a run's files, or of an export",
         "  shardtune verify runs/quickstart\n  shardtune verify out/gguf",
     )
-    add_run_directory(command)
+    add_run_directory(command, "directory of a run, or an export's folder")
     add_json(command)
 
 

@@ -2,8 +2,8 @@
 
 Only what is plain is read: the head's answer is given to a name, operations give that name new
 values, and it is returned as the keyword `logits` of an output of transformers. Whatever else may
-happen to logits (inside the call that returns them, by position, in another function, in place) is
-not understood, and whoever asks is told so.
+happen to logits (inside the call that returns them, by position, in another function or a
+decorator, in place, also under another name) is not understood, and whoever asks is told so.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, NamedTuple
+
+from torch import nn
 
 _AS_IT_IS = ("float", "contiguous")
 """Methods that leave the values of logits alone."""
@@ -43,6 +45,8 @@ def operations_behind_head(kind: type, heads: frozenset[str]) -> tuple[Operation
     """What the forward pass of a model's class does with logits between its head, which has one of
     these names in the model, and its end. None where that isn't plain."""
     forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    if not _hands_on(kind):
+        return None
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
         if isinstance(function, ast.FunctionDef):
@@ -51,6 +55,21 @@ def operations_behind_head(kind: type, heads: frozenset[str]) -> tuple[Operation
     except (OSError, TypeError, SyntaxError, _NotPlain):
         pass  # nobody can read it, or it does more
     return None
+
+
+def _hands_on(kind: type) -> bool:
+    """Whether what is wrapped around a class's forward pass is known to leave its output alone:
+    decorators of transformers or torch, and the way in which torch calls a module."""
+    if kind.__call__ is not nn.Module.__call__:
+        return False
+    wrapper: Any = kind.forward  # type: ignore[attr-defined]
+    while hasattr(wrapper, "__wrapped__"):
+        # `functools.wraps` copies the name of the module, so where it was written says more.
+        written_in = getattr(wrapper, "__globals__", {}).get("__name__", "")
+        if written_in.split(".")[0] not in ("transformers", "torch"):
+            return False
+        wrapper = wrapper.__wrapped__
+    return True
 
 
 class _ForwardPass:
@@ -88,6 +107,7 @@ class _ForwardPass:
 
     def _values(self, name: str) -> list[_Value]:
         """What a name is given. Refuses whatever else may change it, or what it stands for."""
+        names = self._names_of(name)
         found = [
             _Value(node.value, condition)
             for node, condition in self._statements
@@ -103,17 +123,54 @@ class _ForwardPass:
                 case ast.arg(arg=written) if written == name:
                     raise _NotPlain
                 case ast.Subscript() | ast.Attribute() if not isinstance(node.ctx, ast.Load):
-                    _require_without(node, name)
-                case ast.Call(func=ast.Attribute(value=holder, attr=method)):
-                    if method.endswith("_"):  # in place
-                        _require_without(holder, name)
-                case ast.keyword(arg="out") | ast.Expr() | ast.Lambda():
-                    _require_without(node, name)
+                    _require_without(node, names)
+                case ast.Call() if _is_in_place(node):
+                    _require_without(node, names)
+                case ast.AugAssign(target=target):
+                    _require_without(target, names)
+                case ast.Expr() | ast.Lambda():
+                    _require_without(node, names)
                 case ast.FunctionDef() if node is not self._function:
-                    _require_without(node, name)
+                    _require_without(node, names)
         if stored != len(found):
             raise _NotPlain
         return found
+
+    def _names_of(self, name: str) -> set[str]:
+        """The name, and others that are given the same tensor or a view of it."""
+        names = {name}
+        while True:
+            more = {
+                target
+                for node, _ in self._statements
+                if isinstance(node, ast.Assign | ast.AnnAssign)
+                and node.value is not None
+                and _viewed(node.value) in names
+                for target in _targets(node)
+            }
+            if more <= names:
+                return names
+            names |= more
+
+
+def _viewed(value: ast.expr) -> str:
+    """The name of which `value` may be a view: a part, an attribute, or what a method gives."""
+    match value:
+        case ast.Name(id=name):
+            return name
+        case ast.Subscript(value=inner) | ast.Attribute(value=inner):
+            return _viewed(inner)
+        case ast.Call(func=ast.Attribute() as method):
+            return _viewed(method)
+    return ""
+
+
+def _is_in_place(call: ast.Call) -> bool:
+    match call.func:
+        case ast.Name(id=called) | ast.Attribute(attr=called):
+            if called.endswith("_"):
+                return True
+    return any(each.arg in ("out", "inplace") for each in call.keywords)
 
 
 def _statements(node: ast.AST, condition: str) -> Iterator[tuple[ast.stmt, str]]:
@@ -139,8 +196,8 @@ def _is_output(found: object) -> bool:
     return isinstance(found, type) and issubclass(found, ModelOutput)
 
 
-def _require_without(node: ast.AST, name: str) -> None:
-    if any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node)):
+def _require_without(node: ast.AST, names: Set[str]) -> None:
+    if any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node)):
         raise _NotPlain
 
 

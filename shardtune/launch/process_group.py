@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -139,21 +139,25 @@ def join_process_group(
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
-        yield JoinedWorld(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            device=device,
-            heartbeat=_heartbeat(rank, size),
-            nodes=outside_nodes(),
-            stop_signals=stop_signals,
-        )
-        # Only after a good end: a rank that fails has to say why before its peers notice that it
-        # is gone, or their complaints would come first. The group ends with the process anyway.
-        # An engine of one rank has made a group of its own if it needs one: the next run of this
-        # process shall not find it.
-        if dist.is_initialized() and not found_group:
-            dist.destroy_process_group()
+        failed = True
+        try:
+            yield JoinedWorld(
+                rank=rank,
+                size=size,
+                local_rank=local_rank,
+                device=device,
+                heartbeat=_heartbeat(rank, size),
+                nodes=outside_nodes(),
+                stop_signals=stop_signals,
+            )
+            failed = False
+        finally:
+            # A rank that fails has to say why before its peers notice that it is gone, or their
+            # complaints would come first: its group ends with the process. One that is alone has a
+            # group if its engine needs one, which the next run of this process shall not find.
+            if dist.is_initialized() and not found_group and not (failed and size > 1):
+                with suppress(RuntimeError) if failed else nullcontext():  # the first error counts
+                    dist.destroy_process_group()
 
 
 @contextmanager

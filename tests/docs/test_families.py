@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from docs.make_families import known, rows, written
+from docs.make_families import declared, known, rows, written
 
 FEW = ["bloom", "gpt2", "llama"]
 
@@ -24,6 +24,11 @@ def chosen() -> list[Any]:
 def test_a_row_is_what_the_command_writes(name: str) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
     assert rows([name])[name] == written()[name]
+
+
+@pytest.mark.parametrize("name", known())
+def test_what_tables_declare_stands_in_each_row(name: str) -> None:
+    assert written()[name].endswith(f"| {' | '.join(declared(name))} |")
 
 
 def test_all_families_are_there() -> None:

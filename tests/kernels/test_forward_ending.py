@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -102,6 +104,51 @@ class BentByWhomeverItIsHandedTo(LlamaForCausalLM):
         return CausalLMOutputWithPast(logits=logits)
 
 
+class BentUnderAnotherName(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor) -> Any:
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        rows = logits.flatten(0, 1)
+        last = rows[-1:]
+        last *= 2.0
+        return CausalLMOutputWithPast(logits=logits)
+
+
+class BentByAFunctionInPlace(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor) -> Any:
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        positive = torch.relu_(logits)
+        return CausalLMOutputWithPast(logits=logits, hidden_states=(positive,))
+
+
+class BentByAnArgument(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor) -> Any:
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        positive = nn.functional.relu(logits, inplace=True)
+        return CausalLMOutputWithPast(logits=logits, hidden_states=(positive,))
+
+
+def doubling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def doubled(*arguments: Any, **named: Any) -> Any:
+        found = forward(*arguments, **named)
+        found.logits = 2.0 * found.logits
+        return found
+
+    return doubled
+
+
+class BentByADecorator(Plain):
+    forward = doubling(Plain.forward)
+
+
+class BentByItsCall(Plain):
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return doubling(super().__call__)(*arguments, **named)
+
+
 class BentInTheOutput(LlamaForCausalLM):
     def forward(self, input_ids: Tensor) -> Any:
         hidden = self.model(input_ids).last_hidden_state
@@ -174,6 +221,11 @@ def test_operations_are_read_with_their_condition() -> None:
         BentBehindABracket,
         BentInPlace,
         BentByWhomeverItIsHandedTo,
+        BentUnderAnotherName,
+        BentByAFunctionInPlace,
+        BentByAnArgument,
+        BentByADecorator,
+        BentByItsCall,
         BentInTheOutput,
         BentBehindAnother,
         OnlyATangent,

@@ -40,24 +40,36 @@ def test_one_rank_needs_no_others(strategy: str, tmp_path: Path) -> None:
 
 
 def groups_left(world: World, folder: Path, strategy: dict[str, str]) -> list[tuple[bool, bool]]:
-    """Of two runs in this process: whether each came to its end, and left torch a group."""
+    """Of three runs in this process: whether each came to its end, and left torch a group. The
+    first fails, because its weights overflow."""
     import torch.distributed as dist
 
+    from shardtune.errors import RunError
     from shardtune.train import train
 
     source = {"path": str(folder / "good.jsonl"), "format": "completion"}
     found = []
-    for name in ("first", "second"):
+    small = {"global_batch": 2, "micro_batch": 2, "precision": "fp32", "max_grad_norm": None}
+    for name, rate in (("failed", 1e4), ("first", 1e-4), ("second", 1e-4)):
         job = make_job(
             data={"train": [source], "sequence_length": 64},
             strategy=strategy,
-            train={"steps": 2, "global_batch": 2, "micro_batch": 2, "precision": "fp32"},
+            train={
+                **small,
+                "steps": 8,
+                "learning_rate": rate,
+                "optimizer": {"type": "sgd"},
+                "on_nan": "stop",
+            },
             launch={"processes": 1, "threads": 1},
             save={"directory": str(folder / name)},
         )
-        report = train(resolve(job, Machine(cores=1, gpus=0)).job, quiet=True)
-        assert report is not None
-        found.append((report.finished, dist.is_initialized()))
+        try:
+            report = train(resolve(job, Machine(cores=1, gpus=0)).job, quiet=True)
+        except RunError as error:
+            assert "not finite" in str(error)
+            report = None
+        found.append((report is not None and report.finished, dist.is_initialized()))
     return found
 
 
@@ -74,4 +86,4 @@ def test_a_run_leaves_the_next_one_no_process_group(
     rows = "".join(json.dumps({"text": "b" * n}) + "\n" for n in range(1, 9))
     (tmp_path / "good.jsonl").write_text(rows, encoding="utf-8")
     (found,) = on_ranks(1, groups_left, tmp_path, strategy)
-    assert found == [(True, False), (True, False)]
+    assert found == [(False, False), (True, False), (True, False)]

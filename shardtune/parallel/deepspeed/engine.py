@@ -167,7 +167,7 @@ class DeepSpeedEngine(NativeEngine):
         restore_linear(self._linear)
         for folder in self._swap.values():
             shutil.rmtree(folder, ignore_errors=True)
-        if kind is None and self._own_group:
+        if self._own_group:
             end_single_rank_group()
 
     def _numbers(self) -> dict[str, float]:
