@@ -95,9 +95,8 @@ def ratio(record: Record, records: Sequence[Record]) -> float | None:
 def differences(record: Record, records: Sequence[Record]) -> tuple[float, float] | None:
     """Of its first loss, and the largest of all steps, from the first peer's on the same data."""
     others = peers_of(record, records)
-    if (
-        not others or others[0] is record or record["method"] == COMMAND
-    ):  # it has an order of its own
+    # The command has an order of its own.
+    if not others or others[0] is record or record["method"] == COMMAND:
         return None
     pairs = zip(record["losses"], others[0]["losses"], strict=False)
     apart = [abs(own - other) for own, other in pairs]

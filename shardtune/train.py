@@ -193,9 +193,8 @@ def fit(
                 # Forward, backward, clip, update, schedule.
                 pending.add(run.engine.step(microbatches), microbatches)
             world.heartbeat.enter("collective")
-            stop = (
-                world.stop_request() if step < steps else StopRequest.NONE
-            )  # the last one ends anyway
+            # The last step ends the run anyway.
+            stop = world.stop_request() if step < steps else StopRequest.NONE
             last = step == steps or stop is not StopRequest.NONE
             # The end is evaluated by `finish`, unless something is decided by it.
             evaluating = evaluations.due(step) and not last

@@ -111,9 +111,7 @@ def compare_merged(adapted: Tensor, merged: nn.Module, inputs: ModelCalls) -> Lo
         _largest(logits - adapted),
         rounding_bound(merged, inputs, logits, Rounding(results=torch.float32)),
     )
-    if (
-        not difference.found <= difference.bound
-    ):  # so that it is refused also when it isn't a number
+    if not difference.found <= difference.bound:  # a NaN is refused, too
         fact = (
             f"merged, the model answers otherwise than with its adapter: in fp32 logits differ by "
             f"{difference.found:.2g}, and rounding explains {difference.bound:.2g}"

@@ -31,9 +31,8 @@ REPEATED_ROLES = (
     "user",
     "assistant",
 )
-END_OF_THOUGHT = (
-    "</think>"  # what stands before it in a turn is reasoning, which templates may drop
-)
+END_OF_THOUGHT = "</think>"
+"""What stands before it in a turn is reasoning, which templates may drop."""
 
 # A template is a program of somebody else: what it may raise when a conversation isn't to its
 # liking, on purpose or because it looks for a key that isn't there.

@@ -20,9 +20,7 @@ from shardtune.core.heartbeat import IN_A_STEP, Beat, Heartbeats
 from shardtune.launch.process_info import STOPPED, cpu_seconds, process_state, runqueue_seconds
 
 HUNG_AFTER_STEPS = 2.5  # median steps that a rank may stay in one phase of a step
-LONGEST_PAUSE = (
-    30 * 60.0
-)  # seconds for what takes its time; the collectives themselves give up then
+LONGEST_PAUSE = 30 * 60.0  # seconds for what takes its time: then collectives give up, too
 STOPPED_FOR = 2.0  # seconds
 SUSPECT_AFTER_SILENCE = 1.0  # seconds of silence after which we look closer
 STRAGGLER_WINDOW = 10  # steps over which ranks are compared

@@ -252,9 +252,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
     shares = mesh.data_ranks
     micro = int(train.micro_batch) if train.micro_batch != "auto" else 1
     microbatches = max(1, -(-train.global_batch // (shares * micro)))
-    micro = -(
-        -train.global_batch // (shares * microbatches)
-    )  # rows are cut evenly: data/micro_batches.py
+    micro = -(-train.global_batch // (shares * microbatches))  # as data/micro_batches.py cuts rows
     can = job.strategy.capabilities
     split = job.splits_weights(mesh.size)  # which are computed with as they are
     autocast = can.trained_weights == "autocast" and not split and train.precision != "fp32"

@@ -143,7 +143,7 @@ class ForecastSummary(Record):
 
 
 class DryRunSummary(Record):
-    """A step that was run on fake tensors, which have no memory, beside the closed form of the same."""
+    """A step that was run on fake tensors, beside the closed form of the same."""
 
     kernels: Literal["eager"]
     allocated_gib: float

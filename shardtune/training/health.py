@@ -20,9 +20,7 @@ from shardtune.core.world import World
 from shardtune.errors import BrokenWeights, OutOfMemory, Problem, RunError
 from shardtune.training.run import Run
 
-MOST_SKIPPED_IN_A_ROW = (
-    20  # steps in a row without a finite gradient; fp16 needs some to find its loss scale
-)
+MOST_SKIPPED_IN_A_ROW = 20  # steps without a finite gradient; fp16 seeks its loss scale in some
 SAMPLES_SHOWN = 12  # samples that a line in the terminal names; the metrics name all
 OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory")
 

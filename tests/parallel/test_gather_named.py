@@ -35,9 +35,8 @@ def walk(world: World) -> tuple[dict[str, list[float]], int, list[str]]:
         found[name] = tensor.tolist()
         alive.append(weakref.ref(tensor))
         del tensor
-        deadline = (
-            time.monotonic() + 5
-        )  # gloo's thread lets go of what it has sent when it comes to it
+        # gloo's thread lets go of what it has sent when it comes to it.
+        deadline = time.monotonic() + 5
         while (held := sum(each() is not None for each in alive)) > 1:
             if time.monotonic() > deadline:
                 break

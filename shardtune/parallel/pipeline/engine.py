@@ -77,9 +77,8 @@ class PipelineEngine(NativeEngine):
         )
         home = "cpu" if self._offload else world.device
         model: Any = builder.in_parts(home, parts.divide, parts.left_out)
-        if takes_boundaries(
-            model
-        ):  # schedules hand on rows of tensors, and boundaries run over all rows
+        if takes_boundaries(model):
+            # Schedules hand on rows of tensors, and boundaries run over all rows.
             model.set_attn_implementation("sdpa")
         self.anatomy, self.division = parts.anatomy, parts.division
         # Shares are gathered in the precision of the computation; else it is as weights are held.
