@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -179,12 +179,13 @@ def _traffic(found: Forecast) -> Table:
 
 def print_ranking(ranking: Ranking, console: Console) -> None:
     """The best first; of every other, why it isn't."""
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, collapse_padding=True)
     priced = any(each.found and each.found.cost is not None for each in ranking.candidates)
     headings = ["strategy", "step", "tokens/s", "GPU, GiB", "micro-batch", "checkpointing"]
     for heading in headings + ["cost"] * priced:
         words = heading in ("strategy", "checkpointing")
-        table.add_column(heading, justify="left" if words else "right")
+        justify: JustifyMethod = "left" if words else "right"
+        table.add_column(heading, justify=justify, min_width=len(heading))  # names are wrapped
     for each in ranking.candidates:
         found = each.found
         if found is None:

@@ -243,6 +243,17 @@ def test_a_ranking_shows_what_it_costs(job: Path, capsys: pytest.CaptureFixture[
     assert "--price: is -2" in capsys.readouterr().err
 
 
+def test_headings_of_a_ranking_are_whole_in_80_columns(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the longest names, which are wrapped instead."""
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["plan", str(job), "--cluster", "2xA40", "--price", "0.4"])
+    lines = capsys.readouterr().out.splitlines()
+    headings = "strategy step tokens/s GPU, GiB micro-batch checkpointing cost"
+    assert headings in {" ".join(line.split()) for line in lines}
+
+
 def test_what_fits_is_shown_below_the_room(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Memory that torch keeps and would give back isn't what a job is judged by."""
     words = ["model.name=llama-3.1-405b", "train.global_batch=1024", "data.sequence_length=8192"]
