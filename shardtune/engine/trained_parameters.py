@@ -10,18 +10,21 @@ from torch import Tensor, nn
 
 from shardtune.engine.dtensor import local, shard_of
 
-WEIGHTS_OF_A_NUMBER = {torch.uint8: 2, torch.float8_e4m3fn: 0.5}
-"""Two weights in NF4 are a byte, and each in FP8 is there twice; of all others it is one."""
-
-
 def base_weights(model: nn.Module) -> int:
     """Weights of a model without its adapters, as the planner counts them, however they are
     stored. Adapters are what is trained beside frozen weights."""
     parameters = list(model.parameters())
     frozen = [each for each in parameters if not each.requires_grad]
-    return round(
-        sum(each.numel() * WEIGHTS_OF_A_NUMBER.get(each.dtype, 1) for each in frozen or parameters)
-    )
+    return round(sum(_weights_in(each) for each in frozen or parameters))
+
+
+def _weights_in(stored: Tensor) -> float:
+    """Two weights in NF4 are a byte. In FP8 a linear layer has each of its own twice, experts once;
+    they are stacked."""
+    if stored.dtype == torch.uint8:
+        return 2.0 * stored.numel()
+    twice = stored.dtype == torch.float8_e4m3fn and stored.ndim == 2
+    return stored.numel() / (2.0 if twice else 1.0)
 
 
 class TrainedParameters:

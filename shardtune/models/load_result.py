@@ -14,7 +14,7 @@ from shardtune.models.fused.apply import LayerSetup
 from shardtune.models.load import load_base
 from shardtune.models.materialize import build_model
 from shardtune.models.model_files import ModelFiles, explaining
-from shardtune.models.quantization.nf4_experts import NF4Experts, shown_unpacked
+from shardtune.models.quantization.quantized_experts import QuantizedExperts, shown_unpacked
 from shardtune.models.quantization.swap import dequantize
 
 _FIX = "write it again: shardtune train RUN/job.yaml --resume"
@@ -77,7 +77,7 @@ def attach_adapter(model: Any, folder: str, name: str) -> Any:
 
 def _hand_over_factors(adapted: Any) -> None:
     """To packed experts: peft itself would add a correction to the bytes that they are in."""
-    packed = [module for module in adapted.modules() if isinstance(module, NF4Experts)]
+    packed = [module for module in adapted.modules() if isinstance(module, QuantizedExperts)]
     if packed:
         hand_over_factors(adapted, packed[0].compute_dtype)
 

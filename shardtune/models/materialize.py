@@ -46,7 +46,7 @@ from shardtune.models.quantization.calibration import (
     weight_holders,
 )
 from shardtune.models.quantization.fp8_linear import FP8Linear
-from shardtune.models.quantization.nf4_experts import NF4Experts
+from shardtune.models.quantization.quantized_experts import QuantizedExperts
 from shardtune.models.quantization.swap import quantizable, swap
 from shardtune.models.required_weights import (
     LEFTOVER_BUFFERS,
@@ -372,7 +372,7 @@ def _place(
             if isinstance(module, QuantizedLinear) and leaf == "weight":
                 module.quantize(copy)
                 continue
-            if isinstance(module, NF4Experts) and leaf in expert_matrices(module):
+            if isinstance(module, QuantizedExperts) and leaf in expert_matrices(module):
                 module.quantize(leaf, copy)
                 continue
             made[old] = nn.Parameter(copy, requires_grad=old.requires_grad)

@@ -1,4 +1,4 @@
-"""Grouped experts, plain and in NF4, are those of transformers and peft, forward and backward."""
+"""Grouped experts, plain, in NF4 and in FP8, are those of transformers and peft, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from shardtune.models.experts.grouped_experts import GroupedExperts
 from shardtune.models.experts.swiglu_experts import fuse_experts
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
-from shardtune.models.quantization.nf4_experts import NF4Experts, shown_unpacked
+from shardtune.models.quantization.fp8_experts import FP8Experts, quantize_matrices
+from shardtune.models.quantization.gptq import E4M3
+from shardtune.models.quantization.nf4_experts import NF4Experts
+from shardtune.models.quantization.quantized_experts import QuantizedExperts, shown_unpacked
 from shardtune.models.quantization.swap import dequantize
 from tests.models.families import write
 
@@ -51,9 +54,13 @@ def answer(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return logits.detach(), {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
-def as_transformers_has_it(model: Any) -> None:
+def as_transformers_has_it(model: Any, *, linears_too: bool = True) -> None:
     """The same weights in the modules of transformers and peft."""
-    dequantize(model)
+    if linears_too:
+        dequantize(model)
+    for module in model.modules():
+        if isinstance(module, QuantizedExperts):
+            module.unpack()
     for module in model.modules():
         if isinstance(module, FactoredParamWrapper):
             module.__class__ = ParamWrapper
@@ -81,10 +88,61 @@ def test_they_compute_what_transformers_and_peft_compute(
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_fused_they_compute_the_same(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_fp8_they_compute_with_the_weights_that_they_restore(
+    family: str, tmp_path: Path
+) -> None:
+    """Linear layers around them stay in FP8, which rounds their inputs."""
     write(tmp_path, family)
-    model = build(tmp_path, "none")
+    model = build(tmp_path, "fp8")
+    layers = [each for each in model.modules() if isinstance(each, FP8Experts)]
+    assert layers
+    assert all(each.quantized() == ("gate_up_proj", "down_proj") for each in layers)
+    found, gradients = answer(model)
+    as_transformers_has_it(model, linears_too=False)
+    assert not any(name.endswith("_scales") for name, _ in model.named_parameters())
+    expected, right = answer(model)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert gradients.keys() == right.keys()
+    for name, gradient in right.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_fp8_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
+    """Of three bits behind the point, or of the smallest step. A scale in bf16 (8 bits) may be
+    smaller than a row's largest needs, which is clipped then; the restored weight is rounded."""
+    weight = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[1, 3] = 0
+    weight[2] *= 1e-4
+    small, scales = quantize_matrices(weight, dtype)
+    assert (small.dtype, scales.dtype) == (E4M3, dtype)
+    assert scales.shape == (3, 16, 1)
+    back = (small.float() * scales.float()).to(dtype).float()
+    exact = weight.float()
+    assert not back[1, 3].any()
+    rounding = 2**-4 if dtype == torch.float32 else 2**-4 + 2**-8
+    most = torch.maximum(exact.abs() * rounding, scales.float() * 2**-10)
+    assert ((back - exact).abs() <= most * 1.0001).all()
+
+
+def test_experts_in_fp8_take_a_byte_a_weight(tmp_path: Path) -> None:
+    write(tmp_path, "gpt_oss")  # which has its matrices the other way round
+    layers = [each for each in build(tmp_path, "fp8").modules() if isinstance(each, FP8Experts)]
+    for experts in layers:
+        stored, scales = experts.gate_up_proj, experts.gate_up_proj_scales
+        assert (stored.dtype, stored.shape) == (E4M3, (4, 2 * 48, 32))
+        assert scales.shape == (4, 2 * 48, 1)
+        assert experts.plain_shape("gate_up_proj") == (4, 32, 2 * 48)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("qwen3_moe", "none"), ("deepseek_v3", "none"), ("qwen3_moe", "fp8")],
+)
+def test_fused_they_compute_the_same(family: str, quantization: str, tmp_path: Path) -> None:
+    write(tmp_path, family)
+    model = build(tmp_path, quantization)
     expected, right = answer(model)
     fuse_experts(model)
     fused = [each for each in model.modules() if isinstance(each, GroupedExperts)]
@@ -178,8 +236,7 @@ def test_an_adapter_keeps_no_copy_of_the_experts(tmp_path: Path) -> None:
     assert max(saved) < 4 * 2 * 24 * 32  # all experts' first matrices
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_what_would_leave_experts_in_16_bits_is_refused(quantization: str, tmp_path: Path) -> None:
+def test_what_would_leave_experts_in_16_bits_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe")
     with pytest.raises(ModelError, match="would leave the experts"):
-        build(tmp_path, quantization)
+        build(tmp_path, "int8")

@@ -28,22 +28,31 @@ def quantizable(shape: ModelShape, kept: Collection[str] = ()) -> int:
     return sum(weight.total for weight in _packed(shape, kept))
 
 
-def largest_packed(shape: ModelShape, expert_ranks: int = 1) -> int:
-    """Numbers in the largest quantized weight: it is whole for a moment in each product. Of experts
-    a rank has its own."""
-    packed = _packed(shape, ())
-    return max((each.size // (expert_ranks if each.routed else 1) for each in packed), default=0)
+def restored(shape: ModelShape, *, in_fp8: bool = False) -> int:
+    """Numbers that are restored for each product: in FP8 those of experts alone."""
+    return sum(weight.total for weight in _restored(shape, in_fp8=in_fp8))
+
+
+def largest_restored(shape: ModelShape, expert_ranks: int = 1, *, in_fp8: bool = False) -> int:
+    """Of these, the numbers of the largest weight, which is whole for a moment. Of experts a rank
+    has its own."""
+    found = _restored(shape, in_fp8=in_fp8)
+    return max((each.size // (expert_ranks if each.routed else 1) for each in found), default=0)
+
+
+def _restored(shape: ModelShape, *, in_fp8: bool) -> list[Weight]:
+    return [weight for weight in _packed(shape, ()) if weight.routed or not in_fp8]
 
 
 def require_quantizable(linears: int, kind: str = "nf4", *, experts: bool = False) -> None:
     """Refuses to quantize a model without ordinary linear layers; the planner counts their numbers,
-    the trainer the layers. Experts, most of a model that has them, are stored in NF4 alone."""
+    the trainer the layers. Experts, most of a model that has them, aren't stored in int8."""
     if not linears:
         fact = "the model's layers have no ordinary linear layers that could be quantized"
         raise ModelError(Problem("model.quantization", fact, "set model.quantization: none"))
-    if experts and kind != "nf4":
-        fact = f"is {kind}, which would leave the experts, most of the model, in 16 bits"
-        fix = "set model.quantization: nf4, which packs experts too, or none"
+    if experts and kind == "int8":
+        fact = "is int8, which would leave the experts, most of the model, in 16 bits"
+        fix = "set model.quantization: nf4 or fp8, which store experts too, or none"
         raise ModelError(Problem("model.quantization", fact, fix))
 
 
@@ -58,20 +67,27 @@ def require_whole_blocks(widths: Sequence[int]) -> None:
 
 
 def fp8_bytes(shape: ModelShape) -> int:
-    """Bytes of the linear modules in 8-bit floating point: each number for either direction,
-    and the columns that they have twice."""
-    return sum(
+    """Bytes of linear modules and experts in 8-bit floating point. Of a linear module each number
+    is there for either direction, and some columns twice; of experts each is there once."""
+    linears = (weight for weight in _packed(shape, ()) if not weight.routed)
+    return fp8_expert_bytes(shape) + sum(
         weight.total
         // weight.shape[-1]
         * (2 * weight.shape[-1] + outlier_columns(weight.shape[-1]))
-        for weight in _packed(shape, ())
+        for weight in linears
     )
+
+
+def fp8_expert_bytes(shape: ModelShape) -> int:
+    """Of these, experts' bytes: a number's own, and a scale in bf16 for each output."""
+    routed = (weight for weight in _packed(shape, ()) if weight.routed)
+    return sum(weight.total // weight.shape[-1] * (weight.shape[-1] + 2) for weight in routed)
 
 
 def gptq_bytes(shape: ModelShape) -> int:
     """At most so many bytes are taken for a while, beside `eight_bit`, to round them by data.
     Modules with one input may hear it together, which takes less."""
-    packed = _packed(shape, ())
+    packed = [weight for weight in _packed(shape, ()) if not weight.routed]
     squares = {
         part: sum(hessian_bytes(each.shape[-1]) for each in packed if each.part == part)
         for part in LAYER_PARTS

@@ -6,24 +6,24 @@ like any other. Its scales, a thirtieth of the whole, are not sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardtune.engine.dtensor import local
-from shardtune.models.experts.grouped_experts import GroupedExperts, become
+from shardtune.models.experts.grouped_experts import become
 from shardtune.models.quantization.bitsandbytes_linear import (
     for_backward,
     pack_nf4,
     restore_nf4,
     rows_of_nf4,
 )
+from shardtune.models.quantization.quantized_experts import QuantizedExperts
 
 
-class NF4Experts(GroupedExperts):
+class NF4Experts(QuantizedExperts):
     """Grouped experts whose matrices are packed in NF4, as `NF4Linear` packs one."""
 
     states: dict[str, Any]
@@ -54,12 +54,15 @@ class NF4Experts(GroupedExperts):
         found = restore_nf4(packed.view(-1, 1), scales, self.states[name], skipped)
         return found.transpose(-2, -1) if self.is_transposed else found
 
-    def unpack(self) -> None:
-        """Makes it the plain module again, with the weights that it has multiplied with."""
-        for name, state in self.states.items():
-            found = restore_nf4(getattr(self, name).view(-1, 1), state.absmax, state)
-            self._parameters[name] = nn.Parameter(found, requires_grad=False)
-        self.__class__ = self.plain_class  # type: ignore[assignment]
+    def dequantize(self, name: str) -> Tensor:
+        state = self.states[name]
+        return restore_nf4(getattr(self, name).view(-1, 1), state.absmax, state)
+
+    def plain_shape(self, name: str) -> torch.Size:
+        return torch.Size(self.states[name].shape)
+
+    def quantized(self) -> tuple[str, ...]:
+        return tuple(self.states)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NF4Experts:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -68,26 +71,8 @@ class NF4Experts(GroupedExperts):
         return self
 
 
-def pack_experts(module: Any, compute_dtype: torch.dtype) -> None:
+def hold_in_nf4(module: Any, compute_dtype: torch.dtype) -> None:
     """Lets a module of frozen experts hold its matrices in NF4 as soon as it is given them."""
     become(module, NF4Experts, compute_dtype)
     module.states = {}
     module.skipped = {}
-
-
-@contextmanager
-def shown_unpacked(model: nn.Module) -> Iterator[None]:
-    """Lets peft see packed experts in the shape that their weights have: it looks at it when it
-    puts an adapter beside them. What it sees takes no memory, and has no values."""
-    experts = [module for module in model.modules() if isinstance(module, NF4Experts)]
-    packed = [(each, name, each._parameters[name]) for each in experts for name in each.states]
-    for module, name, weight in packed:
-        assert weight is not None
-        empty = torch.empty(1, dtype=module.compute_dtype, device=weight.device)
-        shape = module.states[name].shape
-        module._parameters[name] = nn.Parameter(empty.expand(shape), requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, name, weight in packed:
-            module._parameters[name] = weight

@@ -15,8 +15,10 @@ from shardtune.models.quantization.bitsandbytes_linear import (
     NF4Linear,
     QuantizedLinear,
 )
+from shardtune.models.quantization.fp8_experts import hold_in_fp8
 from shardtune.models.quantization.fp8_linear import FP8Linear
-from shardtune.models.quantization.nf4_experts import NF4Experts, pack_experts
+from shardtune.models.quantization.nf4_experts import hold_in_nf4
+from shardtune.models.quantization.quantized_experts import QuantizedExperts
 
 
 def quantizable(
@@ -56,7 +58,8 @@ def swap(
     """Puts an empty quantized layer in the place of each one that was chosen."""
     make = {"nf4": NF4Linear, "int8": Int8Linear, "fp8": FP8Linear}[kind]
     for experts in (each for each in chosen if not isinstance(each, nn.Linear)):
-        pack_experts(experts, compute_dtype)
+        hold = {"nf4": hold_in_nf4, "fp8": hold_in_fp8}[kind]
+        hold(experts, compute_dtype)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in chosen and isinstance(child, nn.Linear):
@@ -67,7 +70,7 @@ def dequantize(model: nn.Module) -> nn.Module:
     """Puts an ordinary linear layer with the dequantized weights in the place of each quantized
     one."""
     for parent in list(model.modules()):
-        if isinstance(parent, NF4Experts):
+        if isinstance(parent, QuantizedExperts):
             parent.unpack()
         for name, child in list(parent.named_children()):
             if isinstance(child, QuantizedLinear):

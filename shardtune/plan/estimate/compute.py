@@ -9,7 +9,7 @@ import math
 
 from shardtune.core.activation_memory import loss_chunk_rows
 from shardtune.core.model.flops import attention_flops
-from shardtune.core.model.quantized_size import quantizable
+from shardtune.core.model.quantized_size import restored
 from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.plan.estimate.expert_load import imbalance
 from shardtune.plan.estimate.gpu_rates import IDLE, Busy, GpuRates
@@ -70,10 +70,10 @@ def layer_seconds(
         elsewhere = work.trained_in_experts(shape) * (1 - 1 / cut.expert)
         cast = work.trained(shape) - elsewhere - _ends(shape, work)
         total += cast_seconds(cast, on, layers * cut.tensor)
-    if work.packed_bits is not None:
+    if work.restores_weights:
         elsewhere = shape.count(lambda weight: weight.routed) * (1 - 1 / cut.expert)
-        packed = quantizable(shape) - elsewhere
-        unpack = packed / layers / cut.tensor * unpack_seconds(work, on)
+        here = restored(shape, in_fp8=work.by_row) - elsewhere
+        unpack = here / layers / cut.tensor * unpack_seconds(work, on)
         total += Busy(unpack, unpack)
     return _launched(total + exchanged, shape, work, cut, on)
 
@@ -98,8 +98,9 @@ def repeated_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuR
         total += adapter_seconds(shape, work, cut, tokens, on, names).forward
     if not compiled:
         total += small_seconds(shape, work, cut, tokens, on).forward
-    if work.packed_bits is not None:
-        total += sum(w.total for w in again) / layers / cut.tensor * unpack_seconds(work, on)
+    if work.restores_weights:
+        packed = sum(weight.total for weight in again if weight.routed or not work.by_row)
+        total += packed / layers / cut.tensor * unpack_seconds(work, on)
     return total
 
 
@@ -139,8 +140,8 @@ def _linear(
     if weight.routed:  # a rank has fewer experts, and tokens of all ranks for them
         copies /= cut.expert
         rows *= cut.expert * imbalance(shape, cut.expert)
-    by_row = work.by_row
-    faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 else 1.0
+    by_row = work.by_row and not weight.routed
+    faster = on.chip.fp8_rows if by_row else on.chip.fp8 if work.fp8 and not work.by_row else 1.0
     if work.fp8_by_row:
         faster = on.time.fp8_trained_rows
     # Slices of a product share its outputs, but what ends attention or an MLP shares its inputs.

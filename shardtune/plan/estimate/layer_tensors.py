@@ -318,7 +318,7 @@ def _expert_numbers(shape: ModelShape, work: Workload, copies: FamilyCopies) -> 
     """
     assert shape.experts is not None
     inside, adapted = 2 + copies.gate, adapts_experts(shape, work)
-    if adapted or work.packed_bits is not None:
+    if adapted or work.restores_weights:
         biased = any(each.routed and each.kind == "vector" for each in shape.weights)
         return shape.experts.ffn * (inside + 1 + adapted) + shape.hidden * (adapted + biased)
     trained = work.adapter is None

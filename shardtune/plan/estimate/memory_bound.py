@@ -214,6 +214,5 @@ def cast_seconds(weights: float, on: GpuRates, shares: float) -> Busy:
 
 
 def unpack_seconds(work: Workload, on: GpuRates) -> float:
-    """Seconds for a quantized weight to become a 16-bit one."""
-    assert work.packed_bits is not None
-    return (work.packed_bits / 8 + 2) / on.bytes
+    """Seconds for a quantized weight to become a 16-bit one; experts in FP8 have a byte each."""
+    return ((work.packed_bits or 8) / 8 + 2) / on.bytes

@@ -123,7 +123,7 @@ def kept_bytes(shape: ModelShape, work: Workload, cut: RankShare, level: Checkpo
             results = 2 if apart else 1
             inside += times * weight.features[0] * work.widths.compute * results
         # Compiled, a wide product and the adapters' with its input are one, but in 8 bits.
-        joint = compiled and repeated and not work.fp8
+        joint = compiled and repeated and (weight.routed or not work.fp8)
         if work.adapter is not None and not (joint and not work.adapter.dropout):
             rank = work.adapter.rank
             if weight.routed:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardtune.core.layout import Layout, State
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.quantized_size import largest_packed, quantizable
+from shardtune.core.model.quantized_size import largest_restored, quantizable
 from shardtune.core.model.shape import ModelShape
 from shardtune.plan.estimate.rank_share import (
     WEIGHTS,
@@ -62,8 +62,9 @@ def gathered_bytes(
     """Weights that are whole for the moment, at the loss and while a layer is at work: gathered
     from others, or unpacked."""
     unpacked = 0.0
-    if work.packed_bits is not None:
-        unpacked = largest_packed(shape, cut.expert) * work.widths.compute / cut.tensor
+    if work.restores_weights:
+        largest = largest_restored(shape, cut.expert, in_fp8=work.by_row)
+        unpacked = largest * work.widths.compute / cut.tensor
     here = layout.divisor("params", mesh) == 1 and layout.home.get("params", "gpu") == "gpu"
     if here and not in_shares(layout, work):
         return unpacked, unpacked

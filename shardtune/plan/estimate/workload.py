@@ -13,7 +13,12 @@ from typing import Literal
 from shardtune.core.footprint import ExpertBytes, ModelBytes
 from shardtune.core.model.adapter_size import lora_parameters, targeted
 from shardtune.core.model.flops import reads_source
-from shardtune.core.model.quantized_size import NF4_BITS, fp8_bytes, quantizable
+from shardtune.core.model.quantized_size import (
+    NF4_BITS,
+    fp8_bytes,
+    fp8_expert_bytes,
+    quantizable,
+)
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.model.weight import Weight
 from shardtune.core.pipeline_schedule import Pipelining
@@ -252,6 +257,12 @@ class Workload:
         return self.fp8 and self.counted
 
     @property
+    def restores_weights(self) -> bool:
+        """Whether weights, or those of experts, are stored in fewer bits and restored for each
+        product."""
+        return self.packed_bits is not None or self.by_row
+
+    @property
     def drops_apart(self) -> bool:
         """Whether dropout before an adapter is an operation of its own, as peft writes it."""
         fused = self.counted and self.kernels == "compiled"
@@ -328,7 +339,8 @@ def _expert_bytes(shape: ModelShape, work: Workload, *, held: float, reduced: fl
         matrices = sum(weight.total for weight in routed if weight.kind == "matrix")
         biases = sum(weight.total for weight in routed) - matrices
         packed = work.widths.frozen if work.packed_bits is None else work.packed_bits / 8
-        params += matrices * packed + biases * work.widths.frozen
+        stored = fp8_expert_bytes(shape) if work.by_row else matrices * packed
+        params += stored + biases * work.widths.frozen
     return ExpertBytes(
         params=round(params),
         trained=round(trained * held),
