@@ -25,7 +25,7 @@ from shardtune.models.packing_check import (
     require_document_isolation,
     require_isolating_layers,
 )
-from shardtune.models.quantization.fp8_linear import describe_fp8_matmul
+from shardtune.models.quantization.fp8_experts import describe_fp8
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
 from shardtune.report.run_panel import StepForecastLine
@@ -107,7 +107,7 @@ def train(
                 view.say(same_on_all_ranks(world.all_gather(describe_attention(engine.module()))))
                 view.say(describe_graphs(engine))
             if job.model.quantization == "fp8":
-                view.say(describe_fp8_matmul(world.device))
+                view.say(describe_fp8(engine.module(), world.device))
             evaluator = Evaluator(
                 engine,
                 inputs.data.eval,

@@ -21,7 +21,7 @@ from shardtune.models.experts.grouped_experts import GroupedExperts
 from shardtune.models.experts.swiglu_experts import fuse_experts
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
-from shardtune.models.quantization.fp8_experts import FP8Experts, quantize_matrices
+from shardtune.models.quantization.fp8_experts import FP8Experts, describe_fp8, quantize_matrices
 from shardtune.models.quantization.gptq import E4M3
 from shardtune.models.quantization.nf4_experts import NF4Experts
 from shardtune.models.quantization.quantized_experts import QuantizedExperts, shown_unpacked
@@ -128,7 +128,10 @@ def test_experts_in_fp8_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> No
 
 def test_experts_in_fp8_take_a_byte_a_weight(tmp_path: Path) -> None:
     write(tmp_path, "gpt_oss")  # which has its matrices the other way round
-    layers = [each for each in build(tmp_path, "fp8").modules() if isinstance(each, FP8Experts)]
+    model = build(tmp_path, "fp8")
+    layers = [each for each in model.modules() if isinstance(each, FP8Experts)]
+    assert len(layers) == 3
+    assert "experts: stored in fp8, multiplied in 16 bits" in describe_fp8(model, "cpu")
     for experts in layers:
         stored, scales = experts.gate_up_proj, experts.gate_up_proj_scales
         assert (stored.dtype, stored.shape) == (E4M3, (4, 2 * 48, 32))

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from shardtune.core.model.known_models import known_model
+from shardtune.core.model.quantized_size import fp8_bytes, fp8_expert_bytes, quantizable
 from shardtune.core.units import GIB
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate.expert_load import imbalance
@@ -26,6 +27,27 @@ def test_qwen3_30b_in_nf4_fits_on_one_small_card() -> None:
     assert best is not None
     assert best.found is not None
     assert best.found.memory.peak < 24 * GIB
+
+
+def test_experts_in_fp8_take_a_byte_a_weight_and_a_scale_for_each_output() -> None:
+    """Half of what they take in bf16. All other matrices are there for either direction."""
+    name = "Qwen/Qwen3-30B-A3B"
+    shape = known_model(name)
+    found = {}
+    for kind in ("none", "fp8"):
+        asked = job(name, adapter=LORA, model={"name": name, "quantization": kind})
+        found[kind] = forecast(asked, shape, parse_cluster("1xH200"))
+    routed = shape.count(lambda weight: weight.routed)
+    outputs = 48 * 128 * (2 * 768 + 2048)  # layers, experts, outputs of gate, up and down
+    assert fp8_expert_bytes(shape) == routed + 2 * outputs
+    weights = found["none"].held.of("params") - found["fp8"].held.of("params")
+    linears = 2 * (quantizable(shape) - routed)
+    twice = fp8_bytes(shape) - fp8_expert_bytes(shape) - linears  # columns of channels that matter
+    assert weights == 2 * routed - fp8_expert_bytes(shape) - twice
+    assert 0 < twice < 0.03 * linears
+    # The largest weight is whole in bf16 for a moment.
+    buffers = [each.memory.gpu["buffers"] for each in found.values()]
+    assert buffers[1] - buffers[0] == pytest.approx(2 * 128 * 2 * 768 * 2048, rel=0.01)
 
 
 def test_mixtral_is_offered_expert_parallelism() -> None:

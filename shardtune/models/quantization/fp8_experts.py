@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardtune.engine.dtensor import local
 from shardtune.models.experts.grouped_experts import become
 from shardtune.models.quantization.bitsandbytes_linear import for_backward
+from shardtune.models.quantization.fp8_linear import describe_fp8_matmul
 from shardtune.models.quantization.gptq import E4M3, E4M3_MAX
 from shardtune.models.quantization.quantized_experts import QuantizedExperts
 
@@ -81,6 +82,14 @@ def quantize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> tuple[Ten
 def hold_in_fp8(module: Any, compute_dtype: torch.dtype) -> None:
     """Lets a module of frozen experts hold its matrices in FP8 as soon as it is given them."""
     become(module, FP8Experts, compute_dtype)
+
+
+def describe_fp8(model: nn.Module, device: str) -> str:
+    """In words, how the frozen weights of a model in FP8 are stored and multiplied."""
+    told = describe_fp8_matmul(device)
+    if any(isinstance(module, FP8Experts) for module in model.modules()):
+        told += "; experts: stored in fp8, multiplied in 16 bits, which saves memory but no time"
+    return told
 
 
 def _scales(name: str) -> str:
