@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardtune.engine.dtensor import local, shard_of
 
+
 def base_weights(model: nn.Module) -> int:
     """Weights of a model without its adapters, as the planner counts them, however they are
     stored. Adapters are what is trained beside frozen weights."""

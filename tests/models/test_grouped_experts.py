@@ -1,4 +1,4 @@
-"""Grouped experts, plain, in NF4 and in FP8, are those of transformers and peft, forward and backward."""
+"""Grouped experts, plain, in NF4 and in FP8, are those of transformers and peft, in both passes."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class ModelSection(Section):
     """How the linear layers of the frozen model are stored: `nf4` takes half a byte a weight (with
     its scales quantized too), `int8` one; both are restored for each matmul. `fp8` (e4m3) is also
     multiplied in 8 bits, twice as fast on GPUs that do so (Ada, Hopper and later), and takes two
-    bytes, one for each direction; it needs `train.precision: bf16` and `strategy: ddp`. The output
-    head and what an adapter trains stay as they are. Needs an adapter, because such weights can't
-    be trained."""
+    bytes, one for each direction; experts take one, and are restored. It needs `train.precision:
+    bf16` and `strategy: ddp`. The output head and what an adapter trains stay as they are. Needs an
+    adapter, because such weights can't be trained."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Read it before you allow it."""
 

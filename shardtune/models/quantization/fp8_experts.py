@@ -2,10 +2,10 @@
 bits for each product.
 
 A linear layer in FP8 (`fp8_linear.py`) is multiplied in 8 bits and holds its weights twice, for
-either direction. Grouped products have 16-bit inputs here, so one copy serves both, and experts take
-half of what they take in bf16. Weights are rounded to the nearest: which tokens an expert gets
-depends on the router, so that few samples would tell little of most experts' inputs, and calibration
-(`calibration.py`) leaves experts alone.
+either direction. Grouped products have 16-bit inputs here, so one copy serves both, and experts
+take half of what they take in bf16. Weights are rounded to the nearest: the router decides which
+tokens an expert gets, so that few samples would tell little of most experts' inputs, and
+calibration (`calibration.py`) leaves experts alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Experts whose fused weights are stored in 4 or 8 bits, and dequantized for each product.
 
-How a weight is stored is what the kinds differ in (`nf4_experts.py`, `fp8_experts.py`); here is what
-they share: they are given weights one by one as a model is loaded, restore them for good when it is
-merged, and let peft see shapes that it knows.
+How a weight is stored is what the kinds differ in (`nf4_experts.py`, `fp8_experts.py`); here is
+what they share: they are given weights one by one as a model is loaded, restore them for good when
+it is merged, and let peft see shapes that it knows.
 """
 
 from __future__ import annotations
