@@ -8,7 +8,9 @@ Rows end at the same column, as in a batch with left padding: row 0 has 5 tokens
 So the masks of transformers hold as they are, sliding windows too, and each row has the positions
 that it has alone. A row that is finished is overwritten by the last one; a new row is written
 against `end`. Tensors have room to the right and for further rows, so that a step copies nothing;
-when the room is used up, what is still needed moves into new ones of twice the size.
+when the room is used up, what is still needed moves into new ones of twice the size. Each layer
+knows its own room and `end`: where memory runs out after some have grown, all rows are where they
+were.
 """
 
 from __future__ import annotations
@@ -44,9 +46,6 @@ class RowCache:
         self.cache = Cache(layers=self._layers)
         self.lengths: list[int] = []
         """How many tokens of each row are in the cache."""
-        self._end = 0
-        self._columns = 0
-        self._rows = 0
 
     def prefill(self) -> Any:
         """An empty cache for new prompts. It keeps their keys outside a sliding window too."""
@@ -59,12 +58,11 @@ class RowCache:
 
     def add(self, prefilled: Any, row: int, length: int) -> None:
         """A new last row: the last `length` columns of one row of a prefilled cache."""
-        self._make_room(len(self.lengths) + 1, max(length, self.width), least_end=length)
         place = len(self.lengths)
+        self._make_room(place + 1, max(length, self.width))
         for layer, new in zip(self._layers, prefilled.layers, strict=True):
             if new.is_initialized:  # layers that share another's keys have none of their own
-                keys, values = new.keys[row, :, -length:], new.values[row, :, -length:]
-                layer.write(place, self._end, keys, values)
+                layer.write(place, new.keys[row, :, -length:], new.values[row, :, -length:])
         self.lengths.append(length)
 
     def remove(self, row: int) -> None:
@@ -72,34 +70,26 @@ class RowCache:
         last = len(self.lengths) - 1
         if row != last:
             for layer in self._layers:
-                layer.move_row(last, row, self._end - self.lengths[last], self._end)
+                layer.move_row(last, row, self.lengths[last])
             self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
     def begin_step(self) -> tuple[Tensor, Tensor]:
         """Room for one more token of each row: the attention mask with it, and its positions."""
-        self._make_room(len(self.lengths), self.width, least_end=self._end)
+        rows, width = len(self.lengths), self.width
+        self._make_room(rows, width)
         for layer in self._layers:
-            layer.show(len(self.lengths), self._end - self.width, self._end)
+            layer.begin_step(rows, width)
         lengths = torch.tensor(self.lengths)[:, None]
-        mask = (torch.arange(self.width + 1)[None] >= self.width - lengths).long()
-        self._end += 1
+        mask = (torch.arange(width + 1)[None] >= width - lengths).long()
         self.lengths = [length + 1 for length in self.lengths]
         return mask, lengths
 
-    def _make_room(self, rows: int, width: int, least_end: int) -> None:
+    def _make_room(self, rows: int, width: int) -> None:
         """At least `rows` rows, `width` columns before the end, and one behind it."""
-        if not self.lengths:
-            self._end = least_end
-        if rows <= self._rows and width <= self._end < self._columns:
-            return
-        self._rows = max(self._rows, LEAST_ROWS, 2 * rows if rows > self._rows else rows)
-        self._columns = max(LEAST_COLUMNS, 2 * width)
+        used = len(self.lengths), self.width
         for layer in self._layers:
-            layer.reallocate(
-                (self._rows, self._columns), (len(self.lengths), self.width), self._end, width
-            )
-        self._end = width
+            layer.make_room(rows, width, used)
 
 
 class SingleRowCache:
@@ -131,38 +121,50 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._shape: tuple[int, int] = (0, 0)
         self._all: tuple[Tensor, Tensor] | None = None
-        self._rows = self._start = self._end = 0
+        self._shape = (0, 0)
+        """Rows and columns that there is room for."""
+        self._next = 0
+        """The column where the next step writes, for all rows."""
+        self._rows = self._start = self._end = 0  # of the step under way
 
-    def reallocate(
-        self, shape: tuple[int, int], used: tuple[int, int], end: int, new_end: int
-    ) -> None:
-        """Tensors of another size; the used columns before `end` come to lie before `new_end`."""
-        self._shape = shape
-        if self._all is None:
+    def make_room(self, rows: int, width: int, used: tuple[int, int]) -> None:
+        """Tensors of another size where these are too small; the `used` rows and columns move into
+        them."""
+        used_rows, used_width = used
+        if not used_rows:
+            self._next = width
+        if rows <= self._shape[0] and width <= self._next < self._shape[1]:
             return
-        rows, width = used
-        grown = (_zeros(self._all[0], shape), _zeros(self._all[1], shape))
-        for new, old in zip(grown, self._all, strict=True):
-            new[:rows, :, new_end - width : new_end] = old[:rows, :, end - width : end]
-        self._all = grown
+        shape = (
+            max(self._shape[0], LEAST_ROWS, 2 * rows if rows > self._shape[0] else rows),
+            max(LEAST_COLUMNS, 2 * width),
+        )
+        if self._all is not None:
+            grown = (_zeros(self._all[0], shape), _zeros(self._all[1], shape))
+            for new, old in zip(grown, self._all, strict=True):
+                kept = old[:used_rows, :, self._next - used_width : self._next]
+                new[:used_rows, :, width - used_width : width] = kept
+            self._all = grown
+        self._shape, self._next = shape, width
 
-    def write(self, row: int, end: int, keys: Tensor, values: Tensor) -> None:
-        """The keys and values of one row, against column `end`."""
-        length = keys.shape[-2]
+    def write(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """The keys and values of one row, against the end."""
+        start = self._next - keys.shape[-2]
         if self._all is None:
             self._all = (_zeros(keys[None], self._shape), _zeros(values[None], self._shape))
-        self._all[0][row, :, end - length : end] = keys
-        self._all[1][row, :, end - length : end] = values
+        self._all[0][row, :, start : self._next] = keys
+        self._all[1][row, :, start : self._next] = values
 
-    def move_row(self, source: int, target: int, start: int, end: int) -> None:
+    def move_row(self, source: int, target: int, length: int) -> None:
+        start = self._next - length
         for tensor in self._all or ():
-            tensor[target, :, start:end] = tensor[source, :, start:end]
+            tensor[target, :, start : self._next] = tensor[source, :, start : self._next]
 
-    def show(self, rows: int, start: int, end: int) -> None:
-        """What the next step reads; it writes column `end`."""
-        self._rows, self._start, self._end = rows, start, end
+    def begin_step(self, rows: int, width: int) -> None:
+        """What the next step reads; it writes the column behind that."""
+        self._rows, self._start, self._end = rows, self._next - width, self._next
+        self._next += 1
 
     def get_seq_length(self) -> int:
         return self._end - self._start
