@@ -81,6 +81,19 @@ class _Body(BaseModel):
         return self
 
 
+_NOT_SERVED: dict[str, tuple[object, ...]] = {
+    "n": (1,), "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "logit_bias": ({},), "response_format": ({"type": "text"},),
+    # What vLLM takes besides.
+    "min_p": (0,), "repetition_penalty": (1,), "length_penalty": (1,), "use_beam_search": (False,),
+    "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "bad_words": ([],),
+    "allowed_token_ids": (), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
+    "prompt_logprobs": (), "truncate_prompt_tokens": (), "structured_outputs": (),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+}  # fmt: skip
+"""Of completions of both kinds."""
+
+
 class SamplingBody(_Body):
     """What completions of both kinds have."""
 
@@ -116,10 +129,11 @@ class SamplingBody(_Body):
 class ChatBody(SamplingBody):
     """`/v1/chat/completions`."""
 
-    not_served = {
-        "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
-        "response_format": ({"type": "text"},), "functions": ([],), "modalities": (["text"],),
-        "tool_choice": ("auto", "none"), "audio": (), "prediction": (),
+    not_served = _NOT_SERVED | {
+        "functions": ([],), "modalities": (["text"],), "tool_choice": ("auto", "none"),
+        "audio": (), "prediction": (), "chat_template": (), "documents": ([],), "echo": (False,),
+        "add_generation_prompt": (True,), "continue_final_message": (False,),
+        "add_special_tokens": (False,),
     }  # fmt: skip
     messages: Turns
     tools: Tools | None = None
@@ -143,10 +157,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """`/v1/completions`."""
 
-    not_served = {
-        "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},),
-        "frequency_penalty": (0,), "presence_penalty": (0,),
-    }  # fmt: skip
+    not_served = _NOT_SERVED | {"echo": (False,), "suffix": ("",), "add_special_tokens": (True,)}
     prompt: TextPrompts | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -170,17 +181,24 @@ class CompletionBody(SamplingBody):
 class TokenizeBody(_Body):
     """`/tokenize`: a text, or a dialogue as the template writes it."""
 
+    not_served = {
+        "chat_template": (), "continue_final_message": (False,), "return_token_strs": (False,)
+    }  # fmt: skip
     model: str
     prompt: str | None = None
     messages: Turns | None = None
     tools: Tools | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateSettings | None = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.add_special_tokens not in (None, self.messages is None):
+            told = "prompts have the tokenizer's special tokens, dialogues those of the template"
+            raise ValueError(f"add_special_tokens can't be chosen: {told}; leave it out")
         return self
 
     @property

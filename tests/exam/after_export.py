@@ -8,6 +8,7 @@ from typing import Any
 import gguf as gguf_package
 import torch
 
+from shardtune.cli.open_model import open_model
 from shardtune.cli.result_command import comparison_prompts, open_result
 from shardtune.errors import RunError
 from shardtune.export.gguf_export import model_metadata
@@ -27,10 +28,13 @@ def _source(lab: AfterLab) -> ExportSource:
     return ExportSource(run, job, comparison_prompts(run))
 
 
-def _exported(lab: AfterLab, findings: Findings, to: str) -> Path:
+def _exported(
+    lab: AfterLab, findings: Findings, to: str, run: Path | None = None, *options: str
+) -> Path:
     """The folder of an export that the command has written and `verify` has read."""
-    target = lab.folder / f"export-{to}"
-    done = lab.shardtune("export", str(lab.run), "--to", to, str(target))
+    run = run or lab.run
+    target = lab.folder / f"export-{to}-{run.name}"
+    done = lab.shardtune("export", str(run), "--to", to, str(target), *options)
     if done.returncode:
         raise RuntimeError(f"the export failed:\n{done.stderr}")
     findings.expect(
@@ -72,6 +76,48 @@ def hf(lab: AfterLab, findings: Findings) -> None:
     stops = frozenset(model.generation_config.eos_token_id)
     findings.expect("it ends answers where the run did", stops == _source(lab).stops)
     findings.show(f"{sum(each.numel() for each in model.parameters()):,} weights, {model.dtype}")
+
+
+def nf4(lab: AfterLab, findings: Findings) -> None:
+    """A run with weights in nf4, as stored."""
+    _as_stored(lab, findings, "nf4")
+
+
+def int8(lab: AfterLab, findings: Findings) -> None:
+    """A run with weights in int8, as stored."""
+    _as_stored(lab, findings, "int8")
+
+
+def _as_stored(lab: AfterLab, findings: Findings, kind: str) -> None:
+    """Plain transformers gets the quantized weights and the adapter, and answers as the run."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = lab.stored(kind)
+    target = _exported(lab, findings, "hf", run, "--as-stored")
+    back = AutoModelForCausalLM.from_pretrained(target, device_map="cpu").eval()
+    method = back.config.quantization_config
+    findings.expect(
+        f"its weights are in {kind}",
+        bool(method.load_in_4bit) == (kind == "nf4")
+        and bool(method.load_in_8bit) == (kind == "int8"),
+    )
+    findings.expect("its adapter is on", back.active_adapters() == ["default"])
+    trained, reader = open_model(str(run), device="cpu"), AutoTokenizer.from_pretrained(target)
+    same = total = 0
+    for text in PROMPTS:
+        prompt = prompt_ids(reader, text, chat=True)
+        findings.expect(
+            "prompts have the same ids", prompt_ids(trained.tokenizer, text, chat=True) == prompt
+        )
+        with torch.no_grad():
+            ids = torch.tensor([prompt])
+            found, wanted = (
+                each(input_ids=ids).logits[0].argmax(-1) for each in (back, trained.model)
+            )
+        same += int((found == wanted).sum())
+        total += len(prompt)
+    findings.expect("at least 99% of next tokens are the run's", same >= 0.99 * total)
+    findings.show(f"{same} of {total} next tokens are the run's")
 
 
 def gguf(lab: AfterLab, findings: Findings) -> None:
@@ -156,6 +202,8 @@ def push(lab: AfterLab, findings: Findings) -> None:
 
 CASES = (
     AfterCase("export hf", "a merged folder", hf),
+    AfterCase("export nf4", "a run in nf4, as stored", nf4),
+    AfterCase("export int8", "a run in int8, as stored", int8),
     AfterCase("export gguf", "20 prompts through transformers' GGUF loader", gguf),
     AfterCase("export damage", "a flipped byte, a missing template", damage),
     AfterCase("export ollama", "Modelfile and GGUF", ollama),

@@ -24,15 +24,22 @@ class AfterLab:
     @cached_property
     def run(self) -> Path:
         """SmolLM2-135M with LoRA, tuned for three steps: enough to be another model."""
-        target = self.folder / "run"
+        return self._tuned("run")
+
+    def stored(self, quantization: str) -> Path:
+        """The same with its weights in `nf4` or `int8`."""
+        return self._tuned(f"run-{quantization}", f"model.quantization={quantization}")
+
+    def _tuned(self, name: str, *settings: str) -> Path:
+        target = self.folder / name
         if not (target / "result").is_dir():
             done = self.shardtune(
                 "train", "recipes/quickstart.yaml", "train.steps=3", "train.global_batch=4",
                 "train.precision=fp32", "data.eval=[]", "evaluate.samples=0", "launch.processes=1",
-                f"save.directory={target}",
+                f"save.directory={target}", *settings,
             )  # fmt: skip
             if done.returncode:
-                raise RuntimeError(f"the run that all cases need failed:\n{done.stderr}")
+                raise RuntimeError(f"a run that cases need failed:\n{done.stderr}")
         return target
 
     def shardtune(

@@ -156,6 +156,21 @@ def test_tokenize_tells_prompt_and_stops(here: Running) -> None:
     assert told["stop_token_ids"] == sorted(served.stops)
     told = httpx.post(f"{here.url}/tokenize", json={"model": "tuned", "prompt": "ab"}).json()
     assert told["tokens"] == served.tokenizer("ab")["input_ids"]
+    for body, given, status in (
+        ({"prompt": "ab"}, True, 200), ({"prompt": "ab"}, False, 400),
+        ({"messages": HELLO}, False, 200), ({"messages": HELLO}, True, 400),
+    ):  # fmt: skip
+        asked = {"model": "tuned", "add_special_tokens": given} | body
+        assert httpx.post(f"{here.url}/tokenize", json=asked).status_code == status
+
+
+def test_fields_that_change_nothing_are_taken(here: Running) -> None:
+    """As vLLM's clients send them where nobody has chosen otherwise."""
+    plain = {"n": 1, "best_of": 1, "logit_bias": {}, "frequency_penalty": 0.0}
+    vllm = {"min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False, "stop_token_ids": []}
+    extra = plain | vllm | {"min_tokens": 0, "skip_special_tokens": True}
+    client = here.client()
+    assert greedy(client, extra_body=extra).choices == greedy(client).choices
 
 
 def test_a_template_gets_no_more_turns_than_it_can_loop_over() -> None:
@@ -191,6 +206,9 @@ def test_others_are_answered_while_a_template_takes_its_time(
         ({"temperature": 3}, 400, "temperature"),
         ({"n": 2}, 400, "n=2 isn't served"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"extra_body": {"min_p": 0.1}}, 400, "min_p=0.1 isn't served"),
+        ({"extra_body": {"ignore_eos": True}}, 400, "ignore_eos=true isn't served"),
+        ({"extra_body": {"chat_template": "{{ 6*7 }}"}}, 400, "chat_template="),
         ({"max_tokens": 10_000}, 400, "takes 512 together"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "takes 512 together"),
         ({"messages": [{"role": "pirate", "content": "x"}]}, 400, "template refuses"),
