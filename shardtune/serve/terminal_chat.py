@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -163,23 +163,17 @@ class TerminalChat:
         try:
             prompt = model.render(ChatPrompt(turns))
         except Exception as error:  # noqa: BLE001  a template is somebody else's program
-            self.write(f"the chat template refuses it: {str(error).splitlines()[0]}\n")
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            self.write(f"the chat template refuses it: {first}\n")
             return ""
         room = model.context - len(prompt)
         if room < 1:
             self.write(f"the dialogue has {len(prompt)} tokens, the model takes {model.context}: ")
             self.write("/reset\n")
             return ""
-        said = ""
-        for piece in self._pieces(model, prompt, min(room, self.settings.max_tokens)):
-            said += piece.text
-            self.write(_shown(piece.text))
-            if piece.finish == "error":
-                self.write(f"the model failed: {piece.error}")
-        self.write("\n")
-        return said
+        return self._speak(model, prompt, min(room, self.settings.max_tokens))
 
-    def _pieces(self, model: ServedModel, prompt: list[int], most: int) -> Iterator[Piece]:
+    def _speak(self, model: ServedModel, prompt: list[int], most: int) -> str:
         how = self.settings
         sampling = RequestSampling(how.temperature, how.top_p, how.top_k, how.seed)
         heard: list[Piece] = []
@@ -188,14 +182,21 @@ class TerminalChat:
             prompt, most, sampling, model.stops, text, heard.append, model.adapter
         )
         model.batch.submit(request)
+        said = ""
         try:
             while model.batch.step() or heard:
-                yield from heard
+                for piece in heard:
+                    said += piece.text
+                    self.write(_shown(piece.text))
+                    if piece.finish == "error":
+                        self.write(f"the model failed: {piece.error}")
                 heard.clear()
         except KeyboardInterrupt:
             model.batch.cancel(request)
             model.batch.step()
-            yield Piece(" [stopped]")
+            self.write(" [stopped]")  # which the model hasn't said
+        self.write("\n")
+        return said
 
     def _model(self, who: Speaker) -> ServedModel:
         if who == "after":

@@ -101,7 +101,9 @@ def test_ctrl_c_stops_the_answer_alone(models: Any, monkeypatch: pytest.MonkeyPa
     text, chat = talk(models, "Hello", "/set", max_tokens=300)
     assert "[stopped]" in text
     assert "now: " in text, "the chat goes on"
-    assert chat._dialogues["after"][-1]["role"] == "assistant"
+    said = chat._dialogues["after"][-1]
+    assert said["role"] == "assistant"
+    assert f"{said['content']} [stopped]\n" in text, "the model hasn't said that it was stopped"
     assert (batch.running, batch.waiting) == (0, 0)
 
 
