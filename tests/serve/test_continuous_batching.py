@@ -168,7 +168,7 @@ def test_each_request_has_its_adapter(make: Make) -> None:
     from peft import LoraConfig, get_peft_model
 
     base = tiny("llama")
-    plain = {None: generated(base, [9, 8, 7], 20)}
+    plain: dict[str | None, list[int]] = {None: generated(base, [9, 8, 7], 20)}
     settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(base, settings, adapter_name="one").eval()
     model.add_adapter("two", settings)
