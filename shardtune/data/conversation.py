@@ -34,11 +34,14 @@ class Conversation:
 
     @property
     def trained(self) -> list[int]:
-        """The turns to learn; `weight: 0` excepts one, as in OpenAI's files."""
+        """The turns to learn; `weight: 0` excepts one, as in OpenAI's files, or `train: false`, as
+        in Axolotl's."""
         return [
             place
             for place, message in enumerate(self.messages)
-            if message["role"] == "assistant" and message.get("weight", 1) != 0
+            if message["role"] == "assistant"
+            and message.get("weight", 1) != 0
+            and message.get("train") is not False
         ]
 
     def until(self, end: int) -> Conversation:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from shardtune.config.job import Columns, DataSection, Source
 
 
+HISTORY = "history"
+"""The column of an instruction's earlier turns."""
+
+
 class Missing(Unreadable):
     """A row lacks a column that it needs."""
 
@@ -178,14 +182,11 @@ class _ChatInstruction(_Chat):
 
     def _read(self, row: dict[str, Any]) -> Conversation:
         system, question, answer = instruction_row(row, self._names)
-        before = [{"role": "system", "content": system}] if system else []
-        return Conversation(
-            [
-                *before,
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        )
+        turns = [{"role": "system", "content": system}] if system else []
+        for asked, said in (*earlier_turns(row), (question, answer)):
+            turns.append({"role": "user", "content": asked})
+            turns.append({"role": "assistant", "content": said})
+        return Conversation(turns)
 
 
 class _PlainInstruction(RowFormat):
@@ -202,6 +203,7 @@ class _PlainInstruction(RowFormat):
 
     def _read(self, row: dict[str, Any]) -> Text:
         system, question, answer = instruction_row(row, self._names)
+        require_no_earlier_turns(row)
         prompt = plain_prompt(question, system)
         return Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
@@ -279,6 +281,26 @@ def instruction_row(row: dict[str, Any], columns: Columns) -> tuple[str, str, st
         question = f"{question}\n\n{material}"
     system = text_column(row, columns.system, optional=True)
     return system if system.strip() else "", question, text_column(row, columns.output)
+
+
+def earlier_turns(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Questions and answers that came before the row's own, as LLaMA-Factory's files have them: a
+    list of pairs in the column `history`. Anything but a list in it is something else."""
+    found = row.get(HISTORY)
+    if not isinstance(found, list):
+        return []
+    for number, pair in enumerate(found, 1):
+        texts = [each for each in pair if isinstance(each, str)] if isinstance(pair, list) else []
+        if len(texts) != 2 or len(pair) != 2 or not all(map(str.strip, texts)):
+            raise Unreadable(f"{HISTORY!r} holds no pair of a question and an answer at {number}")
+    return [(asked, said) for asked, said in found]
+
+
+def require_no_earlier_turns(row: dict[str, Any]) -> None:
+    """Where a row becomes one question and its answer, others before it would be lost."""
+    if earlier_turns(row):
+        fact = f"{HISTORY!r} holds earlier turns, which take a chat template ({TEMPLATE_KEY})"
+        raise Unreadable(fact)
 
 
 def instruction_settings(columns: Columns) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from shardtune.data.formats import (
     instruction_settings,
     integer_column,
     renamed_columns,
+    require_no_earlier_turns,
     require_offsets,
     text_column,
 )
@@ -42,6 +43,7 @@ PAIRS = (
     ("article", "highlights"),
     ("dialogue", "summary"),
     ("question", "answer"),
+    ("inputs", "targets"),
 )
 """Columns that hold a source and its target in many data sets, most of them on the hub."""
 
@@ -161,6 +163,7 @@ class _Instruction(_TextPair):
         self.settings = ("instruction", "pair", *instruction_settings(columns), str(target_length))
 
     def _read(self, row: dict[str, Any]) -> tuple[str, str]:
+        require_no_earlier_turns(row)
         system, question, answer = instruction_row(row, self._names)
         return f"{system}\n\n{question}" if system else question, answer
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shardtune.data.open_file import BOM, open_file
 from shardtune.data.records import (
+    NOT_UTF8,
     BadRow,
     JsonReader,
     SourceRecord,
@@ -160,7 +161,7 @@ class CsvFile:
                     reason = f"{len(fields)} fields, but the header names {len(header)}"
                     yield BadRow(number, reason)
                 elif not all(map(encodable, fields)):
-                    yield BadRow(number, "not UTF-8 text")
+                    yield BadRow(number, NOT_UTF8)
                 else:
                     yield SourceRecord(
                         number, dict(zip(header, fields, strict=True)), sum(map(len, fields))
@@ -330,4 +331,4 @@ def _table_row(
     try:
         yield SourceRecord(number, row.to_pylist()[0])
     except UnicodeDecodeError:
-        yield BadRow(number, "not UTF-8 text")
+        yield BadRow(number, NOT_UTF8)

@@ -15,10 +15,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from shardtune.config.job import Columns, Format, TrainSource
+from shardtune.data.column_advice import (
+    HEADER_WORDS,
+    PREFERRED,
+    ColumnAdvice,
+    header_advice,
+    judged_advice,
+    nested_advice,
+    number_advice,
+    parted_turns_advice,
+    preference_advice,
+)
 from shardtune.data.data_file import TURNS, OpenedSource
 from shardtune.data.formats import RowFormat, make_format
 from shardtune.data.pairs import PAIRS, PairFormat, make_pair_format
-from shardtune.data.records import BadRow, SourceRecord
+from shardtune.data.records import NOT_UTF8, TO_UTF8, BadRow, SourceRecord
 from shardtune.data.sources import open_source
 from shardtune.data.validate import USUAL_NAMES
 from shardtune.errors import DataError, Problem
@@ -36,6 +47,7 @@ SAMPLED_PARTS = 16
 _QUESTIONS, _ANSWERS = USUAL_NAMES["instruction"], USUAL_NAMES["output"]
 _MATERIAL = ("input", "context")
 _SYSTEM = ("system", "system_prompt")
+_JUDGED = ("label", "labels", "kto_tag")
 _LOOKED_FOR: dict[ModelKind, str] = {
     "decoder": "messages or conversations (chat); instruction and output, or the like of prompt "
     "and response (instruction); text (completion); input_ids (pretokenized)",
@@ -118,7 +130,9 @@ def sample_source(path: str) -> SampledSource:
     if not sample:
         assert bad is not None
         fact = f"none of the {rows:,} rows that were looked at can be read: {bad.reason}"
-        raise DataError(Problem(opened.place(bad.number, bad.column), fact, "fix the file"))
+        encoded = bad.reason.startswith(NOT_UTF8)
+        fix = f"save it as UTF-8: {TO_UTF8}" if encoded else "fix the file"
+        raise DataError(Problem(opened.place(bad.number, bad.column), fact, fix))
     return SampledSource(opened, rows if whole else opened.count or rows, whole, tuple(sample))
 
 
@@ -133,17 +147,18 @@ def recognise(source: SampledSource, kind: ModelKind) -> RecognisedFormat:
     table = _Table(source.sample, source.columns)
     found = _as_pairs(table) if kind == "encoder_decoder" else _as_sequences(table)
     if found is not None:
+        if judged := table.find(_JUDGED, _is_verdict):
+            rated = judged_advice(judged)
+            raise DataError(Problem(source.path, rated.fact, rated.fix))
         return found
-    seen = ", ".join(f"{name!r} ({table.holds(name)})" for name in list(source.columns)[:12])
+    seen = ", ".join(f"{_short(name)!r} ({table.holds(name)})" for name in [*source.columns][:12])
     model = "a model with an encoder" if kind == "encoder_decoder" else "this model"
     fact = f"its columns make no format that {model} reads: it has {seen}; "
-    fact += f"looked for {_LOOKED_FOR[kind]}"
-    fix = "rename its columns, or write a job that names them: columns: {text: NAME}"
-    if asked := table.find([name.lower() for name in source.columns], _is_questions):
-        fact += f"; {asked!r} has questions, and no column has their answers"
-        fix = "training needs each answer, too, as an assistant's turn behind its question in one "
-        fix += "list of turns, `messages`; `shardtune evaluate` is for questions of a benchmark"
-    raise DataError(Problem(source.path, fact, fix))
+    if advice := _advice(table):
+        raise DataError(Problem(source.path, fact + advice.fact, advice.fix))
+    wanted = "source: NAME, target: NAME" if kind == "encoder_decoder" else "text: NAME"
+    fix = f"rename its columns, or write a job that names them: columns: {{{wanted}}}"
+    raise DataError(Problem(source.path, f"{fact}looked for {_LOOKED_FOR[kind]}", fix))
 
 
 def measure_lengths(
@@ -190,6 +205,14 @@ def _is_turns(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
 
 
+def _is_objects(value: Any) -> bool:
+    """An object, or a list of such that are no turns (the instances of an instruction)."""
+    listed = value if isinstance(value, list) else [value]
+    return bool(listed) and all(
+        isinstance(each, dict) and not each.keys() & {"role", "from"} for each in listed
+    )
+
+
 def _is_questions(value: Any) -> bool:
     """Dialogues, each a list of turns, of which none is an answer."""
     if not (isinstance(value, list) and value and all(isinstance(each, list) for each in value)):
@@ -197,6 +220,14 @@ def _is_questions(value: Any) -> bool:
     turns = [turn for dialogue in value for turn in dialogue]
     roles = {turn.get("role") if isinstance(turn, dict) else None for turn in turns}
     return bool(roles) and roles <= {"user", "system"}
+
+
+def _is_verdict(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _is_ids(value: Any) -> bool:
@@ -223,6 +254,7 @@ class _Table:
         kinds = {
             "text": _is_text,
             "token ids": _is_ids,
+            "objects": _is_objects,
             "turns": _is_turns,
             "lists of turns": _is_questions,
         }
@@ -232,12 +264,47 @@ class _Table:
         value = next(iter(self._values(name)), None)
         return "nothing" if value is None else type(value).__name__
 
+    def objects_in(self, name: str) -> tuple[list[str], bool]:
+        """The keys of the first object in a column, and whether it lies in a list."""
+        found: Any = next(filter(None, self._values(name)), {})
+        listed = isinstance(found, list)
+        return list(map(str, found[0] if listed else found)), listed
+
     def _most(self, name: str, test: Test) -> bool:
         values = self._values(name)
         return 2 * sum(map(test, values)) > len(values)
 
     def _values(self, name: str) -> list[Any]:
         return [row.value[name] for row in self.rows if row.value.get(name) is not None]
+
+
+def _advice(table: _Table) -> ColumnAdvice | None:
+    """What a set is whose columns make no format, where that can be told."""
+    names = [name.lower() for name in table.names]
+    turns = bool(table.find((PREFERRED,), _is_turns))
+    if advice := preference_advice(names, turns=turns):
+        return advice
+    for one, other in (("prompt", "completion"), ("prompt", "response")):
+        if table.find((one,), _is_turns) and table.find((other,), _is_turns):
+            return parted_turns_advice(one, other)
+    if asked := table.find(names, _is_questions):
+        return ColumnAdvice(
+            f"{asked!r} has questions, and no column has their answers",
+            "training needs each answer, too, as an assistant's turn behind its question in one "
+            "list of turns, `messages`; `shardtune evaluate` is for questions of a benchmark",
+        )
+    if nested := table.find(names, _is_objects):
+        return nested_advice(nested, *table.objects_in(nested))
+    usual = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
+    for pair in usual:
+        if numbers := [name for name in pair if table.find((name,), _is_number)]:
+            return number_advice(numbers)
+    long = next((name for name in table.names if len(name) > HEADER_WORDS), None)
+    return None if long is None else header_advice(long)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= HEADER_WORDS else f"{name[:HEADER_WORDS]}..."
 
 
 def _as_sequences(table: _Table) -> RecognisedFormat | None:

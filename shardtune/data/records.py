@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+NOT_UTF8 = "not UTF-8 text"
+"""How the reason begins why a row in another encoding can't be read."""
+TO_UTF8 = "iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW, where it is Western European"
 MAX_JSON_DEPTH = 100  # levels of nesting; no format here needs more than five
 
 # A high surrogate without a low one after it, or a low one without a high one before it.
@@ -91,7 +94,10 @@ class JsonReader:
             return BadRow(number, error.reason)
 
     def _checked(self, value: Any, text: str) -> dict[str, Any]:
-        """`value`, which was just decoded from `text`, if it is a sound object."""
+        """`value`, which was just decoded from `text`, if it is a sound object; a row that is a
+        list of turns by itself (as nanochat has it) becomes the column of turns."""
+        if _is_turns(value):
+            value = {"messages": value}
         if not isinstance(value, dict):
             raise Unreadable(f"{_kind(value)}, not a JSON object with columns")
         if self.duplicate:
@@ -100,7 +106,7 @@ class JsonReader:
         if text.count("{") + text.count("[") > MAX_JSON_DEPTH and _too_deep(value):
             raise Unreadable(f"nested more than {MAX_JSON_DEPTH} levels deep")
         if not text.isascii() and not encodable(text):
-            raise Unreadable("not UTF-8 text")
+            raise Unreadable(NOT_UTF8)
         if ("\\ud" in text or "\\uD" in text) and (found := _LONE_SURROGATE.search(text)):
             self._require_text(value, found)
         return value
@@ -128,8 +134,16 @@ def decoded(raw: bytes) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         column = len(raw[: error.start].decode("utf-8")) + 1
-        reason = f"not UTF-8 text (byte 0x{raw[error.start]:02x})"
+        reason = f"{NOT_UTF8} (byte 0x{raw[error.start]:02x})"
         raise Unreadable(reason, column) from None
+
+
+def _is_turns(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value)
+    )
 
 
 def encodable(text: str) -> bool:

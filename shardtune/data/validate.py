@@ -10,6 +10,8 @@ import numpy as np
 
 from shardtune.config.job import TrainSource
 from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
+from shardtune.data.column_advice import preference_advice
+from shardtune.data.records import NOT_UTF8, TO_UTF8
 from shardtune.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -31,8 +33,17 @@ FORMATS = {
 """The columns by which a format is recognised."""
 
 USUAL_NAMES = {
-    "instruction": ("prompt", "question", "query", "task", "text", "input"),
-    "output": ("response", "answer", "completion", "target", "code", "solution", "label"),
+    "instruction": ("prompt", "question", "query", "task", "text", "input", "inputs"),
+    "output": (
+        "response",
+        "answer",
+        "completion",
+        "target",
+        "code",
+        "solution",
+        "label",
+        "targets",
+    ),
     "messages": ("conversation", "dialog", "dialogue", "turns", "chat"),
     "text": ("content", "document", "body", "story"),
     "input_ids": ("tokens", "ids", "token_ids"),
@@ -98,9 +109,11 @@ def _bad_rows(checked: CheckedSource, *, columns_told: bool) -> list[Problem]:
     rest = sum(complaint.count for complaint in told[LISTED:])
     more = f" ({rest:,} for reasons that aren't listed here)" if rest else ""
     fact = f"{total:,} of {tally.rows:,} rows can't be used{more}"
-    fix = "fix them, or set data.bad_rows: skip to go on without them"
+    encoded = all(complaint.reason.startswith(NOT_UTF8) for complaint in told)
+    mend = f"save the file as UTF-8 ({TO_UTF8})" if encoded else "fix them"
+    fix = f"{mend}, or set data.bad_rows: skip to go on without them"
     if tally.bad == tally.rows:
-        fix = "fix them: no usable row is left"
+        fix = f"{mend}: no usable row is left"
     if all(complaint.culprit == "template" for complaint in told):
         return problems  # each with its fix: the rows need none
     return [*problems, Problem(checked.path, fact, fix)]
@@ -155,6 +168,8 @@ def _wrong_columns(checked: CheckedSource) -> list[Problem]:
     if others:
         fix = f"format: {others[0]}"
     fact = f"no row has {_quoted(lacking, 'the column')}; the columns are {_quoted(seen)}"
+    if not others and (advice := preference_advice(seen)):
+        fact, fix = f"{fact}; {advice.fact}", advice.fix
     return [Problem(checked.path, fact, fix)]
 
 

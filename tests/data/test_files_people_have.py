@@ -101,8 +101,10 @@ def good(
     return Case(name, content, format, trained, settings=settings, template=template)
 
 
-def bad(name: str, content: Any, format: str, fact: str, fix: str, rows: int = 0) -> Case:
-    return Case(name, content, format, [], fact, fix, rows)
+def bad(
+    name: str, content: Any, format: str, fact: str, fix: str, rows: int = 0, **settings: Any
+) -> Case:
+    return Case(name, content, format, [], fact, fix, rows, settings)
 
 
 FIX_ROWS = "fix them: no usable row is left"
@@ -162,6 +164,16 @@ GOOD = {
     "a turn that isn't to be learnt": good(
         "a.jsonl", lines({"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]}), "chat",
         SUNNY),
+    "a turn that isn't to be learnt, in Axolotl's word": good(
+        "a.jsonl", lines({"messages": [USER, {**ANSWER, "train": False}, USER, ANSWER]}), "chat",
+        SUNNY),
+    "a list of turns a line, as nanochat has it": good(
+        "a.jsonl", lines([USER, ANSWER], [USER, ANSWER]), "chat", SUNNY * 2),
+    "earlier turns beside an instruction": good(
+        "a.jsonl", lines({**QA[1], "history": [["Add 1 and 2.", "3"]]}, {**QA[0], "history": []}),
+        "instruction", ["".join(ANSWERS), ANSWERS[0]], template="chatml"),
+    "a history that is no list of turns": good(
+        "a.jsonl", lines({**QA[1], "history": "v2"}), "instruction", ANSWERS[1:]),
     "empty inputs": good(
         "a.jsonl", lines({**QA[0], "input": ""}, {**QA[1], "input": None, "system": None}),
         "instruction", ANSWERS),
@@ -199,6 +211,19 @@ BAD = {
     "Latin-1": bad(
         "a.txt", "caf\xe9\nth\xe9\nok\n".encode("latin-1"), "completion", "not UTF-8 text", SKIP,
         2),
+    "Latin-1 throughout": bad(
+        "a.jsonl", '{"text": "th\xe9"}\n'.encode("latin-1") * 3, "completion", "not UTF-8 text",
+        "iconv -f WINDOWS-1252 -t UTF-8", 3),
+    "preferences": bad(
+        "a.jsonl", lines({"prompt": "a", "chosen": "b", "rejected": "c"}), "chat",
+        "pairs for preference training (DPO)", "columns: {instruction: prompt, output: chosen}"),
+    "earlier turns without a template": bad(
+        "a.jsonl", lines({**QA[0], "history": [["a", "b"]]}), "instruction",
+        "'history' holds earlier turns, which take a chat template", FIX_ROWS, 1,
+        template="plain"),
+    "a broken history": bad(
+        "a.jsonl", lines({**QA[0], "history": [["a"]]}), "instruction",
+        "'history' holds no pair of a question and an answer at 1", FIX_ROWS, 1),
     "NUL bytes": bad(
         "a.jsonl", b"\0" * 9 + b"\n" + lines(*QA), "instruction", "a NUL byte", SKIP, 1),
     "zip": bad("a.zip", archive("zip"), "instruction", "is a zip archive", "unpack it"),

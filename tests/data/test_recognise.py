@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shardtune.config.job import Columns, TrainSource
 from shardtune.core.model.kind import ModelKind
@@ -20,6 +23,7 @@ from shardtune.data.recognise import (
 )
 from shardtune.errors import DataError
 from shardtune.models import tiny
+from shardtune.models.set_chat_template import set_chat_template
 
 Row = dict[str, Any]
 TURNS = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
@@ -71,6 +75,11 @@ ROWS: dict[str, tuple[Row, tuple[str, Row] | None, tuple[str, Row] | None]] = {
     "turns": ({"dialog": TURNS}, ("chat", {"messages": "dialog"}), None),
     "text": ({"text": "a", "label": 1}, ("completion", {}), None),
     "content": ({"content": "a", "url": "b"}, ("completion", {"text": "content"}), None),
+    "FLAN's": (
+        {"inputs": "a", "targets": "b"},
+        ("instruction", {"instruction": "inputs", "output": "targets"}),
+        ("source_target", {"source": "inputs", "target": "targets"}),
+    ),
     "ids": ({"input_ids": [1, 2], "attention_mask": [1, 1]}, ("pretokenized", {}), None),
     "ids and labels": (
         {"input_ids": [1, 2], "labels": [1, 2]}, ("pretokenized", {}), ("pretokenized", {}),
@@ -107,6 +116,67 @@ def test_columns_that_make_no_format_are_named_with_what_they_hold(tmp_path: Pat
     )
     assert "text (completion); input_ids (pretokenized)" in problem.fact
     assert "columns: {text: NAME}" in problem.fix
+
+
+PASTED: dict[str, tuple[list[Row], str, str]] = {
+    "rated answers": (
+        [{"prompt": "a", "completion": good, "label": good == "b"} for good in ("b", "c")],
+        "KTO", "{instruction: prompt, output: completion}",
+    ),
+    "turns in two columns": (
+        [{"prompt": TURNS[:1], "completion": TURNS[1:]}], "turns of one conversation", "{}",
+    ),
+    "nested": ([{"id": 1, "data": {"instruction": "a", "output": "b"}}], "holds objects", "{}"),
+    "a list of instances": (
+        [{"instruction": "a", "instances": [{"input": "", "output": "b"}] * 2}], "objects", "{}",
+    ),
+    "numbers": ([{"instruction": 1, "output": 2}], "hold numbers", "{}"),
+}  # fmt: skip
+"""Rows, a word of what is said of them, and the columns after the fix."""
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the fixes are commands of jq")
+@pytest.mark.parametrize("name", PASTED)
+def test_a_fix_works_as_it_is_pasted(name: str, tmp_path: Path) -> None:
+    rows, told, columns = PASTED[name]
+    with pytest.raises(DataError, match=told) as caught:
+        recognise(sampled(tmp_path, *rows), "decoder")
+    command = caught.value.problems[0].fix.partition("jq ")[2]
+    command = command.replace("OLD", str(tmp_path / "rows.jsonl"))
+    command = command.replace("NEW", str(tmp_path / "new.jsonl"))
+    subprocess.run(f"jq {command}", shell=True, check=True)
+    found = recognise(sample_source(str(tmp_path / "new.jsonl")), "decoder")
+    assert found.columns == yaml.safe_load(columns)
+
+
+PREFERENCES: dict[str, tuple[Row, str]] = {
+    "texts": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "instruction"),
+    "turns": ({"chosen": TURNS, "rejected": TURNS}, "chat"),
+    "whole texts": ({"chosen": "a", "rejected": "b"}, "completion"),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_pairs_of_answers_are_told_how_the_better_one_is_trained(name: str, tmp_path: Path) -> None:
+    row, format = PREFERENCES[name]
+    source = sampled(tmp_path, row)
+    with pytest.raises(DataError, match="preference training") as caught:
+        recognise(source, "decoder")
+    setting = yaml.safe_load("{" + caught.value.problems[0].fix.partition(": ")[2] + "}")
+    assert setting["format"] == format
+    tokenizer = tiny.tokens()
+    set_chat_template(tokenizer, "zephyr")
+    lengths = measure_lengths(
+        source, TrainSource(path=source.path, **setting), tokenizer, frozenset(), "decoder"
+    )
+    assert (len(lengths.lengths), lengths.unread) == (1, 0)
+
+
+def test_a_table_without_a_header_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{'word ' * 20},an answer\nanother question,another answer\n")
+    with pytest.raises(DataError, match="the first line has to name the columns"):
+        recognise(sample_source(str(path)), "decoder")
 
 
 def test_rows_are_drawn_from_the_whole_set(tmp_path: Path) -> None:

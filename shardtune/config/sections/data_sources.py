@@ -36,10 +36,11 @@ class Columns(Section):
     an encoder: what its decoder has to write."""
     source: Auto | str = "auto"
     """What the encoder reads (format `source_target`). `auto` knows common names: `source`,
-    `input`, `prompt`, `document`, `article`, `dialogue`, `question`."""
+    `input`, `prompt`, `document`, `article`, `dialogue`, `question`, `inputs`."""
     target: Auto | str = "auto"
     """What the decoder has to write (format `source_target`). `auto` takes the name that goes with
-    the source's: `target`, `output`, `completion`, `summary`, `highlights`, `answer`."""
+    the source's: `target`, `output`, `completion`, `summary`, `highlights`, `answer`,
+    `targets`."""
 
 
 class Separator(Section):
