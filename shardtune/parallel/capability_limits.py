@@ -29,13 +29,19 @@ WHOLE_COPIES = Capabilities(
 def divided(found: Capabilities, name: str) -> Capabilities:
     """The same where an engine divides what a rank would hold, be it layer by layer."""
     fp8 = f"fp8 multiplies with whole weights, each with a scale for its rows; {name} divides them"
+    return replace(
+        not_whole(found, name), quantizations=found.quantizations.without({"fp8": Refusal(fp8)})
+    )
+
+
+def not_whole(found: Capabilities, name: str) -> Capabilities:
+    """The same where ranks have no whole copies, though each matrix that they have is whole."""
     waiting = (
         "activations wait in CPU memory where each rank has the whole model; "
         f"{name} saves weights and messages among them"
     )
     return replace(
         found,
-        quantizations=found.quantizations.without({"fp8": Refusal(fp8)}),
         activation_offload=Refusal(waiting),
         captures_alone=False,
         split_weights=False,

@@ -50,6 +50,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "lora": ({"type": "lora", "rank": 4, "alpha": 8}, "none"),
     "ia3": ({"type": "ia3"}, "none"),
     "qlora": ({"type": "lora", "rank": 4, "alpha": 8}, "nf4"),
+    "fp8": ({"type": "lora", "rank": 4, "alpha": 8}, "fp8"),
 }
 """What an adapter's name in a row's id means: the job's `adapter` and `model.quantization`."""
 
@@ -94,8 +95,9 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 def _fits(strategy: str, adapter: str) -> bool:
-    """4-bit weights are packed in blocks that no slice respects; `rules.py` refuses them."""
-    return not ("tensor" in strategy and adapter == "qlora")
+    """4-bit weights are packed in blocks that no slice respects; `rules.py` refuses them. FP8 has
+    rows with mixtures, whose experts it stores."""
+    return adapter != "fp8" and not ("tensor" in strategy and adapter == "qlora")
 
 
 STAGES: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -125,6 +127,10 @@ EXPERTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 """Settings and ranks of strategies that divide experts."""
 WITH_EXPERTS = ("ddp", "fsdp", "fsdp-hybrid", "zero1", "zero2", "zero3")
+EXPERTS_IN_FP8 = {"ddp": STRATEGIES["ddp"][:2]} | {
+    name: EXPERTS[name] for name in ("expert2", "expert2-data2")
+}
+"""Strategies whose ranks have whole matrices, be it of some experts."""
 STAGED_EXPERTS = ("layers2", "pipeline2-1f1b", "fsdp2-pipeline2")
 """Strategies with mixtures of experts."""
 
@@ -176,6 +182,11 @@ ROWS: tuple[Row, ...] = (
         for adapter in ("full", "lora", "qlora")
     ),
     *(
+        Row(f"moe-{name}", settings, "fp8", ranks, model=family)
+        for family in MIXTURES
+        for name, (settings, ranks) in EXPERTS_IN_FP8.items()
+    ),
+    *(
         Row(f"moe-{name}", *STAGES[name][:1], adapter, STAGES[name][1], model=family)
         for family in MIXTURES
         for name in STAGED_EXPERTS
@@ -190,5 +201,6 @@ ROWS: tuple[Row, ...] = (
         Row(name, settings, adapter, refused=GPU_ONLY)
         for name, settings in REFUSED.items()
         for adapter in ADAPTERS
+        if _fits(name, adapter)
     ),
 )

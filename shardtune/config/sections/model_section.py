@@ -33,8 +33,8 @@ class ModelSection(Section):
     its scales quantized too), `int8` one; both are restored for each matmul. `fp8` (e4m3) is also
     multiplied in 8 bits, twice as fast on GPUs that do so (Ada, Hopper and later), and takes two
     bytes, one for each direction; experts take one, and are restored. It needs `train.precision:
-    bf16` and `strategy: ddp`. The output head and what an adapter trains stay as they are. Needs an
-    adapter, because such weights can't be trained."""
+    bf16` and `strategy: ddp` or `expert`. The output head and what an adapter trains stay as they
+    are. Needs an adapter, because such weights can't be trained."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Read it before you allow it."""
 

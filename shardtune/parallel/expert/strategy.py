@@ -15,14 +15,14 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.strategy import Choice, Devices, StrategyBase
 from shardtune.core.world import World
 from shardtune.parallel.axis_rules import expert_counts, expert_rule
-from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, routed
+from shardtune.parallel.capability_limits import WHOLE_COPIES, not_whole, routed
 from shardtune.parallel.ddp.strategy import DDP
 
 if TYPE_CHECKING:
     from shardtune.core.engine import Engine
     from shardtune.core.model.shape import ModelShape
 
-_CAPABILITIES = routed(divided(WHOLE_COPIES, "expert"), "expert")
+_CAPABILITIES = routed(not_whole(WHOLE_COPIES, "expert"), "expert")
 
 
 class Expert(StrategyBase):
