@@ -160,7 +160,13 @@ def abilities() -> str:
 
 # What combines -----------------------------------------------------------------------------------
 
-NAMES = {"full": "full fine-tune", "lora": "LoRA", "ia3": "IA3", "qlora": "QLoRA", "fp8": "LoRA, fp8"}
+NAMES = {
+    "full": "full fine-tune",
+    "lora": "LoRA",
+    "ia3": "IA3",
+    "qlora": "QLoRA",
+    "fp8": "LoRA, fp8",
+}
 """What a row's adapter is called in a heading."""
 
 
