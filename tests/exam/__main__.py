@@ -27,8 +27,8 @@ from tests.exam.proofs import Proofs, run_tests
 from tests.exam.slots import Slots, at, of_forked_ranks
 from tests.exam.table import ROWS, Check, Row, count
 
-AT_A_TIME = 3
-"""Runs beside one another, on two cores: each has its pauses."""
+AT_A_TIME, BESIDE_TIMED = 4, 2
+"""Runs beside one another, on two cores: each has its pauses. Fewer beside one that is timed."""
 TIMED: tuple[Check, ...] = (
     supervision.kills, supervision.hangs, supervision.signals, supervision.interruption,
     supervision.orphans, supervision.pauses, values.memory,
@@ -98,8 +98,12 @@ def _checks(rows: Sequence[Row]) -> list[Check]:
 def _slots(rows: Sequence[Row]) -> Slots:
     """Runs that several checks look at, tests and what is timed go first, then what takes long."""
     others = [check for check in _checks(rows) if check not in (*TIMED, *LONG)]
-    names = [check.__name__ for check in (*LONG, *others)]
-    return Slots(AT_A_TIME, {name: number for number, name in enumerate([*names, "peer"])})
+    names = [*(check.__name__ for check in (*LONG, *others)), "peer"]
+    return Slots(
+        AT_A_TIME,
+        {name: number for number, name in enumerate(names)},
+        {check.__name__: AT_A_TIME - BESIDE_TIMED for check in TIMED},
+    )
 
 
 def _in_turn(checks: Sequence[Check], lab: Lab) -> dict[Check, Findings]:

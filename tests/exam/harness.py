@@ -155,13 +155,19 @@ class Lab:
         *changes: str,
         faults: Sequence[Fault] = (),
         env: dict[str, str] | None = None,
+        lines: int = 0,
     ) -> Done:
-        """A run to its end, whatever that is, and a look at what it left behind."""
+        """A run to its end, whatever that is, and a look at what it left behind. With `lines` its
+        reader goes away after so many."""
         with self.slots.taken():
-            return self._run(name, *changes, faults=faults, env=env or {})
+            process, plan = self.start(name, *changes, faults=faults, env=env or {})
+            assert process.stdout is not None
+            read = [process.stdout.readline() for _ in range(lines)]
+            if lines:
+                process.stdout.close()
+            return self._follow(process, plan, name, "".join(read))
 
-    def _run(self, name: str, *changes: str, faults: Sequence[Fault], env: dict[str, str]) -> Done:
-        process, plan = self.start(name, *changes, faults=faults, env=env)
+    def _follow(self, process: subprocess.Popen[str], plan: Plan, name: str, read: str) -> Done:
         family: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + TIMEOUT
         looks = 0
@@ -178,14 +184,16 @@ class Lab:
             each.kill()
         out, error = process.communicate()
         left = [each.pid for each in alive]
-        return Done(process.returncode, out, error, ended, left, self.path / name, plan)
+        return Done(process.returncode, read + out, error, ended, left, self.path / name, plan)
 
-    def shared(self, name: str, *changes: str, faults: Sequence[Fault] = ()) -> Done:
+    def shared(
+        self, name: str, *changes: str, faults: Sequence[Fault] = (), lines: int = 0
+    ) -> Done:
         """A run that several cases look at; who comes first makes it, and the others wait."""
         with self._locks.setdefault(name, threading.Lock()):
             if name not in self._shared:
                 with at(name):
-                    self._shared[name] = self.run(name, *changes, faults=faults)
+                    self._shared[name] = self.run(name, *changes, faults=faults, lines=lines)
             return self._shared[name]
 
     def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -218,8 +226,8 @@ class Lab:
 
     @property
     def kept(self) -> Done:
-        """The run without a fault again, with a checkpoint of every step."""
-        return self.shared("kept", "save.keep=24")
+        """The run without a fault again, with a checkpoint of every step, and `| head -13`."""
+        return self.shared("kept", "save.keep=24", lines=13)
 
     @property
     def short(self) -> Done:

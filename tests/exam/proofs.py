@@ -44,6 +44,7 @@ def run_tests(names: Sequence[str], lab: Lab) -> Proofs:
             "-m",
             "pytest",
             "--tb=line",
+            *("-n", "2", "--dist", "loadfile"),  # one waits while the other computes
             f"--junitxml={report}",
             *(f"tests/{n}" for n in names),
         ]

@@ -34,11 +34,12 @@ def at(name: str) -> Iterator[None]:
 
 @dataclass
 class Slots:
-    """A check that waits for another's run holds none. `urgency` is by name; the smallest number
-    goes first, and a name that isn't there before all others."""
+    """A check that waits for another's run holds none. By name: `urgency`, of which the smallest
+    number goes first, and a name that has none before all others; `width`, slots that it takes."""
 
-    at_a_time: int = 1
+    free: int = 1
     urgency: Mapping[str, int] = field(default_factory=dict)
+    width: Mapping[str, int] = field(default_factory=dict)
     clock: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     cpu: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds with a slot, and those of processors in it, by name."""
@@ -49,12 +50,13 @@ class Slots:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Waits for a slot, and has it for as long as this lasts."""
+        width = self.width.get(doing.get(), 1)
         ticket = (self.urgency.get(doing.get(), -1), next(self._tickets))
         with self._changed:
             heappush(self._waiting, ticket)
-            self._changed.wait_for(lambda: self.at_a_time > 0 and self._waiting[0] == ticket)
+            self._changed.wait_for(lambda: self.free >= width and self._waiting[0] == ticket)
             heappop(self._waiting)
-            self.at_a_time -= 1
+            self.free -= width
             self._changed.notify_all()
         begun = time.monotonic()
         try:
@@ -62,7 +64,7 @@ class Slots:
         finally:
             with self._changed:
                 self.clock[doing.get()] += time.monotonic() - begun
-                self.at_a_time += 1
+                self.free += width
                 self._changed.notify_all()
 
     def charge(self, process: subprocess.Popen[str]) -> None:

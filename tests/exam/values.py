@@ -71,7 +71,7 @@ def memory(lab: Lab, found: Findings) -> None:
 def stepping_down(lab: Lab, found: Findings) -> None:
     """36: with `on_oom: reduce_micro_batch` it goes on, and computes the same."""
     plain = ("train.micro_batch=2", "train.steps=8", "adapter.dropout=0")
-    expected = lab.run("as-before", *plain)
+    expected = lab.run("as-before", *plain, "launch.processes=1")
     reduce = "train.on_oom=reduce_micro_batch"
     fault = Fault("eat memory", 1, 4, always=True, value=1)
     done = lab.run("smaller", *plain, reduce, faults=[fault])
