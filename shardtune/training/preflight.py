@@ -5,6 +5,7 @@ The largest micro-batch, an evaluation and a save. None of it leaves a trace in 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -52,7 +53,11 @@ def require_writable(folder: Path) -> None:
             file.flush()
     except OSError as error:
         fact = f"{folder} can't be written to: {error.strerror}"
-        raise RunError(Problem("save.directory", fact, "set it to a folder of yours")) from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = (
+            "make room there, or set it to a larger disk" if full else "set it to a folder of yours"
+        )
+        raise RunError(Problem("save.directory", fact, fix)) from None
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,21 @@ def test_a_closed_folder_is_found(tmp_path: Path) -> None:
     folder.mkdir(mode=0o500)
     with pytest.raises(RunError, match="can't be written to"):
         require_writable(folder)
+
+
+def test_a_full_disk_is_called_full(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)]
+    if (
+        not shutil.which("mount")
+        or subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode
+    ):
+        pytest.skip("a disk of memory may not be mounted here")
+    try:
+        with pytest.raises(RunError, match="No space left") as error:
+            require_writable(tmp_path)
+        assert "make room there" in str(error.value)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_what_is_no_folder_is_found(tmp_path: Path) -> None:
