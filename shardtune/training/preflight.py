@@ -53,10 +53,9 @@ def require_writable(folder: Path) -> None:
             file.flush()
     except OSError as error:
         fact = f"{folder} can't be written to: {error.strerror}"
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        fix = (
-            "make room there, or set it to a larger disk" if full else "set it to a folder of yours"
-        )
+        fix = "set it to a folder of yours"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "make room there, or set it to a folder on a larger disk"
         raise RunError(Problem("save.directory", fact, fix)) from None
 
 

@@ -129,11 +129,10 @@ def test_a_closed_folder_is_found(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_called_full(tmp_path: Path) -> None:
+    if shutil.which("mount") is None:
+        pytest.skip("mount is not installed")
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)]
-    if (
-        not shutil.which("mount")
-        or subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode
-    ):
+    if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
         pytest.skip("a disk of memory may not be mounted here")
     try:
         with pytest.raises(RunError, match="No space left") as error:
