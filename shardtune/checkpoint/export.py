@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.checkpoint.model_card import CARD_FILE, hide_path
+from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import Rounding, fp32_logits, rounding_bound
 from shardtune.checkpoint.seal import seal_folder
-from shardtune.core.atomic_write import atomic_folder
 from shardtune.engine.loss import forward, model_inputs
 from shardtune.errors import Problem, RunError
 
@@ -47,7 +47,7 @@ def save_result(
     model was loaded from, and what others may know of it; `card` is the model card.
     """
     adapted = hasattr(model, "peft_config")
-    with atomic_folder(target, replace=True) as partial:
+    with model_folder(target, replace=True) as partial:
         if adapted:
             # An embedding that is trained is among the modules to save; peft would add it again.
             weights = _under_every_name(model, trained)

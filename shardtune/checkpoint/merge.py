@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.checkpoint.model_card import CARD_FILE, card_of_merged, hide_path
+from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import (
     ModelCalls,
     Rounding,
@@ -27,7 +28,6 @@ from shardtune.checkpoint.rounding_error import (
     rounded_logits,
     rounding_bound,
 )
-from shardtune.core.atomic_write import atomic_folder
 from shardtune.core.model.kind import kind_of
 from shardtune.errors import Problem, RunError
 
@@ -80,7 +80,7 @@ def merge_adapter(
     in_bf16 = cost_of_bf16(merged, inputs) if dtype == torch.float32 else None
     rounded = round_weights(merged, inputs, dtype)
     merged.config.dtype = dtype
-    with atomic_folder(target) as partial:
+    with model_folder(target) as partial:
         merged.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if base is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from shardtune import __version__
 from shardtune.checkpoint.manifest import Damaged
+from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.seal import files_of, folder_faults, seal_folder
-from shardtune.core.atomic_write import atomic_folder
 from shardtune.errors import Problem, RunError
 
 EXPORT_FILE = "export.json"
@@ -36,7 +36,7 @@ class ExportFacts:
 def export_folder(target: Path, facts: ExportFacts) -> Iterator[Path]:
     """A folder to fill, which becomes `target` when all in the block has held."""
     require_ours(target)
-    with atomic_folder(target, replace=True) as partial:
+    with model_folder(target, replace=True) as partial:
         yield partial
         text = json.dumps(asdict(facts), indent=2, sort_keys=True) + "\n"
         (partial / EXPORT_FILE).write_text(text, encoding="utf-8")

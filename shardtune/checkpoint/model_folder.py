@@ -1,0 +1,45 @@
+"""A folder that a model is written to: a result, a merge, an export."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardtune.core.atomic_write import atomic_folder
+from shardtune.core.units import MIB
+from shardtune.errors import Problem, RunError
+
+TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""The disk, whatever is written to it."""
+
+
+@contextmanager
+def model_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """`atomic_folder`, and RunError where the disk takes no more."""
+    from safetensors import SafetensorError
+
+    try:
+        with atomic_folder(target, replace=replace) as partial:
+            yield partial
+    except (OSError, SafetensorError) as error:
+        code = _number(error)
+        if code not in TAKES_NO_MORE:
+            raise
+        there = next(each for each in (target, *target.absolute().parents) if each.exists())
+        free = f"{shutil.disk_usage(there).free / MIB:,.1f} MiB are free"
+        fact = f"can't be written: {os.strerror(code)}; {free}"
+        fix = "mend that, then give the command again; a run goes on with --resume"
+        raise RunError(Problem(str(target), fact, fix)) from error
+
+
+def _number(error: Exception) -> int:
+    """errno. safetensors' own error has it in its text, as Rust writes it: `(os error 28)`."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0

@@ -1,0 +1,60 @@
+"""A model that a disk doesn't take is a sentence, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardtune.checkpoint.model_folder import model_folder
+from shardtune.errors import RunError
+
+LARGE = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """64 KiB of memory, as a disk."""
+    if shutil.which("mount") is None:
+        pytest.skip("mount is not installed")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip("a disk of memory may not be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def by_safetensors(folder: Path) -> None:
+    save_file({"weight": torch.zeros(LARGE, dtype=torch.uint8)}, folder / "model.safetensors")
+
+
+def by_python(folder: Path) -> None:
+    (folder / "model.bin").write_bytes(bytes(LARGE))
+
+
+@pytest.mark.parametrize("write", [by_safetensors, by_python])
+def test_a_full_disk(small_disk: Path, write: Callable[[Path], None]) -> None:
+    told = r"No space left on device; .* MiB are free"
+    with pytest.raises(RunError, match=told), model_folder(small_disk / "model") as partial:
+        write(partial)
+    assert list(small_disk.iterdir()) == []
+
+
+def test_an_older_one_stays(small_disk: Path) -> None:
+    with model_folder(small_disk / "model") as partial:
+        (partial / "config.json").write_text("old")
+    with pytest.raises(RunError), model_folder(small_disk / "model", replace=True) as partial:
+        (partial / "config.json").write_bytes(bytes(LARGE))
+    assert [path.name for path in small_disk.iterdir()] == ["model"]
+    assert (small_disk / "model" / "config.json").read_text() == "old"
+
+
+def test_what_is_no_fault_of_the_disk_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), model_folder(tmp_path / "model") as partial:
+        (partial / "missing").read_text()
+    assert list(tmp_path.iterdir()) == []
