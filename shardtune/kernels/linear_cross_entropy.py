@@ -169,20 +169,26 @@ def _cross_entropy_with_gradient(
     return loss, (gradient * counted[:, None]).to(logits.dtype)
 
 
-@torch.library.custom_op("shardtune::cross_entropy", mutates_args=())
+@torch.library.custom_op("shardtune::cross_entropy", mutates_args=("logits",))
 def _cross_entropy_op(
     logits: Tensor, targets: Tensor, factor: float = 1.0, cap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """The same as one operation, which is what a compiler makes of it on a GPU: so a dry run
-    without one counts what a GPU would hold, and not what lies between."""
-    return _cross_entropy_with_gradient(logits, targets, factor, cap)
+) -> Tensor:
+    """The summed loss; the gradient is written over the logits. One operation, as a GPU's kernel
+    is: so a dry run without one counts what a GPU would hold, and not what lies between."""
+    loss, gradient = _cross_entropy_with_gradient(logits, targets, factor, cap)
+    logits.copy_(gradient)
+    return loss
 
 
 @_cross_entropy_op.register_fake
-def _(
+def _(logits: Tensor, targets: Tensor, factor: float = 1.0, cap: float = 0.0) -> Tensor:
+    return logits.new_empty((), dtype=torch.float32)
+
+
+def _cross_entropy_over_logits(
     logits: Tensor, targets: Tensor, factor: float = 1.0, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
+    return _cross_entropy_op(logits, targets, factor, cap), logits
 
 
 @cache
@@ -193,7 +199,7 @@ def _cross_entropy_for(device: str) -> Callable[..., tuple[Tensor, Tensor]]:
             if available()
             else torch.compile(_cross_entropy_with_gradient, dynamic=True)
         )
-    return _cross_entropy_op
+    return _cross_entropy_over_logits
 
 
 def _accumulate_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -27,11 +27,12 @@ class OurStates:
 
 def our_states(row: StatesRow, shape: ModelShape, model: str, cluster: Cluster) -> OurStates:
     """What the planner says of the row's strategy, with all weights trained by Adam."""
+    precision = "bf16" if cluster.gpu.bf16_tflops else "fp16"  # both are 16 bits
     document = {
         "model": {"name": model},
         "data": {"train": [{"path": "none.jsonl", "format": "chat"}], "sequence_length": ROW},
         "train": {
-            "global_batch": cluster.gpus, "micro_batch": 1, "steps": 1, "precision": "bf16",
+            "global_batch": cluster.gpus, "micro_batch": 1, "steps": 1, "precision": precision,
             "kernels": "eager", "loss": "plain", "gradient_checkpointing": "full",
         },
         "adapter": {"type": "none"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.core.job_section import Section
 from shardtune.core.model.shape import ModelShape
 from shardtune.parallel import STRATEGIES, Strategy
-from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS
+from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS, has_room
 from shardtune.plan.cluster import Cluster, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.search import Candidate, may_fit, planned_value, rank, tried
@@ -21,6 +21,7 @@ OTHER_RESULT = ("adapter", "model", "data", "train.precision")
 """Keys whose values decide what is learnt."""
 MOST_NODES = 1024
 HOST_GIB = 256  # of CPU memory for each GPU, in a node that nobody has described
+SHORTEST = 512  # tokens of a row: fewer are no remedy
 LARGE_GPUS = ("A100-80GB", "H200-141GB")  # which people rent when a layer is too large for theirs
 
 Setting: TypeAlias = bool | int | float | str | None
@@ -50,13 +51,40 @@ def in_words(values: Mapping[str, Setting]) -> str:
 
 
 def smallest_change(job: Job, shape: ModelShape, cluster: Cluster) -> Change | None:
-    """The least that makes the job fit: first what leaves its result alone, then what doesn't."""
-    for changed in _changes(job, cluster):
-        found = tried(changed.job, shape, cluster)
-        if isinstance(found, Forecast) and found.fits:
-            same = not any(key.startswith(OTHER_RESULT) for key in changed.values)
-            return Change(changed.values, found, same)
-    return None
+    """The least that makes the job fit: first what leaves its result alone, then what doesn't. Of
+    those with the same result one that leaves the documented reserve free comes first."""
+    narrow: Change | None = None
+    for ladder in _ladders(job, cluster):
+        if narrow is not None and narrow.same_result and not ladder[0].same_result:
+            return narrow
+        change = _least_that_fits(ladder, shape, cluster)
+        if change is not None and has_room(change.found):
+            return change
+        narrow = narrow or change
+    return narrow
+
+
+def _least_that_fits(
+    ladder: Sequence[_Changed], shape: ModelShape, cluster: Cluster
+) -> Change | None:
+    """Of changes that spare more and more; None where the last ones, with as few rows at a time as
+    can be and with as many as before, don't fit either."""
+    if len(ladder) > 2 and not any(_fitting(each, shape, cluster) for each in ladder[-2:]):
+        return None
+    narrow: Change | None = None
+    for changed in ladder:
+        change = _fitting(changed, shape, cluster)
+        if change is not None and has_room(change.found):
+            return change
+        narrow = narrow or change
+    return narrow
+
+
+def _fitting(changed: _Changed, shape: ModelShape, cluster: Cluster) -> Change | None:
+    found = tried(changed.job, shape, cluster)
+    if not isinstance(found, Forecast) or not found.fits:
+        return None
+    return Change(changed.values, found, changed.same_result)
 
 
 @dataclass(frozen=True)
@@ -65,6 +93,10 @@ class _Changed:
 
     job: Job
     values: Mapping[str, Setting]
+
+    @property
+    def same_result(self) -> bool:
+        return not any(key.startswith(OTHER_RESULT) for key in self.values)
 
     def train(self, **update: Setting) -> _Changed:
         train = self.job.train.model_copy(update=update)
@@ -115,39 +147,43 @@ class _Changed:
         return _Changed(self.job.model_copy(update={name: section}), {**self.values, **told})
 
 
-def _changes(job: Job, cluster: Cluster) -> Iterator[_Changed]:
-    """Each with what was tried before it: smaller micro-batches cost least, offload most."""
+def _ladders(job: Job, cluster: Cluster) -> Iterator[Sequence[_Changed]]:
+    """Changes from the least to the one that spares most; smaller micro-batches cost least, offload
+    most."""
     asked = _Changed(job, {})
+    savings = list(_savings(job))
+    for update in savings:
+        yield [asked.train(**update)]
+    beside = [asked.train(**update) for update in ({}, *savings)]
+    divided = [each.without_fp8() for each in beside]  # what follows divides weights, or packs them
+    if job.splits_weights(cluster.gpus) and cluster.gpu.name != "CPU":
+        yield [each.paged() for each in divided]
+    divided = [each.unpaged() for each in divided]
+    for strategy in _sharded(cluster):
+        yield [each.strategy(strategy) for each in divided]
+    yield from _other_results(divided, cluster)
+
+
+def _savings(job: Job) -> Iterator[dict[str, Setting]]:
+    """Of the section `train`, each with what came before it; the last spares most."""
     micro = int(job.train.micro_batch) if job.train.micro_batch != "auto" else 1
     smaller: dict[str, Setting] = {"micro_batch": 1} if micro > 1 else {}
     while micro > 1:
         micro //= 2
-        yield asked.train(micro_batch=micro)
-    fused = {**smaller, "loss": "fused"} if job.train.loss != "fused" else smaller
-    if fused != smaller:
-        yield asked.train(**fused)
+        yield {"micro_batch": micro}
+    loss: dict[str, Setting] = {"loss": "fused"} if job.train.loss != "fused" else {}
+    if loss:
+        yield {**smaller, **loss}
     level = job.train.gradient_checkpointing
     excepted: dict[str, Setting] = {}
     if job.train.keep_layers and level in BETWEEN:
         excepted = {"keep_layers": 0}
-        yield asked.train(**fused, **excepted)
-    lean, levels = fused, []
-    own = {key: value for key, value in fused.items() if key != "micro_batch"}
+        yield {**smaller, **loss, **excepted}
     for more in LEVELS if level == "auto" else LEVELS[LEVELS.index(level) + 1 :]:
-        again = {**excepted, "gradient_checkpointing": more}
-        levels.append({**own, **again})
+        again = {**loss, **excepted, "gradient_checkpointing": more}
         if smaller:  # the batch may be what it is; and several are added up in fp32
-            yield asked.train(**own, **again)
-        lean = {**fused, **again}
-        yield asked.train(**lean)
-    leaner = asked.train(**lean).without_fp8()  # what follows divides weights, or packs them
-    if job.splits_weights(cluster.gpus) and cluster.gpu.name != "CPU":
-        for update in ({}, own, *levels, lean):  # the least beside it that is enough
-            yield asked.train(**update).paged()
-    leaner = leaner.unpaged()
-    for strategy in _sharded(cluster):
-        yield leaner.strategy(strategy)
-    yield from _other_results(leaner, cluster)
+            yield again
+        yield {**smaller, **again}
 
 
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:
@@ -156,21 +192,25 @@ def _sharded(cluster: Cluster) -> Iterator[Strategy]:
         yield from kind.remedies(cluster.devices)
 
 
-def _other_results(changed: _Changed, cluster: Cluster) -> Iterator[_Changed]:
+def _other_results(beside: list[_Changed], cluster: Cluster) -> Iterator[Sequence[_Changed]]:
     """An adapter in place of all weights; then a frozen model in 4 bits; then shorter rows."""
-    if isinstance(changed.job.adapter, NoAdapter):
-        changed = changed.lora()
-        yield changed
-    if changed.job.model.quantization != "nf4":
-        changed = changed.quantized("nf4")
-        yield changed
-    for strategy in _sharded(cluster):
-        if not strategy.layout().home:  # nothing is offloaded, which costs more
-            yield changed.strategy(strategy)
-    length = changed.job.data.sequence_length
-    while length > 512:
+    own = [each for each in _sharded(cluster) if not each.layout().home]  # offload costs more
+    if isinstance(beside[0].job.adapter, NoAdapter):
+        beside = [each.lora() for each in beside]
+        yield beside
+        for strategy in own:
+            yield [each.strategy(strategy) for each in beside]
+    if beside[0].job.model.quantization != "nf4":
+        beside = [each.quantized("nf4") for each in beside]
+        yield beside
+    for strategy in own:
+        yield [each.strategy(strategy) for each in beside]
+    leanest, length = beside[-1], beside[-1].job.data.sequence_length
+    while length > SHORTEST:
         length //= 2
-        yield changed.sequence_length(length)
+        yield [leanest.sequence_length(length)]
+        for strategy in _sharded(cluster):
+            yield [leanest.strategy(strategy).sequence_length(length)]
 
 
 def _told(asked: Strategy, strategy: Strategy) -> dict[str, Setting]:

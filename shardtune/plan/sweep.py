@@ -84,7 +84,7 @@ def sweep(
 ) -> Sweep:
     """Every combination of values. `changed` is the job with these `KEY=VALUE` words, and the
     shape of its model."""
-    points = []
+    points, refusals = [], []
     for values in product(*(each.values for each in keys)):
         words = [f"{each.key}={value}" for each, value in zip(keys, values, strict=True)]
         try:
@@ -93,8 +93,10 @@ def sweep(
             check(resolved, dotted)
             points.append(SweepPoint(values, forecast(resolved, shape, cluster)))
         except ShardtuneError as error:
-            points.append(SweepPoint(values, None, error.problems[0].fact))
-    if all(each.found is None for each in points):
+            first = error.problems[0]
+            refusals.append(first)
+            points.append(SweepPoint(values, None, f"{first.place}: {first.fact}"))
+    if len(refusals) == len(points):
         fact = f"none of {len(points)} jobs can be had; the first: {points[0].refused}"
-        raise JobError(Problem(SWEEP_OPTION, fact, "`shardtune estimate` of one of them says more"))
+        raise JobError(Problem(SWEEP_OPTION, fact, refusals[0].fix))
     return Sweep(tuple(keys), tuple(points))

@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardtune.core.step import IGNORED
-from shardtune.kernels.linear_cross_entropy import _cross_entropy_op, _cross_entropy_with_gradient
+from shardtune.kernels.linear_cross_entropy import (
+    _cross_entropy_over_logits,
+    _cross_entropy_with_gradient,
+)
 
 SHAPES = [(1, 1), (7, 33), (5, 8193), (3, 20_000)]
 """Rows and vocabulary: less than a block of the kernel, just more than one, several."""
@@ -65,9 +68,15 @@ def assert_right(
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    for score in (_cross_entropy_with_gradient, _cross_entropy_op):
+    for score in (_cross_entropy_with_gradient, _cross_entropy_over_logits):
         for bent in BENT:
             assert_right(score, *given(*shape, dtype), *bent)
+
+
+def test_the_gradient_takes_the_place_of_the_logits() -> None:
+    logits, targets = given(4, 40, torch.bfloat16)
+    _, gradient = _cross_entropy_over_logits(logits, targets)
+    assert gradient is logits
 
 
 def test_rows_that_are_all_ignored_have_no_loss() -> None:

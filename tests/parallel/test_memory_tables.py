@@ -76,6 +76,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(figures) == 8
 
 
+def test_a_gpu_without_bf16_has_tables_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's formulas ask for 16 bits, and not for which."""
+    (option,) = states_options()
+    figures = []
+    for gpu in ("V100", "A100-80GB"):
+        assert main(["estimate", option.flag, "llama-3.2-1b", "--cluster", f"8x{gpu}"]) == 0
+        figures.append(capsys.readouterr().out)
+    assert figures[0] == figures[1]
+
+
 def test_counts_alone_have_no_figure_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     (option,) = states_options()
     cluster = ["--cluster", "8xA100-80GB"]

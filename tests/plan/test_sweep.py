@@ -68,10 +68,14 @@ def test_a_point_that_cannot_be_had_says_why(
 ) -> None:
     words = ["estimate", str(file), "--cluster", "1xH200"]
     assert main([*words, "--sweep", "data.sequence_length=65536..262144"]) == 0
-    told = capsys.readouterr().out
-    assert "the model has positions for 131072" in " ".join(told.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "data.sequence_length: 262144 tokens a row, but the model has positions" in told
     assert main([*words, "--sweep", "data.sequence_length=200000,300000"]) == 2
-    assert "none of 2 jobs can be had" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "none of 2 jobs can be had; the first: data.sequence_length: 200000 tokens" in told
+    assert "fix: set data.sequence_length to at most 131072" in told
+    assert main([*words, "--sweep", "train.batch=1,2"]) == 2
+    assert "train.batch: unknown key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
