@@ -250,7 +250,8 @@ def plan(arguments: argparse.Namespace) -> int:
         from shardtune.report.plan_table import print_ranking
 
         print_ranking(ranking, Console())
-        print(*notes, sep="\n")
+        for note in (*notes, *(best.found.reasons if best and best.found else ())):
+            print(note)
     if arguments.plot is not None:
         title = f"{arguments.job.name} on {cluster.name}"
         write_plot(arguments.plot, title, *ranking_drawings(ranking))

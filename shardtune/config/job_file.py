@@ -20,6 +20,8 @@ from shardtune.core.yaml_document import KeyPath, dotted, parse_document, read_d
 from shardtune.errors import JobError, Problem, did_you_mean
 
 COMMAND_LINE = "command line"
+EARLIER = f"{COMMAND_LINE}, earlier"
+"""Of what was said for one `type`, before another word said another."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def _override(value: Any, origins: dict[KeyPath, str], overrides: Sequence[str])
             continue
         try:
             new = parse_document(raw, key)
+            _of_another_type(value, origins, key, new.value)
             path = _set(value, key, new.value)
         except JobError as error:
             place = f"{COMMAND_LINE}: {key}"
@@ -104,6 +107,17 @@ def _override(value: Any, origins: dict[KeyPath, str], overrides: Sequence[str])
         origins |= {(*path, *inner): COMMAND_LINE for inner in (*new.lines, ())}
     if problems:
         raise JobError(problems)
+
+
+def _of_another_type(value: Any, origins: dict[KeyPath, str], key: str, new: Any) -> None:
+    """Where one word gives a `type` and a later one another, what came between them is of the first
+    alone: so a fix can be pasted behind any command."""
+    path: KeyPath = tuple(key.split("."))
+    if path[-1] != "type" or origins.get(path) != COMMAND_LINE or _at(value, path) == new:
+        return
+    for old, origin in origins.items():
+        if old[:-1] == path[:-1] and origin == COMMAND_LINE:
+            origins[old] = EARLIER
 
 
 def _set(root: Any, key: str, new: Any) -> KeyPath:

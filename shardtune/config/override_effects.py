@@ -1,8 +1,9 @@
 """What an override (`key=value`) means for other keys of the file: the later word wins.
 
 Who tries a recipe for 3 steps doesn't want to hear that it saves every 12, and who sets
-`adapter.type=none` means that nothing of the file's LoRA is left. Where both stand in the file, or
-both behind the command, nothing is decided here: that is a mistake, which the rules name.
+`adapter.type=none` means that nothing of the file's LoRA is left; nor of words behind the command
+for a `type` that a later word replaces. Where both stand in the file, or both behind the command,
+nothing is decided here: that is a mistake, which the rules name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def apply_override_effects(
 def _other_type(
     value: dict[str, Any], origins: dict[KeyPath, str], command_line: str, path: KeyPath
 ) -> dict[KeyPath, str]:
-    """Keys that the file wrote for one `type`, where the command line chose another."""
+    """Keys that were written for one `type`, where the command line then chose another."""
     section: Any = value
     for part in path:
         section = section.get(part) if isinstance(section, dict) else None
@@ -46,13 +47,15 @@ def _other_type(
         for key in section
         if key in known - chosen.model_fields.keys() and origins.get((*path, key)) != command_line
     ]
+    earlier = any(origins.get((*path, key), "").startswith(command_line) for key in foreign)
+    whose = "the earlier" if earlier else "the file's"
     for key in foreign:
         del section[key]
         for old in [old for old in origins if old[: len(path) + 1] == (*path, key)]:
             del origins[old]
     if not foreign:
         return {}
-    return {(*path, "type"): f"the file's {', '.join(foreign)} belong to another type: left out"}
+    return {(*path, "type"): f"{whose} {', '.join(foreign)} belong to another type: left out"}
 
 
 def _other_length(

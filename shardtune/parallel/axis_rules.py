@@ -100,10 +100,9 @@ def expert_counts(shape: ModelShape, devices: Devices) -> list[int]:
 
 
 def stage_counts(shape: ModelShape, devices: Devices) -> list[int]:
-    """Over how many ranks the layers can be divided: powers of two. None where nobody has said how
-    the model is cut."""
+    """Over how many ranks the layers can be divided. None where nobody has said how the model is
+    cut."""
     if shape.family not in SHARDABLE_FAMILIES:
         return []
     deepest = min(shape.layers, devices.count)
-    powers = [1 << power for power in range(1, deepest.bit_length())]
-    return [n for n in powers if n <= deepest and devices.count % n == 0]
+    return [n for n in range(2, deepest + 1) if devices.count % n == 0]

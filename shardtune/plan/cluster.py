@@ -30,6 +30,9 @@ EXAMPLES = "4xA40, 2x8xA100-80GB@400Gbps, 8xRTX3090:pcie, or a profile's file"
 USUAL_GBPS = 100.0
 """Between nodes, per node, where nobody says: what any rented cluster has."""
 
+LARGEST_NODE = 16
+"""GPUs of one node, above which it is said that it was taken for one. Chosen."""
+
 DISPLAY_GIB = 1.0
 """What a desktop and a browser take of a card that drives a screen. A guess: `nvidia-smi` shows
 what it is; write that much less as `:20GiB`."""
@@ -256,9 +259,15 @@ def _bad_counts(match: re.Match[str]) -> list[Problem]:
 
 
 def _bad_speed(match: re.Match[str]) -> list[Problem]:
-    if match["speed"] is None or (match["unit"] in _BITS and float(match["speed"]) > 0):
+    if match["speed"] is None:
         return []
     speed, unit = float(match["speed"]), match["unit"]
+    if match["nodes"] is None:
+        fact = f"@{speed:g}{unit} is between nodes, and {match['gpus']}x{match['gpu']} is one node"
+        fix = f"write how many nodes there are first, as 2x8x{match['gpu']}, or leave it out"
+        return [Problem(OPTION, fact, fix)]
+    if unit in _BITS and speed > 0:
+        return []
     if unit in _BYTES:
         fact, fix = f"{unit} are bytes; networks are named in bits", f"write @{speed * 8:g}Gbps"
     elif unit in _BITS:
@@ -324,6 +333,9 @@ def _assumed(gpu: Gpu, link: LinkKind, profile: Profile) -> list[str]:
             f"{USUAL_GBPS:g} Gbps between nodes, because nothing was given"
             " (write @400Gbps after the GPU, or inter_node_gbps in a profile)"
         )
+    if profile.gpus_per_node > LARGEST_NODE:
+        gpus = profile.gpus_per_node
+        found.append(f"one node with {gpus} GPUs (write NODESxGPUSxTYPE, as 2x8x{gpu.name})")
     if gpu.nvlink == "bridge" and profile.gpus_per_node == 2 and link == "pcie":
         found.append(f"no NVLink bridge between the two {gpu.name} (write :nvlink if there is one)")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -101,8 +102,8 @@ def _count(number: int) -> str:
 
 
 def _rows(found: Forecast) -> str:
-    count = found.work.microbatches
-    return f"{count} micro-batch{'es' * (count > 1)} of {found.work.micro_batch} rows"
+    count, rows = found.work.microbatches, found.work.micro_batch
+    return f"{count} micro-batch{'es' * (count > 1)} of {rows} row{'s' * (rows > 1)}"
 
 
 def _mesh(found: Forecast) -> str:
@@ -202,6 +203,7 @@ def print_ranking(ranking: Ranking, console: Console) -> None:
             style="" if each.fits else "dim",
         )
     console.print(table)
-    for each in ranking.candidates:
-        style = "bold" if each is ranking.best else "" if each.fits else "dim"
-        console.print(Text(f"{each.name}: {each.why}", style=style))
+    for why, alike in groupby(ranking.candidates, key=lambda each: each.why):
+        several = list(alike)
+        style = "bold" if several[0] is ranking.best else "" if several[0].fits else "dim"
+        console.print(Text(f"{'; '.join(each.name for each in several)}: {why}", style=style))

@@ -10,6 +10,8 @@ from shardtune.config.job import IA3, LoRA, NoAdapter
 from shardtune.config.job_file import load_job
 from shardtune.config.rules import check
 from shardtune.errors import JobError
+from shardtune.parallel.fsdp.strategy import FSDP
+from shardtune.parallel.tensor.strategy import Tensor
 from tests.jobs import write_job
 
 LORA = "{type: lora, rank: 8, alpha: 16, targets: [q_proj]}"
@@ -64,6 +66,19 @@ def test_keys_of_two_types_behind_the_command_are_a_mistake(tmp_path: Path) -> N
     with pytest.raises(JobError, match="it belongs to `type: lora`"):
         load_job(write_job(tmp_path, adapter="{type: none, rank: 4}"))
     assert isinstance(load_job(write_job(tmp_path, adapter=LORA)).job.adapter, LoRA)
+
+
+def test_a_later_type_takes_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+    """So what the planner offers can be pasted behind any command."""
+    words = ["strategy.type=tensor", "strategy.degree=2", "strategy.type=fsdp"]
+    loaded = load_job(write_job(tmp_path), words)
+    assert loaded.job.strategy == FSDP()
+    why = "the earlier degree belong to another type: left out"
+    assert loaded.understood == {("strategy", "type"): why}
+    kept = load_job(write_job(tmp_path), [*words[:2], "strategy.type=tensor"])
+    assert kept.job.strategy == Tensor(degree=2)
+    with pytest.raises(JobError, match="command line: strategy.degree: unknown key here"):
+        load_job(write_job(tmp_path), [*words, "strategy.degree=4"])
 
 
 def test_epochs_take_the_place_of_steps(tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ class Tensor(StrategyBase):
         if devices.count > 1 and not can_slice(shape.family):
             name = "tensor" if shape.family in SHARDABLE_FAMILIES else "tensor or pipeline"
             yield Choice("cut", name, cls(degree=2), 30)  # refused, with a reason
-        for n in slice_degrees(shape, devices):
+        degrees = slice_degrees(shape, devices)
+        if devices.per_node > 1 and can_slice(shape.family) and not degrees:
+            degrees = [devices.per_node]  # refused, with what it doesn't divide
+        for n in degrees:
             yield Choice("tensor", f"tensor({n})", cls(degree=n), 30)
 
 
