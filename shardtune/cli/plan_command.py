@@ -104,7 +104,8 @@ def estimate(arguments: argparse.Namespace) -> int:
     found = forecast(resolved.job, shape, cluster)
     chosen = chosen_values(loaded.job, resolved)
     seen = _dry_run(found) if arguments.dry_run else None
-    fix = "" if found.fits else offer(found.job, shape, cluster)
+    told = _rows_told(loaded, cluster)
+    fix = "" if found.fits else offer(found.job, shape, cluster, rows_told=told)
     if arguments.json:
         noted = replace(found, reasons=(*chosen_precision(resolved), *found.reasons))
         print(_result(noted, chosen, fix, seen).to_json(indent=2, ascii_only=True))
@@ -238,7 +239,7 @@ def plan(arguments: argparse.Namespace) -> int:
         if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
             check(as_asked, _place(loaded))
             forecast(as_asked, shape, cluster)
-        fix = offer(as_asked, shape, cluster)
+        fix = offer(as_asked, shape, cluster, rows_told=_rows_told(loaded, cluster))
     if arguments.json:
         from shardtune.plan.ranking_summary import summarise
 
@@ -299,6 +300,12 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
             raise JobError(Problem("--price", fact, "give what a GPU costs for an hour"))
         cluster = replace(cluster, price_per_gpu_hour=arguments.price)
     return cluster
+
+
+def _rows_told(loaded: LoadedJob, cluster: Cluster) -> bool:
+    """Whether the strategy's own file says the micro-batch."""
+    job = loaded.job
+    return job.strategy.micro_batch(job.train.global_batch, cluster.gpus) is not None
 
 
 def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:

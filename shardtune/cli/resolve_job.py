@@ -60,12 +60,15 @@ def resolve_here(
     return resolved
 
 
-def fitting_forecast(arguments: argparse.Namespace, job: Job, nodes: int) -> Forecast | None:
-    """What the run will take here; refuses what doesn't fit, before anything is opened."""
+def fitting_forecast(
+    arguments: argparse.Namespace, job: Job, nodes: int, *, rows_told: bool = False
+) -> Forecast | None:
+    """What the run will take here; refuses what doesn't fit, before anything is opened.
+    `rows_told`: the strategy's own file says the micro-batch."""
     from shardtune.core.machine import Machine
     from shardtune.plan.this_machine import forecast_here, require_fit
 
     found = forecast_here(job, Machine.here(), nodes)
     if found is not None and not arguments.ignore_forecast:
-        require_fit(found)
+        require_fit(found, rows_told=rows_told)
     return found

@@ -11,8 +11,9 @@ from typing import TypeAlias
 from shardtune.config.job import AdamW, Job, LoRA, NoAdapter
 from shardtune.core.job_section import Section
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.setup import Recompute
 from shardtune.parallel import STRATEGIES, Strategy
-from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS, has_room
+from shardtune.plan.auto_micro_batch import BETWEEN, LEVELS, has_room, levels_of
 from shardtune.plan.cluster import Cluster, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.search import Candidate, may_fit, planned_value, rank, tried
@@ -50,11 +51,14 @@ def in_words(values: Mapping[str, Setting]) -> str:
     )
 
 
-def smallest_change(job: Job, shape: ModelShape, cluster: Cluster) -> Change | None:
+def smallest_change(
+    job: Job, shape: ModelShape, cluster: Cluster, *, rows_told: bool = False
+) -> Change | None:
     """The least that makes the job fit: first what leaves its result alone, then what doesn't. Of
-    those with the same result one that leaves the documented reserve free comes first."""
+    those with the same result one that leaves the documented reserve free comes first.
+    `rows_told`: the strategy's own file says the micro-batch, so it can't be set beside it."""
     narrow: Change | None = None
-    for ladder in _ladders(job, cluster):
+    for ladder in _ladders(_Changed(job, {}, rows_told), shape, cluster):
         if narrow is not None and narrow.same_result and not ladder[0].same_result:
             return narrow
         change = _least_that_fits(ladder, shape, cluster)
@@ -93,6 +97,8 @@ class _Changed:
 
     job: Job
     values: Mapping[str, Setting]
+    rows_told: bool = False
+    """Whether its strategy's own file says the micro-batch."""
 
     @property
     def same_result(self) -> bool:
@@ -133,7 +139,10 @@ class _Changed:
 
     def strategy(self, strategy: Strategy) -> _Changed:
         """Under another strategy, with those of its settings that aren't the default."""
-        return self._with("strategy", strategy, _told(self.job.strategy, strategy))
+        changed = self._with("strategy", strategy, _told(self.job.strategy, strategy))
+        return replace(
+            changed, rows_told=self.rows_told and strategy.type == self.job.strategy.type
+        )
 
     def sequence_length(self, length: int) -> _Changed:
         data = self.job.data.model_copy(update={"sequence_length": length})
@@ -144,34 +153,41 @@ class _Changed:
         return self._with("train", self.job.train.model_copy(update={"optimizer": rule}), told)
 
     def _with(self, name: str, section: Section, told: Mapping[str, Setting]) -> _Changed:
-        return _Changed(self.job.model_copy(update={name: section}), {**self.values, **told})
+        job = self.job.model_copy(update={name: section})
+        return replace(self, job=job, values={**self.values, **told})
 
 
-def _ladders(job: Job, cluster: Cluster) -> Iterator[Sequence[_Changed]]:
+def _ladders(asked: _Changed, shape: ModelShape, cluster: Cluster) -> Iterator[Sequence[_Changed]]:
     """Changes from the least to the one that spares most; smaller micro-batches cost least, offload
     most."""
-    asked = _Changed(job, {})
-    savings = list(_savings(job))
-    for update in savings:
-        yield [asked.train(**update)]
-    beside = [asked.train(**update) for update in ({}, *savings)]
-    divided = [each.without_fp8() for each in beside]  # what follows divides weights, or packs them
-    if job.splits_weights(cluster.gpus) and cluster.gpu.name != "CPU":
-        yield [each.paged() for each in divided]
-    divided = [each.unpaged() for each in divided]
+    yield from ([each] for each in _rungs(asked, shape, cluster)[1:])
+    if asked.job.splits_weights(cluster.gpus) and cluster.gpu.name != "CPU":
+        yield _rungs(asked.paged(), shape, cluster)
+    divided = asked.without_fp8().unpaged()  # what follows divides weights, or packs them
     for strategy in _sharded(cluster):
-        yield [each.strategy(strategy) for each in divided]
-    yield from _other_results(divided, cluster)
+        yield _rungs(divided.strategy(strategy), shape, cluster)
+    yield from _other_results(divided, shape, cluster)
 
 
-def _savings(job: Job) -> Iterator[dict[str, Setting]]:
+def _rungs(changed: _Changed, shape: ModelShape, cluster: Cluster) -> list[_Changed]:
+    """The job as it is, and with all that spares memory and leaves strategy and result alone."""
+    fused: dict[str, Setting] = {"loss": "fused"}
+    can_fuse = isinstance(tried(changed.train(**fused).job, shape, cluster), Forecast)
+    loss = fused if can_fuse and changed.job.train.loss != "fused" else {}
+    rows = changed.job.train.micro_batch
+    micro = 1 if rows == "auto" or changed.rows_told else int(rows)
+    savings = _savings(changed.job, micro, loss, levels_of(changed.job, shape.kind))
+    return [changed, *(changed.train(**update) for update in savings)]
+
+
+def _savings(
+    job: Job, micro: int, loss: dict[str, Setting], levels: Sequence[Recompute]
+) -> Iterator[dict[str, Setting]]:
     """Of the section `train`, each with what came before it; the last spares most."""
-    micro = int(job.train.micro_batch) if job.train.micro_batch != "auto" else 1
     smaller: dict[str, Setting] = {"micro_batch": 1} if micro > 1 else {}
     while micro > 1:
         micro //= 2
         yield {"micro_batch": micro}
-    loss: dict[str, Setting] = {"loss": "fused"} if job.train.loss != "fused" else {}
     if loss:
         yield {**smaller, **loss}
     level = job.train.gradient_checkpointing
@@ -179,11 +195,12 @@ def _savings(job: Job) -> Iterator[dict[str, Setting]]:
     if job.train.keep_layers and level in BETWEEN:
         excepted = {"keep_layers": 0}
         yield {**smaller, **loss, **excepted}
-    for more in LEVELS if level == "auto" else LEVELS[LEVELS.index(level) + 1 :]:
-        again = {**loss, **excepted, "gradient_checkpointing": more}
-        if smaller:  # the batch may be what it is; and several are added up in fp32
-            yield again
-        yield {**smaller, **again}
+    for more in levels:
+        if level == "auto" or LEVELS.index(more) > LEVELS.index(level):
+            again = {**loss, **excepted, "gradient_checkpointing": more}
+            if smaller:  # the batch may be what it is; and several are added up in fp32
+                yield again
+            yield {**smaller, **again}
 
 
 def _sharded(cluster: Cluster) -> Iterator[Strategy]:
@@ -192,25 +209,25 @@ def _sharded(cluster: Cluster) -> Iterator[Strategy]:
         yield from kind.remedies(cluster.devices)
 
 
-def _other_results(beside: list[_Changed], cluster: Cluster) -> Iterator[Sequence[_Changed]]:
+def _other_results(
+    changed: _Changed, shape: ModelShape, cluster: Cluster
+) -> Iterator[Sequence[_Changed]]:
     """An adapter in place of all weights; then a frozen model in 4 bits; then shorter rows."""
     own = [each for each in _sharded(cluster) if not each.layout().home]  # offload costs more
-    if isinstance(beside[0].job.adapter, NoAdapter):
-        beside = [each.lora() for each in beside]
-        yield beside
-        for strategy in own:
-            yield [each.strategy(strategy) for each in beside]
-    if beside[0].job.model.quantization != "nf4":
-        beside = [each.quantized("nf4") for each in beside]
-        yield beside
+    if isinstance(changed.job.adapter, NoAdapter):
+        changed = changed.lora()
+        for each in (changed, *map(changed.strategy, own)):
+            yield _rungs(each, shape, cluster)
+    if changed.job.model.quantization != "nf4":
+        changed = changed.quantized("nf4")
+        yield _rungs(changed, shape, cluster)
     for strategy in own:
-        yield [each.strategy(strategy) for each in beside]
-    leanest, length = beside[-1], beside[-1].job.data.sequence_length
+        yield _rungs(changed.strategy(strategy), shape, cluster)
+    length = changed.job.data.sequence_length
     while length > SHORTEST:
         length //= 2
-        yield [leanest.sequence_length(length)]
-        for strategy in _sharded(cluster):
-            yield [leanest.strategy(strategy).sequence_length(length)]
+        for each in (changed, *map(changed.strategy, _sharded(cluster))):
+            yield [_rungs(each, shape, cluster)[-1].sequence_length(length)]
 
 
 def _told(asked: Strategy, strategy: Strategy) -> dict[str, Setting]:

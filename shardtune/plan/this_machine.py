@@ -107,11 +107,12 @@ def forecast_here(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None
         return None  # a GPU or a family that isn't in the catalogue is no reason to refuse a run
 
 
-def require_fit(found: Forecast) -> None:
+def require_fit(found: Forecast, *, rows_told: bool = False) -> None:
     """Refuses a job that will not fit, before any weight is loaded, and offers what will."""
     if found.fits:
         return
-    fix = f"{offer(found.job, found.shape, found.cluster)}; --ignore-forecast runs it as it is"
+    fix = offer(found.job, found.shape, found.cluster, rows_told=rows_told)
+    fix += "; --ignore-forecast runs it as it is"
     raise JobError(Problem("memory", shortage(found), fix))
 
 
@@ -128,9 +129,10 @@ def shortage(found: Forecast) -> str:
     return f"{needed} and there are {room:.1f}{told}: {parts}"
 
 
-def offer(job: Job, shape: ModelShape, cluster: Cluster) -> str:
-    """The smallest change that fits, or the smallest cluster."""
-    change = smallest_change(job, shape, cluster)
+def offer(job: Job, shape: ModelShape, cluster: Cluster, *, rows_told: bool = False) -> str:
+    """The smallest change that fits, or the smallest cluster. `rows_told`: the strategy's own file
+    says the micro-batch."""
+    change = smallest_change(job, shape, cluster, rows_told=rows_told)
     if change is not None:
         how = "the same result" if change.same_result else "another result"
         left = -change.found.over / GIB

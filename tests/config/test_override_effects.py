@@ -77,7 +77,7 @@ def test_a_later_type_takes_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     assert loaded.understood == {("strategy", "type"): why}
     kept = load_job(write_job(tmp_path), [*words[:2], "strategy.type=tensor"])
     assert kept.job.strategy == Tensor(degree=2)
-    with pytest.raises(JobError, match="command line: strategy.degree: unknown key here"):
+    with pytest.raises(JobError, match="degree: unknown key here"):
         load_job(write_job(tmp_path), [*words, "strategy.degree=4"])
 
 

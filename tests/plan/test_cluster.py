@@ -98,6 +98,8 @@ def test_what_nobody_said_is_told() -> None:
     assert "100 Gbps between nodes" in assumption
     (assumption,) = parse_cluster("2xA6000").assumptions
     assert "bridge" in assumption
+    (assumption,) = parse_cluster("64xH100").assumptions
+    assert "one node with 64 GPUs" in assumption
     for spec in ("8xH100", "2x8xH100@400Gbps", "2xA6000:nvlink", "4xA6000"):
         assert parse_cluster(spec).assumptions == ()
 
@@ -118,6 +120,7 @@ def test_what_nobody_said_is_told() -> None:
         ("2x8xH100@400", "400 of what?", "Gbps"),
         ("2x8xH100@400Mbps", "'Mbps' is no unit", "Gbps"),
         ("2x8xH100@0Gbps", "0 Gbps", "more than nothing"),
+        ("64xH100@25Gbps", "64xH100 is one node", "2x8xH100"),
         ("H100", "'H100' is neither a cluster nor a file", "4xA40"),
         ("", "neither a cluster nor a file", "4xA40"),
         ("8x", "neither a cluster nor a file", "4xA40"),

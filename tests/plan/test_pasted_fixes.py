@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_jobs import Drawn, draw
+from shardtune.cli.main import main
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
 from shardtune.config.rules import check
@@ -124,3 +125,26 @@ def test_what_a_rule_says_to_set_is_accepted(seed: int, jobs: int, tmp_path: Pat
                     assert (problem.place, problem.fact) not in left, (word, problem)
                 pasted += 1
     assert pasted >= jobs
+
+
+def test_what_a_file_of_deepspeed_says_is_not_offered_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train.micro_batch` would contradict it; a strategy without the file has its own."""
+    own = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(own), encoding="utf-8")
+    document = {
+        "model": {"name": "qwen2.5-7b"},
+        "data": {"train": [{"path": "a.jsonl", "format": "chat"}], "sequence_length": 4096},
+        "train": {"global_batch": 16, "steps": 100, "gradient_checkpointing": "none"},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(document), encoding="utf-8")
+    for spec in ("4xA100-40GB", "8xA100-40GB", "8xA40", "8xRTX4090"):
+        words = ["estimate", str(tmp_path / "job.json"), "--cluster", spec]
+        file = ["strategy.type=deepspeed", f"strategy.config={tmp_path / 'ds.json'}"]
+        assert main([*words, *file]) == 1
+        told = capsys.readouterr().err
+        offered = re.search(r"fix: (.+?)  \(the same result", told)
+        assert offered is not None, told
+        assert main([*words, *file, *offered[1].split()]) == 0, offered[1]
+        capsys.readouterr()

@@ -19,12 +19,14 @@ from shardtune.plan.on_cluster import as_planned
 from shardtune.plan.remedies import overrides, smallest_change, smallest_cluster
 from shardtune.plan.search import may_fit, rank
 
+CHAT = {"path": "a.jsonl", "format": "chat"}
+
 
 def job(name: str, *, length: int = 2048, **sections: Any) -> Job:
     train = {"global_batch": 64, "steps": 100, "micro_batch": 1, "loss": "fused"}
     document: dict[str, Any] = {
         "model": {"name": name, **sections.pop("model", {})},
-        "data": {"train": [{"path": "a.jsonl", "format": "chat"}], "sequence_length": length},
+        "data": sections.pop("data", {"train": [CHAT], "sequence_length": length}),
         "train": train | {"kernels": "compiled"} | sections.pop("train", {}),
         **sections,
     }
@@ -111,14 +113,21 @@ def test_every_model_of_the_catalogue_gets_a_useful_answer_on_one_small_card(eve
 
 
 @pytest.mark.long
-def test_a_layer_that_is_too_large_for_a_card_wants_a_larger_one() -> None:
-    """A layer of DeepSeek-V3 has 11.5 B weights, 21 of 24 GiB in 16 bits; nobody has said how it is
-    cut, so it has to be gathered."""
-    name = "deepseek-v3"
-    found = smallest_cluster(job(name, adapter=LORA), known_model(name), parse_cluster("1xRTX4090"))
+@pytest.mark.parametrize(
+    ("spec", "precision", "larger"), [("1xT4", "fp16", True), ("1xRTX4090", "bf16", False)]
+)
+def test_a_layer_that_is_too_large_for_a_card_wants_a_larger_one(
+    spec: str, precision: str, larger: bool
+) -> None:
+    """A layer of DeepSeek-V3 has 11.5 B weights, 21 GiB in 16 bits. Its experts can be divided, but
+    not in fp16: there it has to be gathered."""
+    name, cluster = "deepseek-v3", parse_cluster(spec)
+    what = job(name, adapter=LORA, train={"precision": precision})
+    found = smallest_cluster(what, known_model(name), cluster)
     assert found is not None
     assert found.found is not None
-    assert found.found.cluster.gpu.name == "A100-80GB"
+    assert (found.found.cluster.gpu.name == "A100-80GB") == larger
+    assert ("expert" in found.name) == (not larger)
 
 
 @pytest.mark.slow
@@ -143,6 +152,14 @@ def test_models_are_cut_where_somebody_has_said_how() -> None:
     other = rank(job("mixtral-8x7b-v0.1"), known_model("mixtral-8x7b-v0.1"), cluster).candidates
     refused = next(each for each in other if each.found is None)
     assert "'mixtral'" in refused.why
+
+
+def test_any_number_of_gpus_has_its_stages() -> None:
+    cluster = parse_cluster("3xA40")
+    found = rank(job("llama-3.1-8b", adapter=LORA), known_model("llama-3.1-8b"), cluster).candidates
+    whys = {each.name: each.why for each in found}
+    assert "pipeline(3)" in whys
+    assert whys["tensor(3)"] == "can't be had: 32 heads / tensor(3) = 10.67"
 
 
 def test_a_candidate_is_what_would_run() -> None:
@@ -195,6 +212,34 @@ def test_the_smallest_change_leaves_the_result_alone_where_it_can() -> None:
     assert change is not None
     assert change.same_result
     assert list(change.values) == ["train.micro_batch"]
+
+
+def test_what_sharding_spares_need_not_be_recomputed() -> None:
+    what, shape = job("llama-3.1-8b"), known_model("llama-3.1-8b")
+    change = smallest_change(what, shape, parse_cluster("8xA40"))
+    assert change is not None
+    assert str(change) == "strategy.type=fsdp"
+
+
+def test_a_change_that_leaves_the_reserve_comes_before_one_that_does_not() -> None:
+    """Paged states alone would leave 1.6 of 79.2 GiB."""
+    train = {"global_batch": 64, "loss": "plain", "kernels": "eager"}
+    source = {"train": [{"path": "a.jsonl", "format": "source_target"}], "sequence_length": 512}
+    what = job("t5-11b", train=train, data=source)
+    change = smallest_change(what, known_model("t5-11b"), parse_cluster("1xA100-80GB"))
+    assert change is not None
+    assert change.same_result
+    assert has_room(change.found)
+    assert change.values["train.optimizer.paged"] is True
+
+
+def test_rows_are_shortened_only_where_nothing_else_is_left() -> None:
+    what = job("llama-3.1-70b", length=4096, adapter=LORA, train={"precision": "fp16"})
+    change = smallest_change(what, known_model("llama-3.1-70b"), parse_cluster("8xT4"))
+    assert change is not None
+    assert not change.same_result
+    assert change.values["data.sequence_length"] == 2048
+    assert change.values["strategy.offload"] == "cpu"
 
 
 def test_all_weights_of_8_b_fit_into_80_gb_where_the_states_lie_elsewhere() -> None:

@@ -49,7 +49,9 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
     )
     job = resolved.job
     run = claim_directory(arguments, loaded, job, first=first)
-    predicted = fitting_forecast(arguments, job, nodes)
+    ranks = int(job.launch.processes)
+    told = loaded.job.strategy.micro_batch(job.train.global_batch, ranks) is not None
+    predicted = fitting_forecast(arguments, job, nodes, rows_told=told)
 
     with paused_collector():
         from shardtune.checkpoint.overwrite import overwriting
