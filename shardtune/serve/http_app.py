@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from shardtune.serve.openai_requests import (
     VoteBody,
 )
 from shardtune.serve.page import page_reply
-from shardtune.serve.sampling import RequestSampling, TokenLogprob
+from shardtune.serve.sampling import TokenLogprob
 from shardtune.serve.served_model import ChatPrompt, ServedModel, TemplateSettingError
 from shardtune.web.http_guard import AccessRules, Guard, limited_body
 from shardtune.web.replies import (
@@ -145,8 +145,8 @@ class OpenAIServer:
         model = self._model(body.model)
         prompt = await _aside(_rendered, model, body.prompt)
         most = self._room(model, prompt, body.longest)
-        writer = AnswerWriter("chat", model.name, model.tokenizer, body.sampling().logprobs)
-        return await self._answer(request, body, body.sampling, model, [(prompt, most)], writer)
+        writer = AnswerWriter("chat", model.name, model.tokenizer, body.told_logprobs)
+        return await self._answer(request, body, model, [(prompt, most)], writer)
 
     async def _complete(self, request: Request) -> Response:
         body = await self._read(request, CompletionBody)
@@ -157,7 +157,7 @@ class OpenAIServer:
         ]
         sized = [(prompt, self._room(model, prompt, body.longest)) for prompt in prompts]
         writer = AnswerWriter("text", model.name, model.tokenizer, body.logprobs)
-        return await self._answer(request, body, body.sampling, model, sized, writer)
+        return await self._answer(request, body, model, sized, writer)
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeBody)
@@ -212,15 +212,17 @@ class OpenAIServer:
         self,
         request: Request,
         body: SamplingBody,
-        sampling: Callable[[], RequestSampling],
         model: ServedModel,
         prompts: Sequence[tuple[list[int], int]],
         writer: AnswerWriter,
     ) -> Response:
         opened: list[Answering] = []
         try:
-            for prompt, most in prompts:  # each with draws of its own
-                opened.append(self.engine.open(model, prompt, most, sampling(), body.stop_strings))
+            for prompt, most in prompts:
+                for answer in range(body.n or 1):
+                    sampling = body.sampling(writer.logprobs, answer)
+                    stops = body.stop_strings
+                    opened.append(self.engine.open(model, prompt, most, sampling, stops))
         except (QueueFull, Draining, EngineFailed) as refusal:
             for each in opened:
                 each.cancel()
@@ -264,7 +266,8 @@ class OpenAIServer:
     ) -> AsyncIterator[bytes]:
         try:
             if writer.kind == "chat":
-                yield event(writer.opening())
+                for place in range(len(opened)):
+                    yield event(writer.opening(place))
             async for place, piece in _merged([self._pieces(each) for each in opened]):
                 # A token may give no text yet; its log-probability comes with those that do.
                 if piece.text or piece.finish or writer.logprobs is not None:

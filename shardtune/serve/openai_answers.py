@@ -56,10 +56,10 @@ class AnswerWriter:
             "choices": list(choices),
         } | ({"usage": usage.as_json()} if usage else {})
 
-    def opening(self) -> Json:
-        """The first chunk of a chat says who speaks."""
+    def opening(self, index: int) -> Json:
+        """The first chunk of a chat's choice says who speaks."""
         delta = {"role": "assistant", "content": ""}
-        choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.envelope([choice], chunk=True)
 
     def part(self, index: int, text: str, tokens: Sequence[TokenLogprob], end: str | None) -> Json:

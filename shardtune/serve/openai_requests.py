@@ -64,7 +64,7 @@ TextPrompts: TypeAlias = str | Annotated[list[str], Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class _Body(BaseModel):
@@ -82,7 +82,7 @@ class _Body(BaseModel):
 
 
 _NOT_SERVED: dict[str, tuple[object, ...]] = {
-    "n": (1,), "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
     "logit_bias": ({},), "response_format": ({"type": "text"},),
     # What vLLM takes besides.
     "min_p": (0,), "repetition_penalty": (1,), "length_penalty": (1,), "use_beam_search": (False,),
@@ -98,13 +98,14 @@ class SamplingBody(_Body):
     """What completions of both kinds have."""
 
     model: str
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[str, Field(min_length=1)] | StopStrings | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property
@@ -114,14 +115,15 @@ class SamplingBody(_Body):
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _sampling(self, logprobs: int | None) -> RequestSampling:
+    def sampling(self, logprobs: int | None, answer: int) -> RequestSampling:
+        """That of one of the `n` answers to a prompt: each has draws of its own."""
         return RequestSampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
             top_k=max(self.top_k or 0, 0),
-            seed=self.seed,
+            seed=None if self.seed is None else self.seed + answer,
             logprobs=logprobs,
         )
 
@@ -150,8 +152,10 @@ class ChatBody(SamplingBody):
     def longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def sampling(self) -> RequestSampling:
-        return self._sampling((self.top_logprobs or 0) if self.logprobs else None)
+    @property
+    def told_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None tells nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(SamplingBody):
@@ -173,9 +177,6 @@ class CompletionBody(SamplingBody):
     @property
     def longest(self) -> int:
         return self.max_tokens or 16  # as OpenAI has it
-
-    def sampling(self) -> RequestSampling:
-        return self._sampling(self.logprobs)
 
 
 class TokenizeBody(_Body):

@@ -121,6 +121,27 @@ def test_completions_take_texts_and_tokens(here: Running) -> None:
 
 
 @pytest.mark.slow
+def test_several_answers_to_a_prompt_have_draws_of_their_own(here: Running) -> None:
+    client, how = here.client(), {"temperature": 1.0, "seed": 5}
+    alone = [greedy(client, **how | {"seed": seed}) for seed in (5, 6, 7)]
+    texts = [each.choices[0].message.content for each in alone]
+    assert len(set(texts)) == 3
+    several = greedy(client, n=3, **how)
+    assert [each.index for each in several.choices] == [0, 1, 2]
+    assert [each.message.content for each in several.choices] == texts
+    assert several.usage.prompt_tokens == alone[0].usage.prompt_tokens
+    assert several.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+    streamed, speakers = ["", "", ""], [0, 0, 0]
+    for chunk in greedy(client, n=3, stream=True, **how):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        speakers[chunk.choices[0].index] += chunk.choices[0].delta.role == "assistant"
+    assert (streamed, speakers) == (texts, [1, 1, 1])
+    asked = {"model": "tiny", "prompt": ["Once", "Twice"], "max_tokens": 6}
+    pairs = client.completions.create(n=2, temperature=0, **asked).choices
+    once, twice = client.completions.create(temperature=0, **asked).choices
+    assert [each.text for each in pairs] == [once.text, once.text, twice.text, twice.text]
+
+
 def test_32_at_once_get_what_they_get_alone(here: Running) -> None:
     client = here.client()
     dialogues = [[{"role": "user", "content": "word " * n + str(n)}] for n in range(COUNT)]
@@ -166,7 +187,13 @@ def test_tokenize_tells_prompt_and_stops(here: Running) -> None:
 
 def test_fields_that_change_nothing_are_taken(here: Running) -> None:
     """As vLLM's clients send them where nobody has chosen otherwise."""
-    plain = {"n": 1, "best_of": 1, "logit_bias": {}, "frequency_penalty": 0.0}
+    plain: dict[str, Any] = {
+        "n": None,
+        "stream": None,
+        "best_of": 1,
+        "logit_bias": {},
+        "frequency_penalty": 0.0,
+    }
     vllm = {"min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False, "stop_token_ids": []}
     extra = plain | vllm | {"min_tokens": 0, "skip_special_tokens": True}
     client = here.client()
@@ -204,7 +231,8 @@ def test_others_are_answered_while_a_template_takes_its_time(
     [
         ({"model": "tinny"}, 404, "did you mean tiny?"),
         ({"temperature": 3}, 400, "temperature"),
-        ({"n": 2}, 400, "n=2 isn't served"),
+        ({"n": 17}, 400, "n: Input should be less than or equal to 16"),
+        ({"extra_body": {"best_of": 2}}, 400, "best_of=2 isn't served"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"extra_body": {"min_p": 0.1}}, 400, "min_p=0.1 isn't served"),
         ({"extra_body": {"ignore_eos": True}}, 400, "ignore_eos=true isn't served"),
