@@ -20,6 +20,8 @@ class Endpoint(ThreadingHTTPServer):
         self.keys: set[str | None] = set()
         self.failures: list[int] = []
         self.always = ""
+        self.refused: dict[str, str] = {}
+        """Fields that it takes in no body, each with what it says then."""
 
     def verdict(self, system: str, text: str) -> str:
         if self.always:
@@ -43,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
         code = self.server.failures.pop() if self.server.failures else 200
         said = self.server.verdict(*(each["content"] for each in body["messages"]))
         reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]})
+        if refusals := [told for name, told in self.server.refused.items() if name in body]:
+            code, reply = 400, json.dumps({"error": {"message": refusals[0]}})
         self.send_response(code if self.path == "/v1/chat/completions" else 404)
         self.end_headers()
         self.wfile.write(reply.encode())

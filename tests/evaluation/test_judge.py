@@ -153,6 +153,43 @@ def test_a_busy_judge_is_asked_again_and_a_wrong_key_is_told(
         JudgeClient("file:///etc/passwd", "judge")
 
 
+@pytest.mark.parametrize(
+    ("refused", "left"),
+    [
+        ({"temperature": "Unsupported value: 'temperature' does not support 0"}, {"max_tokens"}),
+        (
+            {
+                "max_tokens": "'max_tokens' is not supported, use 'max_completion_tokens'",
+                "temperature": "Unsupported value: 'temperature'",
+            },
+            {"max_completion_tokens"},
+        ),
+        (
+            dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_tokens is too large"),
+            {"temperature"},
+        ),
+    ],
+)
+def test_a_judge_gets_no_setting_that_it_refuses(
+    endpoint: Endpoint, client: JudgeClient, refused: dict[str, str], left: set[str]
+) -> None:
+    """As OpenAI's models that think first do, and servers whose context is short."""
+    endpoint.refused = refused
+    assert "[[" in client.ask("grade", "a\nb")
+    tries = len(endpoint.seen)
+    assert "[[" in client.ask("grade", "a\nb")
+    assert len(endpoint.seen) == tries + 1, "it is asked so from the beginning"
+    assert endpoint.seen[-1].keys() - {"model", "messages"} == left
+
+
+def test_a_judge_that_refuses_something_else_is_told(
+    endpoint: Endpoint, client: JudgeClient
+) -> None:
+    endpoint.refused = {"model": "this max_tokens isn't what you think"}
+    with pytest.raises(JobError, match=r"HTTP 400: .*isn't what you think"):
+        client.ask("grade", "a\nb")
+
+
 def test_a_row_without_turns_is_named(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{"category": "math"}\n')
