@@ -8,7 +8,6 @@ counted. No torch, so that a laptop can look at the runs of a cluster.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,20 +17,20 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from shardtune.core.data_summary import DataSummary
 from shardtune.core.metrics import (
     CurveWarning,
     EvaluationMetrics,
     LossSpike,
-    MetricsLine,
     NonfiniteGradient,
     StepMetrics,
     TaskMetrics,
 )
+from shardtune.core.metrics_log import LogPosition, NewLines, follow, read_tail
 from shardtune.core.record import Record
-from shardtune.core.regular_file import open_regular, read_regular
+from shardtune.core.regular_file import read_regular
 from shardtune.core.run_environment import RunEnvironment
 from shardtune.core.run_report import RunReport
 from shardtune.core.run_state import RunState, find_state
@@ -39,8 +38,6 @@ from shardtune.core.thinning import thin_indices
 from shardtune.core.yaml_leaves import Scalar, yaml_leaves
 
 _LARGEST = 1 << 24  # bytes of one of the small files
-MOST_READ = 1 << 26  # bytes of metrics that `follow` takes at once
-MOST_TAIL = 1 << 20  # bytes in which a step is looked for: a line may account for 1,000 ranks
 
 JobValues = Mapping[str, Scalar]
 """The values of a job by their dotted path (`data.train.0.path`)."""
@@ -49,7 +46,6 @@ Warned = LossSpike | NonfiniteGradient | CurveWarning
 _Point = TypeVar("_Point")
 _Kind = TypeVar("_Kind", bound=Record)
 _Scored = TypeVar("_Scored", EvaluationMetrics, TaskMetrics)
-_LINE: TypeAdapter[MetricsLine] = TypeAdapter(MetricsLine)
 
 
 class LauncherEvent(Record):
@@ -96,40 +92,6 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
-class LogPosition:
-    """How far a log was read. A resumed run writes its log anew, as another file: `inode` tells."""
-
-    inode: int = 0
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class NewBytes:
-    """What a log has gained since the last look, as whole lines that nobody has parsed."""
-
-    data: bytes
-    position: LogPosition
-    """Where to go on."""
-    unfinished: bool = False
-    restarted: bool = False
-
-
-@dataclass(frozen=True)
-class NewLines:
-    """What a log has gained since the last look."""
-
-    lines: tuple[MetricsLine, ...]
-    position: LogPosition
-    """Where to go on."""
-    bad: int = 0
-    """Lines that can't be read."""
-    unfinished: bool = False
-    """A line has no end yet. In a run that is over it never gets one."""
-    restarted: bool = False
-    """The log is another file: what was read before is void, and these are all there are."""
-
-
-@dataclass(frozen=True)
 class RunHistory:
     """All that a run directory tells. Parts that aren't there are None or empty."""
 
@@ -148,7 +110,7 @@ class RunHistory:
     """Spikes, gradients that weren't finite, and what the curves say is wrong."""
     bad_lines: int = 0
     """Lines of the metrics that can't be read."""
-    position: LogPosition = LogPosition()
+    position: LogPosition = field(default_factory=LogPosition)
     """Where `follow` goes on."""
     events: tuple[LauncherEvent, ...] = ()
     """Faults, restarts and slow ranks, of all nodes, in the order of time."""
@@ -246,73 +208,12 @@ def state_now(run: RunHistory) -> RunState:
     )
 
 
-def follow(run_dir: Path, position: LogPosition = LogPosition()) -> NewLines:
-    """The lines of `metrics.jsonl` after `position`. One that has no end yet waits for the next
-    call; at the end of a dead run it stays unread. A very long log comes in several calls."""
-    found = read_new_bytes(run_dir, position)
-    lines, bad = parse_lines(found.data)
-    return NewLines(
-        lines, found.position, bad, unfinished=found.unfinished, restarted=found.restarted
-    )
-
-
-def read_new_bytes(run_dir: Path, position: LogPosition) -> NewBytes:
-    """What `follow` reads, before it is parsed: for who keeps no objects of 100,000 steps. The file
-    is opened each time, which makes a network file system ask its server again."""
-    try:
-        with open_regular(run_dir / "metrics.jsonl", follow_links=False) as file:
-            inode, size = _identity(file.fileno())
-            same = inode == position.inode and position.offset <= size
-            begin = position.offset if same else 0
-            file.seek(begin)
-            data = file.read(MOST_READ)
-    except OSError:
-        return NewBytes(b"", LogPosition(), restarted=position.offset > 0)
-    whole = data[: data.rfind(b"\n") + 1]
-    end = LogPosition(inode, begin + len(whole))
-    torn, anew = len(whole) < len(data), not same and position.offset > 0
-    return NewBytes(whole, end, unfinished=torn, restarted=anew)
-
-
 def _whole_log(run_dir: Path) -> NewLines:
     found = follow(run_dir)
     while (more := follow(run_dir, found.position)).lines and not more.restarted:
         lines, bad = found.lines + more.lines, found.bad + more.bad
         found = replace(more, lines=lines, bad=bad)
     return replace(found, unfinished=more.unfinished)
-
-
-def read_tail(run_dir: Path, most: int = 1 << 16) -> tuple[MetricsLine, ...]:
-    """The last whole lines of `metrics.jsonl`, of its last `most` bytes: for a list of runs. Where
-    no step is among them, of more: a line that accounts for many ranks is long."""
-    try:
-        with open_regular(run_dir / "metrics.jsonl", follow_links=False) as file:
-            _, size = _identity(file.fileno())
-            while True:
-                file.seek(max(0, size - most))
-                data = file.read(most)
-                begin = data.find(b"\n") + 1 if size > most else 0
-                lines, _ = parse_lines(data[begin : data.rfind(b"\n") + 1])
-                has_step = any(isinstance(line, StepMetrics) for line in lines)
-                if has_step or most >= min(size, MOST_TAIL):
-                    return lines
-                most = min(8 * most, MOST_TAIL)
-    except OSError:
-        return ()
-
-
-def parse_lines(data: bytes) -> tuple[tuple[MetricsLine, ...], int]:
-    """Lines of metrics, and how many can't be read."""
-    read = [_line(line) for line in data.split(b"\n")[:-1]]
-    found = tuple(line for line in read if line is not None)
-    return found, len(read) - len(found)
-
-
-def _line(data: bytes) -> MetricsLine | None:
-    try:
-        return _LINE.validate_json(data, extra="ignore")
-    except ValidationError:
-        return None
 
 
 def read_events(run_dir: Path) -> tuple[LauncherEvent, ...]:
@@ -401,8 +302,3 @@ def _text(path: Path) -> str | None:
         return read_regular(path, _LARGEST, follow_links=False).decode(errors="replace")
     except OSError:
         return None
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_ino, found.st_size

@@ -21,10 +21,10 @@ from typing import BinaryIO
 
 from pydantic_core import from_json
 
+from shardtune.core.metrics_log import MOST_TAIL
 from shardtune.core.record import Record
 from shardtune.core.regular_file import open_regular
 from shardtune.core.run_history import (
-    MOST_TAIL,
     JobValues,
     RunHistory,
     read_run_summary,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shardtune.core.eval_figures import EvalFigures
 from shardtune.core.metrics import EvaluationMetrics, MetricsLine, StepMetrics, TaskMetrics
-from shardtune.core.run_history import follow
+from shardtune.core.metrics_log import follow
 from shardtune.report.run_panel import RunPanel, StepNumbers
 
 PANEL_WIDTH = 100  # columns

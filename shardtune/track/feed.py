@@ -19,9 +19,9 @@ from shardtune.core.metrics import (
     StepMetrics,
     TaskMetrics,
 )
+from shardtune.core.metrics_log import LogPosition, follow
 from shardtune.core.record import Record
 from shardtune.core.regular_file import read_regular
-from shardtune.core.run_history import LogPosition, follow
 from shardtune.core.run_report import RunReport
 from shardtune.track.sink import Cell, Sink
 from shardtune.track.tracker_state import TrackerState, write_tracker_state

@@ -18,8 +18,8 @@ from shardtune.core.metrics import (
     NonfiniteGradient,
     StepMetrics,
 )
+from shardtune.core.metrics_log import follow
 from shardtune.core.progress import Progress
-from shardtune.core.run_history import follow
 from shardtune.core.step import Reading, StepResult
 from shardtune.core.step_parts import StepParts
 from shardtune.launch.process_group import JoinedWorld

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from shardtune.core.metrics import StepMetrics
+from shardtune.core.metrics_log import LogPosition, follow, read_tail
 from shardtune.core.run_history import (
-    LogPosition,
     RunHistory,
-    follow,
     read_run_history,
     read_run_summary,
-    read_tail,
     thin,
 )
 from shardtune.core.step_parts import PARTS
