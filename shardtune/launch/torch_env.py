@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from shardtune.core.cache import cache_dir
@@ -10,6 +11,13 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Where torch looks for it: the name of today, and two older ones."""
 COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "compiled", "TRITON_CACHE_DIR": "kernels"}
 """Where torch's compiler and triton keep what they have made, and what they have found fastest."""
+
+
+def quiet_sockets() -> None:
+    """torch's sockets warn of each address that no DNS knows, and print a stack of C++ frames for a
+    peer that has gone. Who uses them says in words what failed, so errors alone are printed, here
+    and in the ranks; torch reads this when it is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def torch_environment(environment: Mapping[str, str]) -> dict[str, str]:

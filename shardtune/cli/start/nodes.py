@@ -49,6 +49,9 @@ def this_node(arguments: argparse.Namespace) -> Node | None:
 
 def _node(nodes: int, number: int, head: str, interface: str | None) -> Node:
     """Imports torch, for which a mistake in a job of one machine shouldn't wait."""
+    from shardtune.launch.torch_env import quiet_sockets
+
+    quiet_sockets()
     from shardtune.launch.node import Node
 
     return Node.parse(nodes, number, head, interface)
