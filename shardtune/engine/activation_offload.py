@@ -45,7 +45,7 @@ class Offload:
         self._weights = frozenset(each.cdata for each in self._own)
         self._layers = _layers(model)
         self._pool = _Pool(pinned=device.type == "cuda")
-        self._lanes = _Beside(device) if device.type == "cuda" else _Inline()
+        self._copies = _OverlappedCopies(device) if device.type == "cuda" else _InlineCopies()
         self._pass: _Pass | None = None
         self._last = 0
         """Bytes that the last pass saved."""
@@ -60,7 +60,7 @@ class Offload:
         # is to come, it stays. No more than that stays if this pass turns out to be a longer one.
         stays = self._last // self._layers
         begin = self._last - stays if stays else None
-        found = _Pass(self._device, self._weights, self._lanes, self._pool, layer, begin, stays)
+        found = _Pass(self._device, self._weights, self._copies, self._pool, layer, begin, stays)
         self._pass = found
         # Not to be traced themselves where a compiled layer breaks off and goes on by itself.
         hooks = torch.compiler.disable(found.pack), torch.compiler.disable(found.unpack)  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ class Offload:
     def done(self) -> None:
         """Lets go of what the backward pass hasn't asked for; buffers are free for the next one."""
         if self._pass is not None:
-            self._lanes.settle()
+            self._copies.wait_for_all()
             self._pass.close()
             self._pass = None
             self._pool.reset()
@@ -113,7 +113,7 @@ class _Pass:
         self,
         device: torch.device,
         weights: frozenset[int],
-        lanes: _Inline,
+        copies: _InlineCopies,
         pool: _Pool,
         layer: int,
         begin: int | None,
@@ -123,7 +123,7 @@ class _Pass:
         known, `stays` bytes are left where they are."""
         self._device = device
         self._weights = weights
-        self._lanes = lanes
+        self._copies = copies
         self._pool = pool
         self._layer = layer
         self._begin = begin
@@ -167,12 +167,12 @@ class _Pass:
         if kept.here is None:
             self._fetch(kept)
         assert kept.here is not None
-        self._lanes.wait(kept.arrived)
+        self._copies.wait(kept.arrived)
         view = torch.empty(0, dtype=packed.dtype, device=self._device)
         view.set_(kept.here.untyped_storage(), packed.offset, packed.shape, packed.stride)
         kept.uses -= 1
         if kept.uses <= 0:
-            self._lanes.wait(kept.copied)  # it may still be read on its way out
+            self._copies.wait(kept.copied)  # it may still be read on its way out
             kept.here = None
         self._fetch_before(kept)
         return view
@@ -207,7 +207,7 @@ class _Pass:
         here = torch.empty(0, dtype=torch.uint8, device=self._device)
         here.set_(tensor.untyped_storage())
         host = self._pool.take(size)
-        copied = self._lanes.send(here, host)
+        copied = self._copies.send(here, host)
         kept = _Kept(len(self._kept), self.seen - size, host, here, storage, copied)
         self._kept.append(kept)
         self._leaving.append(kept)
@@ -215,12 +215,12 @@ class _Pass:
         while self._under_way > self._layer and len(self._leaving) > 1:
             gone = self._leaving.popleft()
             self._under_way -= gone.host.numel()
-            self._lanes.wait(gone.copied)  # whatever is computed from here on may have its memory
+            self._copies.wait(gone.copied)  # whatever is computed from here on may have its memory
             gone.here = None
         return kept
 
     def _fetch(self, kept: _Kept) -> None:
-        kept.here, kept.arrived = self._lanes.fetch(kept.host, kept.copied, self._device)
+        kept.here, kept.arrived = self._copies.fetch(kept.host, kept.copied, self._device)
 
     def _fetch_before(self, kept: _Kept) -> None:
         """Asks for what was saved before, a layer's worth. What is wanted out of turn (positions,
@@ -259,7 +259,7 @@ class _Pool:
         self._used = [0] * len(self._slabs)
 
 
-class _Inline:
+class _InlineCopies:
     """Copies as part of the computation: a CPU has nothing beside it."""
 
     def send(self, here: Tensor, host: Tensor) -> Any:
@@ -271,11 +271,11 @@ class _Inline:
     def wait(self, event: Any) -> None:
         """Lets what is computed from here on wait for a copy."""
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Lets what is computed from here on wait for all copies."""
 
 
-class _Beside(_Inline):
+class _OverlappedCopies(_InlineCopies):
     """Copies on streams of their own, one for each direction: the link has both at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -303,7 +303,7 @@ class _Beside(_Inline):
         if event is not None:
             self._current.wait_event(event)
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         self._current.wait_stream(self._out)
         self._current.wait_stream(self._back)
 

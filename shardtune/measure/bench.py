@@ -173,11 +173,11 @@ def timed(work: Callable[[], object], device: torch.device, *, group: bool = Fal
     """
 
     def each(pieces: int) -> float:
-        _settle(device)
+        _synchronize(device)
         begun = time.perf_counter()
         for _ in range(pieces):
             work()
-        _settle(device)
+        _synchronize(device)
         return (time.perf_counter() - begun) / pieces
 
     each(1)  # which may compile, or choose a kernel
@@ -191,7 +191,7 @@ def timed(work: Callable[[], object], device: torch.device, *, group: bool = Fal
     return sorted(rounds)[ROUNDS // 2]
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

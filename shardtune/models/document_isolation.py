@@ -39,7 +39,7 @@ def isolate_documents(model: Any) -> None:
     if not isinstance(decoder, nn.Module):
         return
     told = _Told()
-    decoder.register_forward_pre_hook(told.look, with_kwargs=True)
+    decoder.register_forward_pre_hook(told.read_positions, with_kwargs=True)
     for mixer in mixers:
         kind: type = type(mixer)
         mixer.__class__ = _by_document(kind)
@@ -67,7 +67,7 @@ class _Told:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Told:
         return self
 
-    def look(self, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+    def read_positions(self, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
         """Before each forward pass. With a cache there is one document a row, which goes on."""
         positions = named.get("position_ids")
         alone = named.get("past_key_values") is None and not named.get("use_cache")

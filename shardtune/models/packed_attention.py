@@ -29,7 +29,7 @@ from shardtune.core.peft_wrapper import unwrap_model
 from shardtune.kernels import flash_attention as flash
 from shardtune.kernels.sink_attention import sink_attention
 
-_PROBE = "shardtune_look"
+_PROBE = "shardtune_probe"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """What some families ask of attention besides: none of it is known here."""
 WINDOW_FAMILIES = frozenset(

@@ -31,7 +31,7 @@ class DDPEngine(NativeEngine):
             model, gradient_as_bucket_view=True
         )
         self.forward_pass.module = self._ddp
-        self._settle()
+        self._rebuild_buckets()
 
     def _spread_small(self, model: nn.Module) -> list[str]:
         """Weights in 8 bits, which gloo can't send, as bytes: they are rounded by data, and on
@@ -41,7 +41,7 @@ class DDPEngine(NativeEngine):
             dist.broadcast(parameter.detach().view(torch.uint8), 0)
         return list(small)
 
-    def _settle(self) -> None:
+    def _rebuild_buckets(self) -> None:
         """DDP lays its buckets out anew after its first backward pass, and with them the order in
         which the ranks' numbers are summed. That has to happen before the first step: a run that
         is resumed would otherwise round its next step differently from one that was not."""

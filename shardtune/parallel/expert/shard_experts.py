@@ -92,7 +92,7 @@ def build_expert_parallel(
     """The model with its experts divided over the ranks of `mesh`; each part goes on to `then`."""
     seen: list[ExpertParallelModel] = []
 
-    def look(skeleton: nn.Module) -> tuple[nn.Module, ...]:
+    def inspect(skeleton: nn.Module) -> tuple[nn.Module, ...]:
         seen.append(ExpertParallelModel(skeleton, mesh))
         return ()
 
@@ -101,7 +101,7 @@ def build_expert_parallel(
             seen[0].shard_layer(part)
         then(part)
 
-    model = builder.in_parts(device, divide, look)
+    model = builder.in_parts(device, divide, inspect)
     return model, seen[0]
 
 

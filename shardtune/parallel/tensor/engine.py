@@ -68,7 +68,7 @@ def build_tensor_parallel(
     """The model sharded over the ranks of `mesh`; each part goes on to `then` afterwards."""
     seen: list[tuple[Anatomy, TensorParallelModel]] = []
 
-    def look(skeleton: Any) -> tuple[nn.Module, ...]:
+    def inspect(skeleton: Any) -> tuple[nn.Module, ...]:
         """Refuses what doesn't divide before anything is read."""
         config = skeleton.config
         family = require_tensor_parallel(config, mesh.size())
@@ -90,5 +90,5 @@ def build_tensor_parallel(
             )
         then(part)
 
-    model = builder.in_parts(device, divide, look)
+    model = builder.in_parts(device, divide, inspect)
     return model, seen[0][1]
