@@ -55,7 +55,7 @@ class Stack(nn.Module):
         return x.square().sum()
 
 
-class Watched(module._Inline):
+class Watched(module._InlineCopies):
     """Notes what goes out and comes back, and how much of it is there at a time."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ def small_things_move(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def watched(model: nn.Module) -> tuple[Offload, Watched]:
     offload = Offload(model, CPU)
-    offload._lanes = lanes = Watched()
-    return offload, lanes
+    offload._copies = copies = Watched()
+    return offload, copies
 
 
 def gradients(model: nn.Module, x: Tensor, offload: Offload | None = None) -> list[Tensor]:
@@ -105,39 +105,39 @@ def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
 
 def test_gradients_are_the_same_to_the_bit() -> None:
     model, x = Stack(), torch.randn(64, 32)
-    offload, lanes = watched(model)
+    offload, copies = watched(model)
     for _ in range(3):
         assert same(gradients(model, x, offload), gradients(model, x))
-    assert lanes.sent
-    assert lanes.fetched
+    assert copies.sent
+    assert copies.fetched
 
 
 def test_a_pass_sends_each_storage_once_and_no_weight() -> None:
     model, x = Stack(), torch.randn(64, 32)
-    offload, lanes = watched(model)
+    offload, copies = watched(model)
     gradients(model, x, offload)
     # The input, and each tanh's result, which the next layer reads too; 64 x 32 x 4 bytes.
-    assert lanes.sent == [8192] * 5
+    assert copies.sent == [8192] * 5
 
 
 def test_what_the_last_layer_saves_stays_from_the_second_pass_on() -> None:
     model, x = Stack(), torch.randn(64, 32)
-    offload, lanes = watched(model)
+    offload, copies = watched(model)
     gradients(model, x, offload)
-    lanes.sent.clear()
+    copies.sent.clear()
     gradients(model, x, offload)
     # Five storages over four layers: 1.25 of them stay, of which one is whole.
-    assert lanes.sent == [8192] * 4
+    assert copies.sent == [8192] * 4
 
 
 def test_a_longer_pass_leaves_no_more_behind() -> None:
     """A batch after a shorter one must not fill the device with what was taken for its end."""
     model = Stack()
-    offload, lanes = watched(model)
+    offload, copies = watched(model)
     gradients(model, torch.randn(64, 32), offload)
-    lanes.sent.clear()
+    copies.sent.clear()
     gradients(model, torch.randn(256, 32), offload)
-    assert lanes.sent == [4 * 8192] * 5
+    assert copies.sent == [4 * 8192] * 5
 
 
 def test_little_is_on_the_device_at_a_time() -> None:
@@ -160,7 +160,7 @@ def test_little_is_on_the_device_at_a_time() -> None:
 
 def test_it_comes_back_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Stack(layers=8), torch.randn(64, 32)
-    offload, lanes = watched(model)
+    offload, copies = watched(model)
     late: list[int] = []
     original = module._Pass.unpack
 
@@ -172,10 +172,10 @@ def test_it_comes_back_before_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module._Pass, "unpack", unpack)
     gradients(model, x, offload)
     late.clear()  # nobody knew what a layer saves
-    lanes.fetched.clear()
+    copies.fetched.clear()
     gradients(model, x, offload)
     # Of nine storages one stays, and one is still there when the backward pass begins.
-    assert len(lanes.fetched) == 7
+    assert len(copies.fetched) == 7
     assert not late
 
 
@@ -193,7 +193,7 @@ def test_buffers_are_used_again() -> None:
 def test_views_come_back_with_their_strides() -> None:
     """Transposed, with gaps, expanded: compiled graphs look at the strides of what was saved."""
     model = Stack()
-    offload, lanes = watched(model)
+    offload, copies = watched(model)
     base = torch.randn(64, 32)
     views = [base.T, base[:, 4:20], base[:1].expand(64, 32), base.view(-1)[::2]]
     with offload.saving():
@@ -205,11 +205,11 @@ def test_views_come_back_with_their_strides() -> None:
         assert torch.equal(found, view)
         assert found.stride() == view.stride()
         assert found.data_ptr() != view.data_ptr()
-    assert lanes.sent == [8192] * 2
+    assert copies.sent == [8192] * 2
 
 
 def test_changes_in_place_are_told_apart() -> None:
-    offload, lanes = watched(Stack())
+    offload, copies = watched(Stack())
     tensor = torch.zeros(64, 32)
     with offload.saving():
         assert offload._pass is not None
@@ -218,16 +218,16 @@ def test_changes_in_place_are_told_apart() -> None:
         after = offload._pass.pack(tensor)
     assert offload._pass.unpack(before).sum() == 0
     assert offload._pass.unpack(after).sum() == 64 * 32
-    assert lanes.sent == [8192] * 2
+    assert copies.sent == [8192] * 2
 
 
 def test_memory_that_is_used_again_is_not_mistaken_for_what_was_there() -> None:
     """An allocator gives the same address to the next tensor of that size."""
-    offload, lanes = watched(Stack())
+    offload, copies = watched(Stack())
     with offload.saving():
         assert offload._pass is not None
         packed = [offload._pass.pack(torch.full((64, 32), float(n))) for n in range(20)]
-    assert len(lanes.sent) == 20
+    assert len(copies.sent) == 20
     assert [float(offload._pass.unpack(each)[0, 0]) for each in packed] == list(range(20))
 
 
@@ -235,9 +235,9 @@ def test_a_dry_run_has_nothing_to_move() -> None:
     """Fake tensors have no memory, and asking for its address is an error."""
     with FakeTensorMode():
         model, x = Stack(), torch.randn(64, 32)
-        offload, lanes = watched(model)
+        offload, copies = watched(model)
         gradients(model, x, offload)
-    assert not lanes.sent
+    assert not copies.sent
 
 
 def test_a_saved_tensor_may_be_asked_for_twice() -> None:
@@ -291,28 +291,28 @@ def alike(mine: NativeEngine, theirs: NativeEngine) -> bool:
 def watch(made: NativeEngine) -> Watched:
     offload = made.forward_pass.activation_offload
     assert offload is not None
-    offload._lanes = lanes = Watched()
-    return lanes
+    offload._copies = copies = Watched()
+    return copies
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_steps_are_the_same_to_the_bit(checkpointing: str) -> None:
     mine = engine(offload=True, gradient_checkpointing=checkpointing)
-    lanes = watch(mine)
+    copies = watch(mine)
     assert alike(mine, engine(offload=False, gradient_checkpointing=checkpointing))
-    assert lanes.fetched
+    assert copies.fetched
 
 
 def test_of_a_checkpointed_layer_only_the_input_moves() -> None:
     made = engine(offload=True, gradient_checkpointing="full")
-    lanes = watch(made)
+    copies = watch(made)
     hidden = made.model.config.hidden_size * 4 * 2 * 16
     made.step([batch(0)])
     layers = made.model.config.num_hidden_layers
-    assert lanes.sent[:layers] == [hidden] * layers
+    assert copies.sent[:layers] == [hidden] * layers
     # Behind the layers: norm, head and loss. Nothing that is computed again in the backward pass.
-    sent = len(lanes.sent)
+    sent = len(copies.sent)
     plain = engine(offload=True)
     more = watch(plain)
     plain.step([batch(0)])
@@ -330,9 +330,9 @@ def test_compiled_layers_hand_over_what_they_save(backend: str, checkpointing: s
     torch._dynamo.reset()
     counters.clear()
     mine = engine(offload=True, **settings)
-    lanes = watch(mine)
+    copies = watch(mine)
     first = mine.step([batch(0), batch(1)]).loss
-    assert len(lanes.sent) > mine.model.config.num_hidden_layers
+    assert len(copies.sent) > mine.model.config.num_hidden_layers
     compiled = dict(counters["stats"])
     others = [first, *(mine.step([batch(2 * n), batch(2 * n + 1)]).loss for n in (1, 2))]
     assert counters["stats"]["unique_graphs"] == compiled["unique_graphs"]
