@@ -199,10 +199,12 @@ def _evaluate(
     if arguments.out:  # before a judge can fail
         write(arguments.out, arguments.model, before, after, found)
     if judge is not None:
-        found = judge_answers(wanted.questions, before, after, judge, arguments.judge_mode)
-        show_judgement(found)
-        if arguments.out:
-            write(arguments.out, arguments.model, before, after, found)
+        try:
+            judge_answers(wanted.questions, before, after, judge, arguments.judge_mode, found)
+        finally:  # its verdicts are kept also where it fails later
+            show_judgement(found)
+            if arguments.out:
+                write(arguments.out, arguments.model, before, after, found)
     return 0
 
 

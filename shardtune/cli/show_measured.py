@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +30,10 @@ from shardtune.evaluation.run_task import Comparison
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the judge found; empty where nobody judged."""
+    """What the judge has found so far; empty where nobody judged."""
 
-    grades: Sequence[Grade] = ()
-    pairs: Sequence[PairVerdict] = ()
+    grades: list[Grade] = field(default_factory=list)
+    pairs: list[PairVerdict] = field(default_factory=list)
 
 
 def judge_answers(
@@ -42,17 +42,19 @@ def judge_answers(
     after: MeasuredSide,
     judge: JudgeClient,
     mode: Literal["single", "pairwise", "both"],
-) -> Judgement:
-    """Grades of each side, and pairs where there are two."""
-    grades: list[Grade] = []
-    pairs: list[PairVerdict] = []
+    found: Judgement,
+) -> None:
+    """Grades of each side, and pairs where there are two. They are added to `found` as they come:
+    a judge that fails at last has said what it has said."""
     if mode != "pairwise" or before is None:
         if before is not None:
-            grades += grade(questions, before.answers, "before", judge.ask)
-        grades += grade(questions, after.answers, "after", judge.ask)
+            for each in grade(questions, before.answers, "before", judge.ask):
+                found.grades.append(each)
+        for each in grade(questions, after.answers, "after", judge.ask):
+            found.grades.append(each)
     if mode != "single" and before is not None:
-        pairs = compare_pairs(questions, before.answers, after.answers, judge.ask)
-    return Judgement(grades, pairs)
+        for pair in compare_pairs(questions, before.answers, after.answers, judge.ask):
+            found.pairs.append(pair)
 
 
 def show(before: MeasuredSide | None, after: MeasuredSide) -> None:

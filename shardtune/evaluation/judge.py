@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -140,8 +140,8 @@ def grade(
     ask: Ask,
     *,
     at_once: int = 4,
-) -> list[Grade]:
-    """Single answer grading of every turn."""
+) -> Iterator[Grade]:
+    """Single answer grading of every turn, as the judge says it."""
 
     def graded(given: tuple[JudgedQuestion, int]) -> Grade:
         question, turn = given
@@ -150,7 +150,7 @@ def grade(
         score = float(found[-1]) if found and 1 <= float(found[-1]) <= 10 else None
         return Grade(question.id, question.category, turn + 1, side, score, text)
 
-    return _at_once(graded, _turns(questions), at_once)
+    yield from _at_once(graded, _turns(questions), at_once)
 
 
 def compare_pairs(
@@ -160,7 +160,7 @@ def compare_pairs(
     ask: Ask,
     *,
     at_once: int = 4,
-) -> list[PairVerdict]:
+) -> Iterator[PairVerdict]:
     """Pairwise comparison of every turn, with positions swapped: a judge that favours the first
     place, or can't be read, makes a tie."""
 
@@ -174,7 +174,7 @@ def compare_pairs(
         winner: Winner = found[0] if found[0] == found[1] else "tie"
         return PairVerdict(question.id, question.category, turn + 1, winner, first, second)
 
-    return _at_once(judged, _turns(questions), at_once)
+    yield from _at_once(judged, _turns(questions), at_once)
 
 
 def _turns(questions: Sequence[JudgedQuestion]) -> list[tuple[JudgedQuestion, int]]:
@@ -185,9 +185,9 @@ def _at_once(
     work: Callable[[tuple[JudgedQuestion, int]], Given],
     given: Sequence[tuple[JudgedQuestion, int]],
     count: int,
-) -> list[Given]:
+) -> Iterator[Given]:
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, given))
+        yield from pool.map(work, given)
 
 
 def _winner(text: str, a: Winner, b: Winner) -> Winner:

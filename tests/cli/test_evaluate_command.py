@@ -213,12 +213,13 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     assert "HTTP 401" in capsys.readouterr().err
 
 
-def test_what_was_measured_is_written_before_a_judge_fails(
+def test_what_was_measured_and_judged_is_written_where_a_judge_fails(
     tmp_path: Path, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path / "q.jsonl", [{"prompt": "a", "answer": "b"}])
+    rows = [{"prompt": f"Question {n}", "prompt_id": n, "answer": "b"} for n in range(8)]
+    path = write(tmp_path / "q.jsonl", rows)
     out = tmp_path / "out.json"
-    endpoint.failures = [401, 200]  # the last comes first
+    endpoint.failures = [401, *[200] * 8]  # the last comes first, and is the trial's
     code = main(
         ["evaluate", "tiny", "--task", f"exact={path}", "--judge", str(path), "--judge-model", "j",
          "--judge-url", f"http://127.0.0.1:{endpoint.server_port}/v1", "--max-new-tokens", "2",
@@ -226,7 +227,9 @@ def test_what_was_measured_is_written_before_a_judge_fails(
     )  # fmt: skip
     assert code == 2
     assert "HTTP 401" in capsys.readouterr().err
-    assert len(json.loads(out.read_text())["tasks"]) == 1
+    written = json.loads(out.read_text())
+    assert len(written["tasks"]) == 1
+    assert 4 <= len(written["grades"]) < 8  # four are asked at once
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_the_second_turn_is_asked_after_the_first_answer(tmp_path: Path) -> None
 def test_grades_and_their_report(tmp_path: Path, endpoint: Endpoint, client: JudgeClient) -> None:
     asked = questions(tmp_path)
     old, new = answer_turns(asked, Repeating(1)), answer_turns(asked, Repeating(2))
-    grades = grade(asked, old, "before", client.ask) + grade(asked, new, "after", client.ask)
+    grades = [*grade(asked, old, "before", client.ask), *grade(asked, new, "after", client.ask)]
     assert [each.score for each in grades] == [4, 4, 4, 3, 8, 8, 8, 7]
     assert all("Fine." in each.text for each in grades)
     assert endpoint.keys == {"Bearer secret"}
@@ -114,12 +114,12 @@ def test_pairs_are_judged_in_both_orders(
 ) -> None:
     asked = questions(tmp_path)
     old, new = answer_turns(asked, Repeating(1)), answer_turns(asked, Repeating(9))
-    found = compare_pairs(asked, old, new, client.ask)
+    found = list(compare_pairs(asked, old, new, client.ask))
     assert [each.winner for each in found] == ["after"] * 4
     assert [each.winner for each in compare_pairs(asked, new, old, client.ask)] == ["before"] * 4
     assert [each.winner for each in compare_pairs(asked, new, new, client.ask)] == ["tie"] * 4
     endpoint.always = "The first is better. [[A]]"  # a judge that loves the first place
-    biased = compare_pairs(asked, old, new, client.ask)
+    biased = list(compare_pairs(asked, old, new, client.ask))
     assert [each.winner for each in biased] == ["tie"] * 4
     assert biased[0].first == biased[0].second == endpoint.always
     console = Console(width=120, record=True, file=StringIO())
