@@ -17,7 +17,7 @@ pytest.importorskip("starlette", reason="the server comes with the extra serve")
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.web.http_guard import AccessRules
 from tests.dashboard.browser import chromium, opened
-from tests.dashboard.run_folders import append_steps, serving, write_run
+from tests.dashboard.run_folders import append_steps, serving, write_long_metrics, write_run
 from tests.exam.seeing_lab import CHROMIUM
 from tests.reports import task_line
 
@@ -28,6 +28,11 @@ pytestmark = [
 UNNAMED = """[...document.querySelectorAll('button, select, input, svg[role], img, a')]
     .filter(e => !(e.getAttribute('aria-label') || e.labels?.[0]?.textContent || e.alt ||
         e.textContent).trim()).map(e => e.outerHTML)"""
+NUMBERS = """[...document.querySelectorAll('.large text[text-anchor=end]')]
+    .map(e => Number(e.textContent)).filter(Number.isFinite)"""
+BEYOND = """[...document.querySelectorAll('.plot text')].filter(e =>
+    e.getBoundingClientRect().right > e.closest('svg').getBoundingClientRect().right + 1)
+    .map(e => e.textContent)"""
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -120,6 +125,39 @@ def test_a_run_that_is_deleted_while_it_is_shown(page: Any, url: str, root: Path
     page.get_by_text("This run's folder is gone.").wait_for(timeout=15_000)
     page.get_by_role("link", name="Runs", exact=True).click()
     page.get_by_text("4 runs in").wait_for()
+
+
+def test_a_run_of_one_step(page: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "one", losses=(2.0,))
+    with serving(tmp_path) as url:
+        page.goto(url)
+        page.get_by_role("link", name="one").click()
+        page.get_by_role("img", name="Loss: last 2 at step 1").wait_for()
+        names = page.locator("figure:visible figcaption b").all_inner_texts()
+        below = page.locator(".plot").nth(2).locator("text").all_inner_texts()
+        points = page.locator("figure:visible circle").count()
+    assert "Busy share of the ranks" not in names  # one rank doesn't know it
+    assert len(names) == 5
+    assert below[-1] == "1"
+    assert points == len(names) + 2  # and both evaluations
+
+
+def test_a_spike_leaves_the_rest_readable(page: Any, tmp_path: Path) -> None:
+    for name in ("long", "longer"):
+        write_long_metrics(write_run(tmp_path / name), 10_000, spike=5432)
+    with serving(tmp_path) as url:
+        page.goto(url)
+        page.get_by_role("link", name="long", exact=True).click()
+        page.get_by_text("cut off: 99 at step 5,432").wait_for()
+        heights = page.evaluate(NUMBERS)
+        beyond = page.evaluate(BEYOND)
+        page.get_by_role("link", name="Runs", exact=True).click()
+        for name in ("long", "longer"):
+            page.get_by_role("checkbox", name=f"Compare {name}", exact=True).check()
+        page.get_by_role("button", name="Compare 2 runs").click()
+        page.get_by_text("cut off: 99 at tokens").wait_for()
+    assert 4 < max(heights) < 20
+    assert not beyond
 
 
 def test_a_plan_with_its_picture_and_job(page: Any, url: str) -> None:

@@ -5,6 +5,7 @@ import {h, number, stateBadge, table} from "./dom.js";
 import {ask, pause} from "./server.js";
 
 const EVERY = 3000;
+const SMOOTHED = 100;  // points from which on a smoothed line is drawn, too: the more runs, the fewer points has each
 
 export async function compareView(main, signal, ids) {
   const chart = new Chart({title: "Loss", unit: "", large: true});
@@ -20,7 +21,7 @@ export async function compareView(main, signal, ids) {
 
   function draw() {
     const by = axis.value, xName = by === "tokens" ? "tokens" : "step";
-    const lines = found.runs.flatMap(({run, loss, smoothed}, at) => loss.steps.length > 200 ? [
+    const lines = found.runs.flatMap(({run, loss, smoothed}, at) => loss.steps.length > SMOOTHED ? [
       {name: run.name, colour: at, xs: smoothed[by], ys: smoothed.values},
       {name: `${run.name}, each step`, colour: at, xs: loss[by], ys: loss.values, faint: true},
     ] : [{name: run.name, colour: at, xs: loss[by], ys: loss.values}]);
@@ -34,13 +35,14 @@ export async function compareView(main, signal, ids) {
 
   function tables() {
     const names = found.runs.map(({run}) => run.name);
-    const colour = at => h("span", {class: `key c${at % 8}`});
+    const colour = at => h("span", {class: `key c${at % 8}${at < 8 ? "" : " dashed"}`});
+    const keyName = key => h("th", {scope: "row", class: "key-name"}, key.split(/(?<=[._])/).flatMap(part => [part, h("wbr")]));
     return [
       table("Runs", ["run", "state", "step", "loss", "tokens/s"], found.runs.map(({run}, at) => h("tr", {},
         h("th", {scope: "row"}, colour(at), h("a", {href: `#/run/${run.id}`}, run.name)), h("td", {}, stateBadge(run.state)),
         [run.step, run.loss, run.tokens_per_second].map(value => h("td", {}, number(value)))))),
       found.differences.length ? table(`Where the jobs differ (${found.alike} values are the same)`, ["value", ...names],
-        found.differences.map(({key, values}) => h("tr", {}, h("th", {scope: "row"}, key),
+        found.differences.map(({key, values}) => h("tr", {}, keyName(key),
           values.map(value => h("td", {}, value === null ? "–" : String(value))))))
         : h("p", {}, "The jobs are the same."),
     ];

@@ -29,7 +29,7 @@ export function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 1e5) return Intl.NumberFormat("en", {notation: "compact", maximumFractionDigits: 1}).format(value);
   if (size >= 1000) return Intl.NumberFormat("en", {maximumFractionDigits: 0}).format(value);
-  if (size !== 0 && size < 1e-3) return value.toExponential(2);
+  if (size !== 0 && size < 1e-4) return Number(value.toPrecision(3)).toExponential();
   return String(Number(value.toPrecision(digits)));
 }
 

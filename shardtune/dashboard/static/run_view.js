@@ -47,6 +47,7 @@ export async function runView(main, signal, id) {
     scores.element.hidden = !scores.lines.length;
     for (const [at, figure] of details.figures.entries()) {
       const curve = figures[figure.name], expected = details.forecast?.[figure.forecast];
+      charts[at].element.hidden = curve.values.every(value => value === null);
       charts[at].show([
         {name: figure.title, colour: 0, xs: curve.steps, ys: curve.values},
         ...(expected && curve.steps.length ? [{name: "forecast", colour: 7, xs: [curve.steps[0], curve.steps.at(-1)], ys: [expected, expected], dashed: true}] : []),

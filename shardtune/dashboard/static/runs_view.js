@@ -98,7 +98,7 @@ class RunLine {
     loss.textContent = number(run.loss);
     step.textContent = run.steps ? `${run.step} / ${run.steps}` : run.step;
     left.textContent = duration(run.seconds_left);
-    model.textContent = run.model;
+    model.textContent = model.title = run.model;
     strategy.textContent = run.adapter && run.adapter !== "none" ? `${run.strategy}, ${run.adapter}` : run.strategy;
     this.cause.textContent = run.cause;
     return this.row;
