@@ -16,9 +16,11 @@ from shardtune.cli.result_command import ask, merge
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
 from shardtune.core.machine import Machine
+from shardtune.core.run_history import read_run_history
 from shardtune.core.run_report import RunReport
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.plan.this_machine import forecast_here
+from shardtune.report.run_page import run_page
 from shardtune.train import train
 from tests.conformance.table import STRATEGIES
 from tests.jobs import make_job
@@ -88,6 +90,9 @@ def test_from_job_to_result(folder: Path, adapter: str) -> None:
     assert report.forecast is not None
     held = report.forecast.held_bytes
     assert all(each.measured == each.predicted for each in (held.params, held.grads, held.optim))
+    page = run_page(read_run_history(folder / "run"))
+    assert "shardtune serve" not in page  # such a model holds no dialogue
+    assert "A row is one source and its target, together 1" in page
 
     result = folder / "run" / "result"
     answer = ask(folder / "run", PROMPT, max_new_tokens=4, temperature=0.0, raw=False)

@@ -28,6 +28,7 @@ from shardtune.config.job_file import load_job
 from shardtune.core.engine import Engine
 from shardtune.core.machine import Machine
 from shardtune.core.progress import Progress
+from shardtune.core.run_history import read_events
 from shardtune.core.run_report import RunReport
 from shardtune.core.step import LateResult, MicroBatch, StepResult
 from shardtune.data.dataset import PreparedData
@@ -406,6 +407,8 @@ def test_an_extended_run_is_a_run_of_that_length(
     said = " ".join(capsys.readouterr().out.split())
     assert "was begun with 3 steps and has 6 steps now" in said
     assert "the schedule (constant) goes on as in a run of 6 steps" in said
+    (event,) = read_events(tmp_path / "parts")
+    assert (event.kind, event.step) == ("resume", 3)
     train_here(extendable(tmp_path, "whole", steps=6, **rate))
     parts, whole = (tmp_path / name / "trace.jsonl" for name in ("parts", "whole"))
     assert parts.read_text() == whole.read_text()

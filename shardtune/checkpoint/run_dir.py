@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -268,6 +269,15 @@ class RunDir:
         if self.writes:
             self.forget_report()
             self.jsonl.forget_after(step)
+
+    def note_resume(self, step: int, text: str) -> None:
+        """Tells where the run went on, beside what the launcher saw: its page draws both."""
+        if self.writes:
+            event = {"kind": "resume", "time": time.time(), "step": step, "text": text}
+            with suppress(OSError):  # a full disk must not end a run that could go on
+                self.logs.mkdir(parents=True, exist_ok=True)
+                with (self.logs / "events.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(event) + "\n")
 
     def write_forecast(self, predicted: RunForecast | None) -> None:
         """Keeps what was predicted, in the place of what was for an earlier part of the run."""

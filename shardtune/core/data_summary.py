@@ -69,3 +69,5 @@ class DataSummary(Record):
     fill: float
     """The share of a row that is documents and not padding."""
     sets: tuple[DataSetSummary, ...]
+    paired: bool = False
+    """Whether a document is a source and a target, for a model with an encoder."""

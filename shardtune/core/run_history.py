@@ -49,11 +49,12 @@ _Scored = TypeVar("_Scored", EvaluationMetrics, TaskMetrics)
 
 
 class LauncherEvent(Record):
-    """A line of `logs/events.jsonl`: what the launcher saw of its ranks."""
+    """A line of `logs/events.jsonl`: what the launcher saw of its ranks, and where the run was
+    resumed."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    kind: Literal["restart", "failed", "slow"]
+    kind: Literal["restart", "failed", "slow", "resume"]
     time: float
     """Seconds since the epoch."""
     rank: int | None = None
@@ -113,7 +114,7 @@ class RunHistory:
     position: LogPosition = field(default_factory=LogPosition)
     """Where `follow` goes on."""
     events: tuple[LauncherEvent, ...] = ()
-    """Faults, restarts and slow ranks, of all nodes, in the order of time."""
+    """Faults, restarts, resumes and slow ranks, of all nodes, in the order of time."""
     saves: tuple[SavedCheckpoint, ...] = ()
     report: RunReport | None = None
     forecast: StepForecast | None = None

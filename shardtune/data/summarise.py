@@ -34,6 +34,7 @@ def summarise(prepared: PreparedData, loader: Loader, tokenizer: Any, length: in
         sequence_length=length,
         packing=loader.packing,
         fill=loader.fill(),
+        paired=any(each.paired for each in prepared.train),
         sets=tuple(
             _summary(side, each, tokenizer, SHOWN_DOCUMENTS if number < SETS_SHOWN else 0)
             for number, (side, each) in enumerate(sets)

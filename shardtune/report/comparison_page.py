@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from shardtune.core.run_history import RunHistory
@@ -11,7 +11,13 @@ from shardtune.report.drawn_figures import DRAWN_FIGURES
 from shardtune.report.html_page import html_page, section
 from shardtune.report.line_chart import Chart, Line, draw_chart
 from shardtune.report.markup import Markup, element, table
-from shardtune.report.run_curves import evaluation_points, points_of, smooth, thinned
+from shardtune.report.run_curves import (
+    evaluation_points,
+    points_of,
+    smooth,
+    thinned,
+    usual_losses,
+)
 from shardtune.report.run_story import public, verdict
 
 MOST_POINTS = 1600  # of one chart, over all runs
@@ -112,13 +118,15 @@ def _number(value: float | None) -> str:
 
 
 def _loss_charts(named: dict[str, RunHistory]) -> list[Markup]:
-    most = max(60, MOST_POINTS // len(named))
+    most, tokens = max(60, MOST_POINTS // len(named)), _tokens_of(named.values())
+    losses = {name: smooth(usual_losses(run, by_tokens=True)) for name, run in named.items()}
     training = [
-        Line(name, thinned(smooth(points_of(run, lambda step: step.loss, by_tokens=True))[0], most),
-             colour=number, dashed=number % 2 == 1)
-        for number, (name, run) in enumerate(named.items())
-    ]  # fmt: skip
-    charts = [Chart("Training loss, smoothed", "tokens", "loss", training, wide=True)]
+        Line(name, thinned(mean, most), colour=number, dashed=number % 2 == 1)
+        for number, (name, (mean, _)) in enumerate(losses.items())
+    ]
+    title = "Training loss" + ", smoothed" * any(band for _, band in losses.values())
+    title += ", without spikes" * any(e.kind == "spike" for r in named.values() for e in r.warned)
+    charts = [Chart(title, "tokens", "loss", training, wide=True, x_range=tokens)]
     sets = list(dict.fromkeys(name for run in named.values() for name in run.evaluations))
     each_set = max(20, 3 * MOST_POINTS // (len(named) * max(1, len(sets))))
     for one in sets:
@@ -133,12 +141,12 @@ def _loss_charts(named: dict[str, RunHistory]) -> list[Markup]:
             for number, (name, run) in enumerate(named.items())
             if (points := evaluation_points(run, by_tokens=True).get(one))
         ]
-        charts.append(Chart(f"{one}, held out", "tokens", "loss", lines, wide=True))
+        charts.append(Chart(f"{one}, held out", "tokens", "loss", lines, wide=True, x_range=tokens))
     return [draw_chart(chart) for chart in charts]
 
 
 def _step_charts(named: dict[str, RunHistory]) -> list[Markup]:
-    most = max(40, MOST_POINTS // 2 // len(named))
+    most, tokens = max(40, MOST_POINTS // 2 // len(named)), _tokens_of(named.values())
     charts = []
     for figure in DRAWN_FIGURES:
         lines = [
@@ -148,9 +156,21 @@ def _step_charts(named: dict[str, RunHistory]) -> list[Markup]:
         ]
         if lines:
             charts.append(
-                Chart(figure.title, "tokens", figure.unit, lines, from_zero=figure.from_zero)
+                Chart(
+                    figure.title,
+                    "tokens",
+                    figure.unit,
+                    lines,
+                    from_zero=figure.from_zero,
+                    x_range=tokens,
+                )
             )
     return [draw_chart(chart) for chart in charts]
+
+
+def _tokens_of(runs: Iterable[RunHistory]) -> tuple[float, float]:
+    """What all charts show of the x axis."""
+    return 0.0, float(max((run.tokens[-1] for run in runs if run.tokens), default=0))
 
 
 def _versions(named: dict[str, RunHistory]) -> Markup:

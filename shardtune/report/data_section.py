@@ -18,8 +18,13 @@ def data_section(data: DataSummary) -> Markup:
         "data set", "format", "documents", "tokens", "trained", "ends trained", "length p50 / p95",
         "truncated", "left out", "unreadable", "duplicates",
     )  # fmt: skip
-    packed = f"Rows of {data.sequence_length:,} tokens are {data.fill:.1%} full"
-    packed += ", documents are packed." if data.packing else ", one document each."
+    length = data.sequence_length
+    packed = f"Rows of {length:,} tokens are {data.fill:.1%} full, documents are packed."
+    if not data.packing:
+        mean = f"{data.fill * length:,.0f} tokens on average"
+        packed = f"A row is one document, of {mean} and {length:,} at most."
+        if data.paired:  # the target has a limit of its own
+            packed = f"A row is one source and its target, together {mean}."
     notes = [
         element("li", f"{each.name}: {public_text(note)}")
         for each in data.sets

@@ -23,9 +23,7 @@ Points = list[tuple[float, float]]
 def loss_chart(run: RunHistory) -> Chart:
     """The training loss with its smoothing band, each held-out set, and where a warning came.
     Spikes are neither smoothed nor fitted in: one of 40 would press all else to the bottom."""
-    losses = points_of(run, lambda step: step.loss)
-    spikes = {each.step for each in run.warned if isinstance(each, LossSpike)}
-    usual = [point for point in losses if point[0] not in spikes] or losses
+    losses, usual = points_of(run, lambda step: step.loss), usual_losses(run)
     mean, band = smooth(usual)
     without = " without spikes" if len(usual) < len(losses) else ""
     measured = Line("training loss", thinned(losses), faint=bool(band))
@@ -107,6 +105,15 @@ def step_charts(run: RunHistory) -> list[Chart]:
                 )
             )
     return charts
+
+
+def usual_losses(run: RunHistory, *, by_tokens: bool = False) -> Points:
+    """The losses without those that the run called spikes; all, where that is all there are."""
+    spikes = {each.step for each in run.warned if isinstance(each, LossSpike)}
+    found = points_of(
+        run, lambda step: None if step.step in spikes else step.loss, by_tokens=by_tokens
+    )
+    return found or points_of(run, lambda step: step.loss, by_tokens=by_tokens)
 
 
 def points_of(

@@ -111,7 +111,7 @@ def proofs(run: RunHistory, job: Job | None) -> list[tuple[str, str]]:
             held = report.forecast.held_bytes
             pairs = (held.params, held.grads, held.optim)
             same = all(pair.predicted == pair.measured for pair in pairs)
-            fact = f"{_gib(pairs)} a rank holds between steps"
+            fact = f"{_size(pairs)} a rank holds between steps"
             found.append(
                 ("memory is as declared", f"{fact}, {'exactly' if same else 'not as'} predicted")
             )
@@ -135,8 +135,9 @@ def _within(difference: float) -> str:
     return f"within {difference:.2g} of" if difference else "equal to"
 
 
-def _gib(pairs: tuple[Compared, ...]) -> str:
-    return f"{sum(pair.measured for pair in pairs) / 2**30:.3g} GiB"
+def _size(pairs: tuple[Compared, ...]) -> str:
+    held = sum(pair.measured for pair in pairs)
+    return f"{held / 2**30:.3g} GiB" if held >= 2**28 else f"{held / 2**20:.3g} MiB"
 
 
 def commands(run: RunHistory, job: Job | None) -> list[tuple[str, str]]:
@@ -148,15 +149,19 @@ def commands(run: RunHistory, job: Job | None) -> list[tuple[str, str]]:
         found.append(("resume", f"shardtune train {shlex.quote(f'{folder}/job.yaml')} --resume"))
     if run.report is None:
         return [*found, ("look again", f"shardtune report {at}")]
-    found += [
-        ("ask", f'shardtune generate {at} --prompt "..."'),
-        ("serve", f"shardtune serve {at}"),
-    ]
+    found.append(("ask", f'shardtune generate {at} --prompt "..."'))
+    decoder = run.data is None or not run.data.paired
+    if decoder:  # a model with an encoder holds no dialogue
+        found.append(("serve", f"shardtune serve {at}"))
     if job is None or job.trains != "full fine-tune":
         found.append(("merge", f"shardtune merge {at} {shlex.quote(f'merged/{run.name}')}"))
     return [
         *found,
-        ("export", f"shardtune export {at} --to gguf {shlex.quote(f'out/{run.name}')}"),
+        (
+            "export",
+            f"shardtune export {at} --to {'gguf' if decoder else 'hf'} "
+            f"{shlex.quote(f'out/{run.name}')}",
+        ),
         ("verify", f"shardtune verify {at}"),
         (
             "repeat",

@@ -25,7 +25,12 @@ def time_line(run: RunHistory) -> Markup:
         "checkpoints kept": [Mark(each.step, each.name, "save") for each in run.saves],
         "warnings": [Mark(each.step, each.fact, "warning") for each in run.warned],
         "faults": [
-            Mark(each.step or 0, _fact(each), "fault") for each in run.events if each.kind != "slow"
+            Mark(each.step or 0, _fact(each), "fault")
+            for each in run.events
+            if each.kind in ("failed", "restart")
+        ],
+        "resumed": [
+            Mark(each.step or 0, _fact(each)) for each in run.events if each.kind == "resume"
         ],
         "slow ranks": [
             Mark(each.step or 0, _fact(each), "warning")
@@ -34,7 +39,8 @@ def time_line(run: RunHistory) -> Markup:
         ],
     }
     last = run.steps[-1].step if run.steps else 0
-    end = max([run.total_steps or 0, last, *(each.step for each in run.saves), 1])
+    planned = run.total_steps if run.state == "running" else None
+    end = max([planned or 0, last, *(each.step for each in run.saves), 1])
     noted = {name: marks for name, marks in rows.items() if marks}
     picture = _draw(noted, end) if noted else Markup("")
     if not run.events:

@@ -126,6 +126,7 @@ class Run:
         self.log.recall()
         by = f"written by {manifest.strategy} on {manifest.ranks} ranks"
         self.view.say(f"resuming after step {manifest.step}, from {path} ({by})")
+        self.files.note_resume(manifest.step, f"went on after step {manifest.step}, {by}")
         if manifest.step == self.view.steps:
             self.view.say("all steps are done: writing the result from this checkpoint")
         elif self.evaluations.ends_early(manifest.progress):

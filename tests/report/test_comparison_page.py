@@ -43,6 +43,15 @@ def test_runs_of_other_batches_are_aligned_by_tokens() -> None:
     assert set(ends) == {320.0}
 
 
+def test_short_runs_are_not_called_smoothed_and_all_axes_are_the_same() -> None:
+    short = [make_history(Path(name), steps=40) for name in ("first", "second")]
+    page = PageReader(comparison_page(short))
+    assert "Training loss" in page.text("figcaption")
+    assert page.text("text").count("100") == page.count("figure")  # tokens, of 320
+    long = [make_history(Path(name), steps=400) for name in ("first", "second")]
+    assert "Training loss, smoothed" in PageReader(comparison_page(long)).text("figcaption")
+
+
 def test_twenty_long_runs_make_a_small_page() -> None:
     runs = [make_history(Path(f"run{number}"), steps=800) for number in range(20)]
     assert len(comparison_page(runs).encode()) < 500_000

@@ -161,10 +161,34 @@ def test_the_time_line_shows_how_a_run_of_many_events_ended() -> None:
     assert any("more here" in title for title in titles)
 
 
+def test_where_a_run_was_resumed() -> None:
+    event = LauncherEvent(kind="resume", time=1.0, step=30, text="went on after step 30")
+    run = make_history(steps=40, events=(event,), job={"train.steps": 4000}, state="failed")
+    page = PageReader(run_page(run))
+    words = " ".join(page.text("desc"))
+    assert "Resumed: 1, at step 30." in words
+    assert "Faults" not in words
+    assert "went on after step 30" in page.text("td")
+    assert "4000" not in page.text("text")  # what is no longer planned isn't drawn
+
+
 def test_what_is_kept_is_not_called_what_was_saved() -> None:
     saves = tuple(SavedCheckpoint(f"step-{n:06}", n, 1e9) for n in (30, 40))
     words = " ".join(PageReader(run_page(make_history(steps=40, saves=saves))).text("desc"))
     assert "Checkpoints kept: 2, at step 30, 40." in words
+
+
+def test_documents_of_their_own_rows_and_pairs() -> None:
+    data = make_data()
+    alone = data.model_copy(update={"packing": False, "fill": 0.25})
+    pairs = alone.model_copy(update={"paired": True})
+    told = "A row is one document, of 32 tokens on average and 128 at most."
+    assert told in run_page(make_history(data=alone))
+    page = run_page(make_history(data=pairs))
+    assert "A row is one source and its target, together 32 tokens on average." in page
+    assert "shardtune serve" not in page
+    assert "--to hf" in page
+    assert "--to gguf" in run_page(make_history(data=data))
 
 
 def test_a_forecast_is_drawn_for_a_gpu_only() -> None:
