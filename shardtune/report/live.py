@@ -55,6 +55,7 @@ class RunView:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
+            self._panel.over = error is None
             with suppress(OSError):
                 self._live.stop()
 
@@ -92,13 +93,15 @@ class RunView:
             nonlocal shown
             now = time.monotonic()
             own = (now - begun) * (total - done) / done if done else None
-            known = [left for left in (own, _minus(run_left, now - begun)) if left is not None]
+            run = _minus(run_left, now - begun)
+            left = own if run is None else max(run, own or 0.0)
             words = f"{doing}: {done} of {total}" if total else doing
-            if self._live is not None:
-                self._panel.phase(words, max(known) if known else None)
+            in_words = f"{words}, {duration(left)} left" if left is not None else words
+            if self._live is not None:  # where nothing tells when the run ends, the bar doesn't
+                self._panel.phase(in_words if run is None else words, None if run is None else left)
             elif done and now - shown >= PHASE_SECONDS:
                 shown = now
-                self.say(f"{words}, {duration(max(known))} left" if known else words)
+                self.say(in_words)
 
         progress(0, 0)
         yield progress

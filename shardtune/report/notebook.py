@@ -57,8 +57,7 @@ def _draw(directory: Path, panel: RunPanel, over: threading.Event) -> None:
         position = found.position
         for line in found.lines:
             show_line(panel, line)
-        if last:
-            panel.doing = ""
+        panel.over = last
         with suppress(Exception):  # a page that was closed is no reason to lose a run
             shown.update(HTML(as_html(panel)))
         if last:

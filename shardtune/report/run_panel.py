@@ -56,6 +56,8 @@ class RunPanel:
         self.done = 0
         self.doing = "starting"
         """What is done beside steps; empty in a step."""
+        self.over = False
+        """Whether it shows how a run has ended."""
         self._until: float | None = None
         self._numbers: StepNumbers | None = None
         self._losses: deque[float] = deque(maxlen=TREND_STEPS)
@@ -91,7 +93,7 @@ class RunPanel:
     def lines(self, width: int) -> Iterator[Text]:
         """As they are shown, the most important first."""
         yield self._bar(width)
-        if self.doing:
+        if self.doing and not self.over:
             yield Text(self.doing, "cyan")
         if self._numbers is not None:
             yield self._learning(self._numbers)
@@ -103,10 +105,11 @@ class RunPanel:
         left = "starting"
         if self._until is not None:
             left = f"{duration(max(0.0, self._until - time.monotonic()))} left"
-        head, share, tail = f"step {self.done} ", 0.0, f" {left}"
+        head, share, tail = f"step {self.done} ", 0.0, ""
         if self.steps:  # which only the data may tell
             share = self.done / self.steps
-            head, tail = f"step {self.done}/{self.steps} ", f" {share:.0%}  {left}"
+            head, tail = f"step {self.done}/{self.steps} ", f" {share:.0%} "
+        tail += "" if self.over else f" {left}"
         room = max(4, width - len(head) - len(tail))
         full = round(share * room)
         return Text.assemble(head, ("━" * full, "green"), ("━" * (room - full), "dim"), tail)

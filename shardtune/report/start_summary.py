@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def print_opening(
     job: Job,
     reasons: Mapping[KeyPath, str],
-    sources: Sequence[SourceReport],
+    trained: Sequence[SourceReport],
+    held_out: Sequence[SourceReport] = (),
     console: Console | None = None,
     notes: Sequence[str] = (),
 ) -> None:
@@ -40,9 +41,11 @@ def print_opening(
     table = Table("data set", box=None, padding=(0, 2, 0, 0))
     for heading in ("documents", "tokens", "trained", "truncated", "left out", "unreadable"):
         table.add_column(heading, justify="right")
-    for source in sources:
+    sources = [(each.name, each) for each in trained]
+    sources += [(f"{each.name} (eval)", each) for each in held_out]
+    for name, source in sources:
         table.add_row(
-            source.name,
+            name,
             f"{source.documents:,}",
             f"{source.tokens:,}",
             f"{source.labels / max(1, source.tokens):.0%}",
@@ -51,9 +54,9 @@ def print_opening(
             f"{source.bad:,}",
         )
     console.print(table)
-    for source in sources:
+    for name, source in sources:
         for note in source.notes:
-            console.print(Text(f"{source.name}: {note}"))
+            console.print(Text(f"{name}: {note}"))
     for path, reason in reasons.items():
         value = _at(job, path)
         console.print(Text(f"{dotted(path)} = {value}  ({reason})", style="dim"))

@@ -120,7 +120,8 @@ def _facts(report: RunReport) -> Table:
     if training.utilisation is not None:
         busy = f"{100 * training.utilisation:.0f} %"
         grid.add_row("", f"busy {busy} (not waiting for other ranks)")
-    memory = f"{training.peak_memory_gib:.2f} GiB on the fullest of {report.ranks} ranks"
+    fullest = f" on the fullest of {report.ranks} ranks" if report.ranks > 1 else ""
+    memory = f"{training.peak_memory_gib:.2f} GiB{fullest}"
     grid.add_row("peak memory", memory)
     for number, line in enumerate(_compared(report.forecast)):
         grid.add_row("" if number else "forecast", line)

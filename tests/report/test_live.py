@@ -103,12 +103,14 @@ def test_a_terminal_is_live() -> None:
         view.say("resuming")
         view.step(1, result(), READING)
         view.step(2, result(0.5), READING)
+        view.say("drawn")
     written = text(console)
+    assert "6:31 left" in written.split("drawn\n")[1].splitlines()[0]
     assert "\x1b[?25l" in written, "the cursor is hidden while it is live"
     assert written.endswith("\x1b[?25h"), "and shown again"
     last = written[written.rindex("step ") :]
     numbers = ("loss 0.5000", "lr 2.00e-04", "grad 0.695", "12,346 tok/s", "2.59 GiB")
-    for fragment in ("2/60", "6:31 left", *numbers):
+    for fragment in ("2/60", *numbers):
         assert fragment in last
     assert "resuming\n" in written
 
@@ -165,6 +167,35 @@ def test_a_long_phase_is_told_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
         "answering: 2 of 96, 9:24 left",  # 6 s each are more than was left of the run
         "answering: 4 of 96, 9:12 left",
     ]
+
+
+def test_what_is_left_of_a_phase_is_not_called_what_is_left_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the first step nobody knows how long the run takes."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    console = terminal()
+    with RunView(60, console=console) as view, view.phase("answering") as progress:
+        now = 5.0
+        progress(32, 64)
+        view.say("x")  # draws
+    drawn = text(console).split("x\n", 1)[1]
+    bar, doing = drawn.splitlines()[:2]
+    assert bar.endswith("0%  starting")
+    assert "answering: 32 of 64, 0:05 left" in doing
+
+
+def test_what_stays_in_a_terminal_is_how_the_run_ended() -> None:
+    console = terminal()
+    with RunView(2, console=console) as view:
+        view.step(2, result(), READING)
+        with view.phase("saving the result", 1.0):
+            view.say("x")
+    last = text(console).rsplit("step 2/2", 1)[1]
+    assert "left" not in last
+    assert "saving" not in last
+    assert "100%" in last
 
 
 def test_a_terminal_shows_a_phase_and_what_is_left_of_the_run() -> None:

@@ -19,7 +19,8 @@ def opening(**sections: dict[str, Any]) -> str:
         truncated=3, dropped=2, untrained=1, bad=5,
     )  # fmt: skip
     console = plain_console()
-    print_opening(resolved.job, resolved.reasons, [source], console)
+    held_out = replace(source, notes=("held out",))
+    print_opening(resolved.job, resolved.reasons, [source], [held_out], console)
     return squeezed(shown(console))
 
 
@@ -30,6 +31,8 @@ def test_the_job_in_a_line_and_the_data_in_a_table() -> None:
     )
     assert "data set documents tokens trained truncated left out unreadable" in found
     assert "code 1,234 100,000 25% 3 3 5" in found  # 25,000 of 100,000; 2 dropped + 1 untrained
+    assert "code (eval) 1,234 100,000" in found
+    assert "\ncode (eval): held out" in found
 
 
 def test_a_run_may_be_measured_in_epochs() -> None:

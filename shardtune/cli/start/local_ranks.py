@@ -136,9 +136,10 @@ def _open(resolved: ResolvedJob, predicted: Forecast | None, *, quiet: bool) -> 
     steps = count_steps(job, open_loader(job, inputs, world))
     make_plan(job, world.size, steps)
     if not quiet:
-        sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
+        trained = [each.report for each in inputs.data.train]
+        held_out = [each.report for each in inputs.data.eval]
         reasons = {**resolved.reasons, **_model_reasons(inputs.model)}
-        print_opening(job, reasons, sources, notes=resolved.notes)
+        print_opening(job, reasons, trained, held_out, notes=resolved.notes)
     if predicted is not None:
         print_outlook(predicted, steps)
     return inputs

@@ -51,9 +51,10 @@ def start_on_ray(arguments: argparse.Namespace, loaded: LoadedJob, run: RunDir) 
         job = resolved.job
         if launch.address is None:  # elsewhere only the workers need to see the files
             inputs = open_inputs(job, quiet=False)
-            sources = [each.report for each in (*inputs.data.train, *inputs.data.eval)]
+            trained = [each.report for each in inputs.data.train]
+            held_out = [each.report for each in inputs.data.eval]
             reasons = {**loaded.understood, **resolved.reasons}
-            print_opening(job, reasons, sources, notes=resolved.notes)
+            print_opening(job, reasons, trained, held_out, notes=resolved.notes)
         until_the_end.enter_context(overwriting(run, wanted=bool(arguments.overwrite)))
         run.prepare()
         task = RayTask(job.model_dump_json(), arguments.resume, str(Path.cwd()))
