@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardtune.report.chart_scale import short
-from shardtune.report.line_chart import SERIES_COLOURS, Drawing, figure
+from shardtune.report.line_chart import SERIES_COLOURS, Drawing, Key, figure
 from shardtune.report.markup import Markup, element
 
 _WIDTH, _ROW, _NAME = 760, 26, 74
@@ -17,8 +17,8 @@ def draw_stacks(
     """One bar for each of `stacks`, cut into its parts in the `order`; all in one scale."""
     found = stacks_drawing(title, stacks, unit, order)
     keys = [
-        element("li", element("span", class_=f"key c{colour % SERIES_COLOURS}"), part)
-        for part, colour in found.keys
+        element("li", element("span", class_=f"key c{key.colour % SERIES_COLOURS}"), key.name)
+        for key in found.keys
     ]
     legend = element("ul", *keys, class_="legend")
     return figure(found.title, found.words, found.shapes, found.size, legend)
@@ -40,6 +40,7 @@ def stacks_drawing(
     scale = (_WIDTH - left - 90) / longest
     shown = [part for part in order if any(parts.get(part, 0.0) > 0 for parts in stacks.values())]
     shapes: list[Markup] = []
+    sums: list[Markup] = []
     for row, (name, parts) in enumerate(stacks.items()):
         top, at = row * _ROW + 4, float(left)
         shapes.append(element("text", name, x=left - 8, y=top + 9, dy="0.35em", class_="y"))
@@ -54,16 +55,18 @@ def stacks_drawing(
             )  # fmt: skip
             at += length
         whole = f"{short(sum(parts.values()))} {unit}"
-        shapes.append(element("text", whole, x=f"{at + 6:.1f}", y=top + 9, dy="0.35em"))
+        sums.append(
+            element("text", whole, x=f"{at + 6:.1f}", y=top + 9, dy="0.35em", class_="value")
+        )
     height = len(stacks) * _ROW + 8
     words = " ".join(_stack_words(name, parts, shown, unit) for name, parts in stacks.items())
     if limit is not None:
         place = f"{left + limit[1] * scale:.1f}"
-        shapes.append(element("path", d=f"M{place} 0V{height}", class_="level"))
+        shapes.append(element("path", d=f"M{place} 0V{height - 4}", class_="level"))
         shapes.append(element("text", limit[0], x=place, y=height + 8, class_="x"))
         words, height = f"{limit[0]}: {short(limit[1])} {unit}. {words}", height + 12
-    keys = [(part, order.index(part)) for part in shown]
-    return Drawing(title, words, shapes, (_WIDTH, height), keys)
+    keys = [Key(part, order.index(part)) for part in shown]
+    return Drawing(title, words, [*shapes, *sums], (_WIDTH, height), keys)
 
 
 def draw_histogram(title: str, counts: Sequence[int], upper: float, unit: str) -> Markup:

@@ -94,6 +94,15 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Key:
+    """What a legend says of a line or an area."""
+
+    name: str
+    colour: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
 class Drawing:
     """Shapes with a title, with words for those who don't see them, and the keys to colours."""
 
@@ -101,7 +110,7 @@ class Drawing:
     words: str
     shapes: Sequence[Markup]
     size: tuple[int, int]
-    keys: Sequence[tuple[str, int]] = ()
+    keys: Sequence[Key] = ()
 
 
 def draw_chart(chart: Chart) -> Markup:
@@ -259,10 +268,11 @@ def _level(level: ForecastLevel, up: ChartScale, width: int, left: bool) -> Mark
     return element("g", rule, name)
 
 
-def _series(chart: Chart) -> list[tuple[str, int]]:
+def _series(chart: Chart) -> list[Key]:
     """What has a colour, and which."""
-    named = [(line.name, line.colour) for line in chart.lines if line.points and not line.faint]
-    return named + [(band.name, band.colour) for band in chart.bands if band.name]
+    lines = [line for line in chart.lines if line.points and not line.faint]
+    found = [Key(line.name, line.colour, line.dashed) for line in lines]
+    return found + [Key(band.name, band.colour) for band in chart.bands if band.name]
 
 
 def _legend(chart: Chart) -> Markup:

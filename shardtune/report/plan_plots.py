@@ -10,7 +10,15 @@ from shardtune.plan.forecast import Forecast
 from shardtune.plan.search import Ranking
 from shardtune.plan.sweep import Sweep, SweepPoint
 from shardtune.report.bar_chart import stacks_drawing
-from shardtune.report.line_chart import Band, Chart, Drawing, ForecastLevel, Line, chart_drawing
+from shardtune.report.line_chart import (
+    SERIES_COLOURS,
+    Band,
+    Chart,
+    Drawing,
+    ForecastLevel,
+    Line,
+    chart_drawing,
+)
 
 MEMORY_CLASSES = (
     "params",
@@ -51,7 +59,8 @@ def sweep_drawings(swept: Sweep) -> tuple[list[Drawing], list[str]]:
             continue
         drawings.append(_memory(named, last.key, labels, found))
         rates = [(float(x), each.speed.tokens_per_second) for x, each in found if each.fits]
-        speeds.append(Line(named or "tokens a second", rates, number, dots=True))
+        again = number >= SERIES_COLOURS  # the colours begin anew
+        speeds.append(Line(named or "tokens a second", rates, number, dots=True, dashed=again))
     chart = Chart(
         "Tokens a second, where it fits", last.key, "tokens/s", speeds, wide=True, from_zero=True,
         x_labels=labels,

@@ -22,7 +22,8 @@ STYLE = (
     ".x,.none{text-anchor:middle}.x.name,.y{text-anchor:end}.grid{stroke:#d9dde3;stroke-width:.6}"
     ".axis{stroke:#5b626d}.line{fill:none;stroke:currentColor;stroke-width:1.8}"
     ".dashed{stroke-dasharray:7 4}.band{fill:currentColor;opacity:.16}"
-    ".bar,.dot{fill:currentColor}.level{stroke:#1c1f24;stroke-dasharray:5 4}"
+    ".value{paint-order:stroke;stroke:#fff;stroke-width:3px}.bar,.dot{fill:currentColor}"
+    ".level{stroke:#1c1f24;stroke-dasharray:5 4}"
 )
 PANEL_GAP, PANEL_HEADING, TEXT_LINE = 24, 24, 16
 PICTURE_WIDTH = 800
@@ -72,8 +73,12 @@ def _page(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
 
 def _html_keys(drawing: Drawing) -> Markup:
     keys = [
-        element("li", element("span", class_=f"key c{colour % SERIES_COLOURS}"), name)
-        for name, colour in drawing.keys
+        element(
+            "li",
+            element("span", class_=f"key c{key.colour % SERIES_COLOURS}{' dashed' * key.dashed}"),
+            key.name,
+        )
+        for key in drawing.keys
     ]
     return element("ul", *keys, class_="legend")
 
@@ -84,7 +89,9 @@ def _picture(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> s
     for drawing in drawings:
         width, height = drawing.size
         parts.append(element("text", drawing.title, x=10, y=top, class_="title"))
-        parts += _svg_keys(drawing, top + TEXT_LINE)
+        keys, lines = _svg_keys(drawing, top + TEXT_LINE)
+        parts += keys
+        top += TEXT_LINE * (lines - 1)
         inner = element(
             "svg", element("title", drawing.title), element("desc", drawing.words),
             *drawing.shapes, x=10, y=top + PANEL_HEADING + 4, width=width, height=height,
@@ -106,18 +113,24 @@ def _picture(title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> s
     return f"{root}\n"
 
 
-def _svg_keys(drawing: Drawing, top: float) -> list[Markup]:
-    found, left = [], 10.0
-    for name, colour in drawing.keys:
-        found.append(
-            element(
-                "rect", x=f"{left:.0f}", y=top - 8, width=12, height=8,
-                class_=f"bar c{colour % SERIES_COLOURS}",
+def _svg_keys(drawing: Drawing, top: float) -> tuple[list[Markup], int]:
+    """The legend, and how many lines it takes."""
+    found: list[Markup] = []
+    left, lines = 10.0, 1
+    for key in drawing.keys:
+        width = 16 + 6.5 * len(key.name) + 14
+        if left > 10 and left + width > PICTURE_WIDTH:
+            left, lines, top = 10.0, lines + 1, top + TEXT_LINE
+        colour = f"c{key.colour % SERIES_COLOURS}"
+        if key.dashed:
+            shape = element("path", d=f"M{left:.0f} {top - 4}h12", class_=f"line dashed {colour}")
+        else:
+            shape = element(
+                "rect", x=f"{left:.0f}", y=top - 8, width=12, height=8, class_=f"bar {colour}"
             )
-        )  # fmt: skip
-        found.append(element("text", name, x=f"{left + 16:.0f}", y=top))
-        left += 16 + 6.5 * len(name) + 14
-    return found
+        found += [shape, element("text", key.name, x=f"{left + 16:.0f}", y=top)]
+        left += width
+    return found, lines
 
 
 def _wrapped(text: str, width: int) -> list[str]:

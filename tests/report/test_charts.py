@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shardtune.report.bar_chart import draw_histogram, draw_stacks
 from shardtune.report.chart_scale import bounds, round_ticks, short
-from shardtune.report.line_chart import Chart, Line, Mark, draw_chart
+from shardtune.report.line_chart import Chart, Line, Mark, chart_drawing, draw_chart
 from shardtune.report.markup import Markup, element
+from shardtune.report.plot_file import PICTURE_WIDTH, write_plot
 from tests.report.pages import PageReader
 
 
@@ -85,6 +88,25 @@ def test_a_label_stays_within_the_picture() -> None:
     page = PageReader(draw_chart(Chart("T", "tokens", "loss", [Line("loss", points)])))
     places = [float(each["x"] or 0) for tag, each in page.tags if each.get("class") == "x"]
     assert all(25 < place < 370 - 15 for place in places)
+
+
+def test_a_legend_of_many_long_names_stays_within_the_picture(tmp_path: Path) -> None:
+    names = [f"train.gradient_checkpointing=none, data.sequence_length={n}" for n in range(12)]
+    lines = [Line(name, [(0, 1.0), (1, 2.0)], n, dashed=n >= 9) for n, name in enumerate(names)]
+    drawing = chart_drawing(Chart("T", "step", "tokens/s", lines, wide=True))
+    write_plot(tmp_path / "plot.svg", "Sweep", [drawing], [])
+    page = PageReader((tmp_path / "plot.svg").read_text("utf-8"))
+    texts = [each for tag, each in page.tags if tag == "text"]
+    places = {
+        said: (float(each["x"] or 0), float(each["y"] or 0))
+        for each, said in zip(texts, page.text("text"), strict=True)
+        if said in names
+    }
+    assert set(places) == set(names)
+    assert len(set(places.values())) == len(names)
+    assert all(x + 6 * len(said) < PICTURE_WIDTH for said, (x, _) in places.items())
+    (inner,) = [each for tag, each in page.tags if tag == "svg" and "x" in each]
+    assert float(inner["y"] or 0) > max(y for _, y in places.values())
 
 
 def test_bars() -> None:
