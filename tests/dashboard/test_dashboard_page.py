@@ -134,7 +134,7 @@ def test_a_run_of_one_step(page: Any, tmp_path: Path) -> None:
         page.get_by_role("link", name="one").click()
         page.get_by_role("img", name="Loss: last 2 at step 1").wait_for()
         names = page.locator("figure:visible figcaption b").all_inner_texts()
-        below = page.locator(".plot").nth(2).locator("text").all_inner_texts()
+        below = page.locator(".plot").nth(2).locator("text").all_text_contents()
         points = page.locator("figure:visible circle").count()
     assert "Busy share of the ranks" not in names  # one rank doesn't know it
     assert len(names) == 5
