@@ -37,12 +37,12 @@ export class Chart {
   }
 
   draw() {
+    this.svg.setAttribute("aria-label", this.summary());
     const {width, height} = this.svg.getBoundingClientRect();
     if (!width) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const xs = this.lines.flatMap(line => line.xs);
     const ys = this.lines.flatMap(line => known(line.ys));
-    this.svg.setAttribute("aria-label", this.summary());
     this.note.textContent = "";
     if (!ys.length) {
       this.svg.replaceChildren(s("text", {x: width / 2, y: height / 2, "text-anchor": "middle"}, "nothing yet"));
