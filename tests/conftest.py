@@ -3,12 +3,14 @@ when they are asked for; one that starts a process is marked `process`."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ if not Machine.here().gpus:
 widen_slow_products()
 platform.platform()  # starts `uname` the first time, and never again
 processes.watch()
+MNT_DETACH = 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,6 +112,18 @@ def logged() -> Iterator[Logged]:
     yield handler
     for logger in (logging.root, *alone):
         logger.removeHandler(handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """64 KiB of memory, as a disk."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    system, name = ctypes.CDLL(None), os.fsencode(place)
+    if not hasattr(system, "mount") or system.mount(b"tmpfs", name, b"tmpfs", 0, b"size=64k"):
+        pytest.skip("a disk of memory may not be mounted here")
+    yield place
+    system.umount2(name, MNT_DETACH)
 
 
 @pytest.fixture

@@ -38,14 +38,18 @@ def init(arguments: argparse.Namespace) -> int:
         raise _in_the_way(target)
 
     from shardtune.cli.starter_job import starter_job
+    from shardtune.core.atomic_write import atomic_write
 
     text = starter_job(arguments.model, arguments.data, target)
     try:
-        with target.open("w" if arguments.force else "x", encoding="utf-8") as file:
-            file.write(text)
+        if not arguments.force:
+            target.open("x").close()
+        atomic_write(target.resolve(), text)  # what it replaces stays where the disk is full
     except FileExistsError:  # written by somebody else meanwhile
         raise _in_the_way(target) from None
     except OSError as error:
+        if not arguments.force and target.exists() and not target.stat().st_size:
+            target.unlink()
         fact = f"{target} can't be written: {error.strerror}"
         raise JobError(Problem("--out", fact, "name a file in a folder that is there")) from None
     print(f"wrote {target}: read its comments, then")

@@ -55,6 +55,8 @@ COMMANDS = (
 
 PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
 """A path that a person gave can't be used: no fault of the program, wherever it is found."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""The disk takes no more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,8 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 0
     except OSError as error:
-        if error.filename is not None and error.errno in PATH_ERRORS:
-            fix = "correct the path, or what lies there"
+        if error.filename is not None and error.errno in (*PATH_ERRORS, *DISK_ERRORS):
+            full = error.errno in DISK_ERRORS
+            fix = (
+                "make room, or write elsewhere" if full else "correct the path, or what lies there"
+            )
             told = Problem(str(error.filename), str(error.strerror), fix)
             print(f"error: {_printable(str(told))}", file=sys.stderr)
             return ShardtuneError.exit_code

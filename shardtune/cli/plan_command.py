@@ -267,11 +267,12 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _write(target: Path, found: Forecast) -> None:
+    from shardtune.core.atomic_write import atomic_write
     from shardtune.errors import JobError, Problem
     from shardtune.plan.ranking_summary import job_text
 
     try:
-        target.write_text(job_text(found), encoding="utf-8")
+        atomic_write(target.resolve(), job_text(found))
     except OSError as error:
         fact = f"{target} can't be written: {error.strerror}"
         raise JobError(Problem("--write", fact, "name a file in a folder that is there")) from None

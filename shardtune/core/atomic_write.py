@@ -12,18 +12,35 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Gives an OSError the file's name: a `write` that finds the disk full has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or not error.errno:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def atomic_write(path: Path, text: str) -> None:
-    """Writes a small text file. One process at a time: the name beside it is always the same."""
+    """Writes a small text file. One process at a time: the name beside it is always the same, and
+    goes where the disk doesn't take it all."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with naming_file(path), partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 @contextmanager

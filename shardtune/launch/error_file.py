@@ -43,7 +43,10 @@ def reporting_errors() -> Iterator[None]:
     except Exception as error:
         path = os.environ.get(ERROR_FILE)
         if path:
-            _write(Path(path), error)
+            try:
+                _write(Path(path), error)
+            except OSError:  # the disk is full, which may be why we are here: say it, then
+                traceback.print_exception(error)
         if LAUNCHER_PID not in os.environ:
             raise
         # At once: to take a large interpreter down can take seconds, in which the others wait.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,18 +13,6 @@ from shardtune.checkpoint.model_folder import model_folder
 from shardtune.errors import RunError
 
 LARGE = 1 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """64 KiB of memory, as a disk."""
-    if shutil.which("mount") is None:
-        pytest.skip("mount is not installed")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
-        pytest.skip("a disk of memory may not be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def by_safetensors(folder: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from shardtune import errors
 from shardtune.cli import schema_command
 from shardtune.cli.main import main
+from shardtune.core.atomic_write import atomic_write
 from shardtune.launch import INTERRUPTED, PREEMPTED
 from shardtune.launch.process_group import StopSignals
 from tests.jobs import write_job
@@ -93,6 +94,15 @@ def test_what_cannot_be_written_is_an_error(
         monkeypatch.setattr("sys.stdout", full)
         assert main(["schema"]) == 1
     assert capsys.readouterr().err == "error: standard output: No space left on device\n"
+
+
+def test_a_file_for_which_there_is_no_room_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], small_disk: Path
+) -> None:
+    target = small_disk / "profile.yaml"
+    monkeypatch.setattr(schema_command, "schema", lambda _: atomic_write(target, "x" * (1 << 20)))
+    assert main(["schema"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {target}: No space left on device\n")
 
 
 def test_a_reader_that_has_read_enough_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

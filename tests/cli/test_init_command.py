@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,20 @@ def test_what_can_not_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> 
     data = write_rows("qa.jsonl", *questions(9))
     assert "can't be written: No such file" in refused(capsys, "tiny", data, "--out", "no/job.yaml")
     assert "is a folder" in refused(capsys, "tiny", data, "--out", ".")
+
+
+def test_a_full_disk_takes_nothing_and_costs_nothing(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, target = write_rows("qa.jsonl", *questions(9)), small_disk / "job.yaml"
+    target.write_text("mine")
+    with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    assert "No space left" in refused(capsys, "tiny", data, "--out", str(target), "--force")
+    assert "No space left" in refused(capsys, "tiny", data, "--out", str(small_disk / "other.yaml"))
+    assert sorted(each.name for each in small_disk.iterdir()) == ["filler", "job.yaml"]
+    assert target.read_text() == "mine"
 
 
 def test_a_missing_model_or_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,16 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "old"
 
 
+def test_a_full_disk_is_named_with_the_file_and_keeps_no_half_of_it(small_disk: Path) -> None:
+    path = small_disk / "job.yaml"
+    atomic_write(path, "old")
+    with pytest.raises(OSError, match="No space left on device") as error:
+        atomic_write(path, "x" * (1 << 20))
+    assert error.value.filename == str(path)
+    assert [each.name for each in small_disk.iterdir()] == ["job.yaml"]
+    assert path.read_text() == "old"
+
+
 def replace_folder(target: Path, text: str) -> None:
     with atomic_folder(target, replace=True) as folder:
         (folder / "a").write_text(text)

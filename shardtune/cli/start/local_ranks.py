@@ -15,6 +15,7 @@ from shardtune.cli.start.fault_page import leaving_page
 from shardtune.cli.start.nodes import agree_on, other_launchers, telling
 from shardtune.cli.start.ray_settings import start_with_ray
 from shardtune.cli.start.run_claim import claim_directory, mend_overwrite
+from shardtune.core.atomic_write import atomic_write
 from shardtune.core.paused_collector import paused_collector
 from shardtune.core.world import World
 
@@ -83,7 +84,7 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
         # The ranks get the job as it was resolved and checked here: a file that is edited
         # meanwhile, or that lies in the directory that was just cleared, must not matter.
         checked = Path(temp) / arguments.job.name
-        checked.write_text(dump_document(job.model_dump(mode="json")), encoding="utf-8")
+        atomic_write(checked, dump_document(job.model_dump(mode="json")))
         command = ["-m", "shardtune", "train", str(checked), *["--quiet"] * arguments.quiet]
 
         def again(halvings: int) -> list[str]:
