@@ -131,12 +131,22 @@ def test_experts_in_fp8_take_a_byte_a_weight(tmp_path: Path) -> None:
     model = build(tmp_path, "fp8")
     layers = [each for each in model.modules() if isinstance(each, FP8Experts)]
     assert len(layers) == 3
-    assert "experts: stored in fp8, multiplied in 16 bits" in describe_fp8(model, "cpu")
     for experts in layers:
         stored, scales = experts.gate_up_proj, experts.gate_up_proj_scales
         assert (stored.dtype, stored.shape) == (E4M3, (4, 2 * 48, 32))
         assert scales.shape == (4, 2 * 48, 1)
         assert experts.plain_shape("gate_up_proj") == (4, 32, 2 * 48)
+
+
+def test_a_gpu_that_multiplies_in_fp8_does_not_so_with_experts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for family, there in (("qwen3_moe", True), ("qwen3", False)):
+        write(tmp_path / family, family)
+        told = describe_fp8(build(tmp_path / family, "fp8"), "cuda:0")
+        assert ("experts: stored in fp8, multiplied in bf16" in told) == there
+        assert "experts" not in describe_fp8(build(tmp_path / family, "fp8"), "cpu")
 
 
 @pytest.mark.parametrize(

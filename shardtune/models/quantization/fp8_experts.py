@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardtune.engine.dtensor import local
 from shardtune.models.experts.grouped_experts import become
 from shardtune.models.quantization.bitsandbytes_linear import for_backward
-from shardtune.models.quantization.fp8_linear import describe_fp8_matmul
+from shardtune.models.quantization.fp8_linear import describe_fp8_matmul, has_fp8_matmul
 from shardtune.models.quantization.gptq import E4M3, E4M3_MAX
 from shardtune.models.quantization.quantized_experts import QuantizedExperts
 
@@ -87,8 +87,8 @@ def hold_in_fp8(module: Any, compute_dtype: torch.dtype) -> None:
 def describe_fp8(model: nn.Module, device: str) -> str:
     """In words, how the frozen weights of a model in FP8 are stored and multiplied."""
     told = describe_fp8_matmul(device)
-    if any(isinstance(module, FP8Experts) for module in model.modules()):
-        told += "; experts: stored in fp8, multiplied in 16 bits, which saves memory but no time"
+    if has_fp8_matmul(device) and any(isinstance(each, FP8Experts) for each in model.modules()):
+        told += "; experts: stored in fp8, multiplied in bf16, which saves memory but no time"
     return told
 
 
