@@ -200,6 +200,23 @@ def test_an_adapter_of_experts_in_nf4_is_loaded_as_it_was_trained(tmp_path: Path
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+def test_an_adapter_of_experts_in_fp8_belongs_to_the_original_weights(tmp_path: Path) -> None:
+    """Logits move by what rounding makes of them, a tenth of the largest here."""
+    write(tmp_path / "base", "qwen3_moe")
+    model = build(tmp_path / "base", "fp8")
+    model.save_pretrained(tmp_path / "result")
+    model.generation_config.save_pretrained(tmp_path / "result")
+    section = ModelSection(name=str(tmp_path / "base"), quantization="fp8")
+    loaded = load_result(str(tmp_path / "result"), ModelFiles(section), "fp32")
+    assert not any(isinstance(each, QuantizedExperts) for each in loaded.modules())
+    trained = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+    for name, parameter in model.named_parameters():
+        assert "lora_" not in name or torch.equal(trained[name], parameter), name
+    with torch.no_grad():
+        found, rounded = (each.eval()(input_ids=IDS).logits for each in (loaded, model))
+    assert 0 < (found - rounded).abs().max() < found.abs().max() / 4
+
+
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_adapters_that_are_active_together_all_correct(quantization: str, tmp_path: Path) -> None:
     """Of unequal rank and scale; then each alone."""

@@ -155,6 +155,15 @@ def test_weights_are_counted_as_the_planner_counts_them(
     assert shape.parameters <= found <= shape.parameters * (1 + more)
 
 
+@pytest.mark.parametrize(("kind", "more"), [("nf4", 0.0), ("fp8", 0.1)])
+def test_stacked_experts_are_counted_so_too(kind: str, more: float, tmp_path: Path) -> None:
+    """In FP8 they are there once, where linear layers are twice; a scale for 24 or 32 is `more`."""
+    write(tmp_path, "qwen3_moe")
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text("utf-8")), "qwen3_moe")
+    found = base_weights(build(tmp_path, kind, LoRA(rank=4), "bf16" if kind == "fp8" else "fp32"))
+    assert shape.parameters <= found <= shape.parameters * (1 + more)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_is_off_by_half_a_unit_at_most(dtype: torch.dtype) -> None:
     weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
