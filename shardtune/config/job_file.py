@@ -10,7 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardtune.config.foreign_keys import OTHERS_KEYS, OTHERS_PATHS, OTHERS_VALUES
+from shardtune.config.foreign_keys import (
+    NEEDLESS_KEYS,
+    OTHERS_KEYS,
+    OTHERS_PATHS,
+    OTHERS_VALUES,
+)
 from shardtune.config.job import Job
 from shardtune.config.job_keys import all_keys, sections_at, type_of, types_at
 from shardtune.config.ludwig import translated
@@ -20,6 +25,7 @@ from shardtune.core.yaml_document import KeyPath, dotted, parse_document, read_d
 from shardtune.errors import JobError, Problem, did_you_mean
 
 COMMAND_LINE = "command line"
+OTHERS_AT_ONCE = 3  # keys of another tool from which a file counts as that tool's
 EARLIER = f"{COMMAND_LINE}, earlier"
 """Of what was said for one `type`, before another word said another."""
 
@@ -58,7 +64,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
     try:
         job = Job.model_validate_json(json.dumps(value))
     except ValidationError as error:
-        raise JobError(_translate(error, value, origins)) from None
+        problems = _translate(error, value, origins)
+        raise JobError([*_another_tools(path, value), *problems]) from None
     return LoadedJob(*translated(job, origins), understood)
 
 
@@ -237,6 +244,8 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     if first == "missing" and isinstance(items[0]["loc"][-1], str):
         if path == _DEGREE:
             return "is missing", _degree_fix(value)
+        if path == ("model",) and (name := _model_elsewhere(value)):
+            return "is missing", f"add `model: {{name: {name}}}`"
         return "is missing", f"add `{key}:`; `shardtune schema` says what it takes"
     if first in ("union_tag_invalid", "union_tag_not_found"):
         expected = items[0].get("ctx", {}).get("expected_tags")
@@ -252,6 +261,8 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     wanted = " or ".join(dict.fromkeys(_wanted(item) for item in items))
     given = _at(value, path)
     fix = f"give {wanted}"
+    if path == ("model",) and isinstance(given, str):
+        return f"is {_show(given)}; it must be {wanted}", f"write model: {{name: {given}}}"
     if wanted == "text" and isinstance(given, (int, float)):
         fix = "put it in quotes"
     if isinstance(given, str):
@@ -267,6 +278,28 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
         if given in types_at(path):
             fix = f"write {{type: {given}}}, or {dotted((*path, 'type'))}={given} behind a command"
     return f"is {_show(given)}; it must be {wanted}", fix
+
+
+def _model_elsewhere(value: Any) -> str:
+    """The model that a job names as another tool would."""
+    words = ("base_model", "model_name_or_path", "model_name")
+    return next((value[word] for word in words if isinstance(value.get(word), str)), "")
+
+
+def _another_tools(path: Path, value: dict[str, Any]) -> list[Problem]:
+    """What is told first of a file that is another tool's job as a whole."""
+    known = [key for key in value if key in OTHERS_KEYS or key in NEEDLESS_KEYS]
+    if len(known) < OTHERS_AT_ONCE or {"model", "data"} & {*_sections(value)}:
+        return []
+    model = _model_elsewhere(value) or "MODEL"
+    fact = f"is written for another tool: {len(known)} of its {len(value)} keys are called or "
+    fact += "placed otherwise here, as the next lines say one by one"
+    fix = f"`shardtune init {model} DATA` writes a whole job to put the values into"
+    return [Problem(str(path), fact, fix)]
+
+
+def _sections(value: dict[str, Any]) -> list[str]:
+    return [key for key, inner in value.items() if isinstance(inner, dict)]
 
 
 def _degree_fix(value: Any) -> str:
@@ -306,6 +339,8 @@ def _unknown_key(path: KeyPath, value: Any) -> tuple[str, str]:
         return "unknown key", lead
     if key in OTHERS_KEYS and path[0] != "evaluate":  # which has lengths of its own
         return "unknown key", OTHERS_KEYS[key]
+    if path == (key,) and key in NEEDLESS_KEYS:
+        return "unknown key", f"leave it out: {NEEDLESS_KEYS[key]}"
     if near:
         return "unknown key", f"did you mean {near!r}?"
     keys = (other for other in all_keys() if other[0] != "backend")  # others' words for ours

@@ -19,6 +19,22 @@ STRATEGY_KEYS = {
     "deepspeed": "name a .json file, or write strategy: {type: deepspeed, ...} with its keys",
 }
 """Keys outside of `strategy` that stand for one, and what to do where their value doesn't."""
+STRATEGY_LEADS = {
+    "sharding_strategy": "here it is strategy.sharding: full or hybrid; torch's names, too",
+    "distributed_type": "here it is strategy.type: ddp, fsdp or deepspeed",
+    "deepspeed_config": "here it is strategy: {type: deepspeed, config: FILE}",
+    "dist_config": "here it is the section strategy: {type: fsdp}",
+    "fsdp_config": (
+        "here it is strategy: {type: fsdp}; of its keys there are sharding, offload and "
+        "reshard_after_forward, and layers are found without being named"
+    ),
+    "fsdp_version": "leave it out: strategy: {type: fsdp} is FSDP2",
+    "fsdp_cpu_offload": "here it is strategy.offload: cpu, with strategy.type: fsdp",
+    "tensor_parallel_size": "here it is strategy: {type: tensor, degree: N}",
+    "tensor_parallel_dim": "here it is strategy: {type: tensor, degree: N}",
+    "dp_shard_size": "here it is strategy: {type: fsdp, sharding: hybrid}, with replicas",
+}
+"""Keys of other tools that aren't understood, and what they are called here."""
 
 _KEPT = {"reshard_after_forward": False}
 _SHARDING: dict[str, Settings] = {
@@ -46,6 +62,8 @@ def published_strategy(key: str, given: object) -> Settings | None:
     """What a key of another tool, outside of `strategy`, is here; None where it can't be told."""
     if key in SHARDING_KEYS:
         return torch_sharding(given)
+    if key == "fsdp" and isinstance(given, list):  # as YAML has it: [full_shard, auto_wrap]
+        given = " ".join(map(str, given))
     if not isinstance(given, str):
         return None
     if key == "deepspeed":

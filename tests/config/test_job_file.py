@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.config.foreign_keys import OTHERS_KEYS
+from shardtune.config.foreign_keys import NEEDLESS_KEYS, OTHERS_KEYS
 from shardtune.config.job import AdamW, Job, LocalLaunch
 from shardtune.config.job_file import LoadedJob, leaves, load_job
 from shardtune.config.job_keys import all_keys
@@ -15,6 +15,8 @@ from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
 from shardtune.parallel.auto.strategy import AutoStrategy
 from tests.jobs import LINE, SECTIONS, job_text, write_job
+
+PUBLISHED = Path(__file__).parents[2] / "../shared/reference/configs"
 
 
 def load(folder: Path, *overrides: str, **sections: str) -> LoadedJob:
@@ -67,9 +69,70 @@ def test_a_type_that_goes_without_saying(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", OTHERS_KEYS)
 def test_words_of_other_tools_lead_to_keys_that_are_there(word: str) -> None:
-    named = set(re.findall(r"\b[a-z]+\.[a-z_]+|\btrack(?=:)", OTHERS_KEYS[word]))
+    pattern = r"\b[a-z]+\.[a-z_]+|\btrack(?=:)|\b[a-z]+(?=: [\[{])"
+    named = set(re.findall(pattern, OTHERS_KEYS[word]))
     assert named
-    assert named <= {dotted(key) for key in all_keys()}
+    keys = {dotted(key) for key in all_keys()}
+    assert named <= keys | {key.split(".")[-1] for key in keys}
+
+
+def test_no_word_is_both_known_and_needless() -> None:
+    assert not OTHERS_KEYS.keys() & NEEDLESS_KEYS.keys()
+    ours = {key[0] for key in all_keys()}
+    assert not ours & (OTHERS_KEYS.keys() | NEEDLESS_KEYS.keys())
+
+
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+datasets: [{path: data.jsonl, type: alpaca}]
+val_set_size: 0.1
+adapter: lora
+lora_r: 16
+micro_batch_size: 2
+tf32: false
+stage: sft
+learning_rate: 2e-4
+fsdp: [full_shard, auto_wrap]
+"""
+
+
+def test_a_file_of_another_tool_is_told_so_first(tmp_path: Path) -> None:
+    path = tmp_path / "axolotl.yml"
+    path.write_text(AXOLOTL)
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    first, *others = caught.value.problems
+    assert first.fact.startswith("is written for another tool: 7 of its 10 keys")
+    assert "`shardtune init NousResearch/Llama-3.2-1B DATA`" in first.fix
+    fixes = {each.place.partition(": ")[2]: each.fix for each in others}
+    assert fixes["model"] == "add `model: {name: NousResearch/Llama-3.2-1B}`"
+    assert fixes["val_set_size"].startswith("here it is data.eval: {share:")
+    assert fixes["stage"].startswith("leave it out: shardtune trains on answers and texts (SFT)")
+    assert fixes["learning_rate"] == "did you mean 'train.learning_rate'?"
+    assert "fsdp" not in fixes  # which is understood
+
+
+def test_a_job_with_a_few_other_words_is_not_called_anothers(tmp_path: Path) -> None:
+    words = "lora_r=8", "lora_alpha=8", "lora_dropout=0.1", "warmup=3"
+    with pytest.raises(JobError) as caught:
+        load(tmp_path, *words)
+    assert [each.fact for each in caught.value.problems] == ["unknown key"] * 4
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published files are not here")
+def test_every_key_of_published_files_is_answered() -> None:
+    """With its name here, the reason why there is none, or the section where it belongs."""
+    wrong = set()
+    for path in sorted(PUBLISHED.rglob("*.y*ml")):
+        with pytest.raises(JobError) as caught:
+            load_job(path)
+        for each in caught.value.problems:
+            key = each.place.rpartition(": ")[2].rpartition(".")[2]
+            lost = each.fix.startswith("known here:")
+            led_astray = "did you mean" in each.fix and f"{key}'" not in each.fix
+            if "unknown key" in each.fact and (lost or led_astray):
+                wrong.add((path.name, key, each.fix))
+    assert not wrong
 
 
 def test_an_override_reaches_into_lists(tmp_path: Path) -> None:
@@ -149,8 +212,8 @@ WRONG = {
         "    fix: write `model: {quantization: fp8}` and leave train.precision at bf16"
     ),
     "data.train.0.type=alpaca": (
-        "command line: data.train.0.type: unknown key\n    fix: known here: path, format, name, "
-        "config, split, columns, prefix, template, documents, overflow, stop, weight"
+        "command line: data.train.0.type: unknown key\n    fix: here it is format: instruction for "
+        "alpaca, chat for chat_template or sharegpt, completion"
     ),
     "data.train.1.path=b": (
         "command line: data.train.1.path: data.train is a list of 1; '1' is not one of them\n"

@@ -65,6 +65,8 @@ WORDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "sharding at the top": ("sharding: HYBRID_SHARD", {}, {"strategy.sharding": "hybrid"}),
     "Hugging Face's list": ("fsdp: full_shard auto_wrap offload", {},
                             {"strategy.type": "fsdp", "strategy.offload": "cpu"}),
+    "the same as a list": ("fsdp: [full_shard, auto_wrap, offload]", {},
+                           {"strategy.type": "fsdp", "strategy.offload": "cpu"}),
     "accelerate's number": ("", {"strategy": "{type: fsdp, fsdp_sharding_strategy: 2}"},
                             {"strategy.reshard_after_forward": False}),
 }  # fmt: skip
