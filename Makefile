@@ -38,7 +38,7 @@ test-all: check
 	$(PYTEST) $(TWO) -m "not build and not process"
 	$(PYTEST) $(RANKS) -m "process and not build"
 
-# Every promise about faults, kept or not: at most 20 minutes on 2 cores. strace kills at system calls.
+# Every promise about faults, kept or not: 20 to 25 minutes on 2 quiet cores. strace kills at system calls.
 exam: $(VENV)/dev
 	@command -v strace > /dev/null || echo "strace is not installed (apt-get install strace): kills at random moments only"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exam
