@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from dataclasses import replace
 from typing import Any
 
@@ -116,9 +117,26 @@ def test_a_state_that_is_read_stays_in_main_memory() -> None:
 
 
 def test_memory_is_given_back() -> None:
+    """The driver forgets it with the last tensor that lies there, and not before."""
     weight = nn.Parameter(torch.empty(1 << 20, device=DEVICE))
     made = host_mapped_zeros(weight.detach(), torch.float32)
+    view = made[1:]
     assert made.is_pinned()
-    storage = made.untyped_storage()
+    place = made.data_ptr()
     del made
-    assert not torch.empty(0).set_(storage).is_pinned()
+    assert view.is_pinned()
+    del view
+    again = mmap.mmap(-1, weight.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(again, dtype=torch.float32)
+    assert tensor.data_ptr() != place or not tensor.is_pinned()
+
+
+def test_neighbours_in_main_memory_can_be_copied() -> None:
+    """The driver refuses a copy that begins on a registered page and ends on another one."""
+    small = torch.empty(300, device=DEVICE)
+    mapped, neighbours = [], []
+    for _ in range(200):
+        mapped.append(host_mapped_zeros(small, torch.float32))
+        neighbours.append(torch.randn(1500))
+    assert all(torch.equal(each.cuda().cpu(), each) for each in neighbours)
+    assert all(each.is_pinned() for each in mapped)

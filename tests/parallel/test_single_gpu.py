@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
 from shardtune.engine.optim.adamw_split_bf16 import SplitAdamW
 from shardtune.engine.optim.build_optimizer import future_moments
-from shardtune.engine.optim.host_mapped import host_mapped_zeros
+from shardtune.engine.optim.host_mapped import Pages, host_mapped_zeros
 from shardtune.errors import JobError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.full_finetune import fuse_full
@@ -204,15 +207,33 @@ def test_nothing_on_the_device_is_kept_free_for_what_is_paged() -> None:
     assert future_moments(make().trained.values(), setup) == []
 
 
-def test_memory_that_can_not_be_had_is_said_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver answers comes the same way; that needs a GPU."""
+def test_memory_that_can_not_be_had_is_said_with_its_size() -> None:
+    """No machine has addresses for so much. What the driver answers comes the same way."""
+    with pytest.raises(JobError, match=r"no 4,503,599,627,370,496 bytes of CPU memory more.*alloc"):
+        host_mapped_zeros(torch.empty(1 << 50, device="meta"), torch.float32)
 
-    def zeros(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("can't allocate memory: you tried")
 
-    monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(JobError, match=r"no 60 bytes of CPU memory more.*can't allocate"):
-        host_mapped_zeros(torch.empty(3, 5), torch.float32)
+def test_what_is_paged_shares_no_page_with_other_tensors() -> None:
+    """A copy of a neighbour that begins on a registered page is refused by the driver."""
+    made = [host_mapped_zeros(torch.empty(count), torch.int16) for count in (3, 2048, 2049)]
+    for each in made:
+        assert each.data_ptr() % PAGESIZE == 0
+        assert torch.equal(each, torch.zeros(each.shape, dtype=torch.int16))
+    pages = {each.data_ptr() + at for each in made for at in range(0, each.nbytes, PAGESIZE)}
+    assert len(pages) == 4
+
+
+def test_pages_live_as_long_as_any_view_of_them() -> None:
+    made = host_mapped_zeros(torch.empty(4, 1024), torch.float32)
+    kept = [each for each in gc.get_objects() if type(each) is Pages]
+    watched = [weakref.ref(each) for each in kept]
+    kept.clear()
+    view = made[3]
+    del made
+    before = sum(each() is not None for each in watched)
+    assert view.sum() == 0
+    del view
+    assert sum(each() is not None for each in watched) == before - 1
 
 
 def test_a_micro_batch_without_labels_is_nothing() -> None:
