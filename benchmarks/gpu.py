@@ -57,6 +57,7 @@ def run_all(options: argparse.Namespace) -> Iterator[Record]:
                 print(f"{case.name} | {method}: left out: {missing}", flush=True)
                 continue
             words = ["gpu_run", case.name, method, "--steps", str(options.steps)]
+            words += ["--kernels"] if options.kernels else []
             # The next one imports what it needs while this one runs; the card is this one's alone.
             waiting.append((case.name, method, Child(words, options)))
             if len(waiting) > 1:
@@ -189,6 +190,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=400, help="seconds of each (400)")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="FOLDER", help="(docs)")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="run nothing")
+    parser.add_argument(
+        "--kernels", action="store_true", help="time by kind of kernel, in the file"
+    )
     parser.add_argument("--note", default="", help="a paragraph to put below the table")
     parser.add_argument("--tiny", action="store_true", help="a toy on the CPU, two steps")
     options = parser.parse_args(given)

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.gpu_card import clocked, loss_of
 from benchmarks.gpu_cases import COMMAND, PEERS, Case, our_job
 from benchmarks.gpu_data import Batch, batches, config_of, draw, flops
+from benchmarks.gpu_kernels import kernel_seconds
 from benchmarks.gpu_peers import build, write_checkpoint
 from benchmarks.gpu_sample import case_of
 from benchmarks.gpu_train import measure_train
@@ -75,8 +76,11 @@ def engine_of(job: Job, config: Any, device: str, *, told: str, steps: int = 100
     return plan.strategy.build(builder, plan.setup, world)
 
 
-def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> dict[str, Any]:
-    """The figures of one method; its memory is the process's own."""
+def measure(
+    case: Case, method: str, *, steps: int, device: str, tiny: bool, kernels: bool = False
+) -> dict[str, Any]:
+    """The figures of one method; its memory is the process's own. `kernels`: with the seconds of
+    each kind of kernel, of steps after those that are timed."""
     if method == COMMAND:
         return measure_train(case, warm=WARM, steps=steps, device=device, tiny=tiny)
     torch.manual_seed(0)
@@ -102,7 +106,9 @@ def measure(case: Case, method: str, *, steps: int, device: str, tiny: bool) -> 
         for batch, taken in zip(done, seconds, strict=True)
     ]
     work = [flops(case, config, batch) / taken for batch, taken in zip(done, seconds, strict=True)]
-    return {
+    profiled = kernels and device == "cuda"
+    extra = {"kernels": kernel_seconds(step, WARM + steps)} if profiled else {}
+    return extra | {
         "seconds": median(seconds),
         "tokens_per_second": median(rates),
         "slowest": min(rates),
@@ -122,6 +128,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("method", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="with the time of their kinds")
     parser.add_argument("--layers", type=int, help="fewer: fills torch's cache, measures nothing")
     parser.add_argument("--write", type=Path, help="only write the row's weights to this folder")
     options = parser.parse_args(given)
@@ -143,6 +150,7 @@ def main(given: list[str] | None = None) -> int:
         steps=options.steps,
         device=device,
         tiny=options.tiny,
+        kernels=options.kernels,
     )
     print(json.dumps(found), flush=True)
     return 0
