@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 KINDS: dict[str, str] = {
-    "attention": r"sdpa|fmha|flash|attention",
+    "attention": r"sdpa|fmha|flash|attention|cudnn::fusion",
     "products": r"gemm|nvjet|cutlass|xmma|splitk|triton_tem",
     "loss": r"cross_entropy",
     "update": r"adam|^_update_kernel|multi_tensor|lpnorm",

@@ -79,7 +79,9 @@ def _start(case: Case, folder: Path, kind: str, *, tiny: bool) -> dict[str, Any]
     if process.returncode:
         raise SystemExit(f"the {kind} run failed:\n{log.read_text(encoding='utf-8')[-2000:]}")
     steps = _steps(run / "metrics.jsonl")
-    return {"first_step": whole if first is None else first, "whole": whole, "loss": steps[0]}
+    first = whole if first is None else first
+    print(f"{kind}: first step after {first:.1f} s, done after {whole:.1f} s", flush=True)
+    return {"first_step": first, "whole": whole, "loss": steps[0]}
 
 
 def _steps(file: Path) -> list[float]:
