@@ -101,7 +101,7 @@ def test_a_toys_page_beside_steps_of_its_machine(
     ]
     assert "| 0.625 |" in lines[2]
     assert "1.250 times as fast as the best peer" in text
-    assert "idle for 4.0 ms" in text
+    assert "nothing on the card for 4.0 ms" in text
     assert "0.540 of the bound's" in text  # 1.08 / 2
 
 
