@@ -403,10 +403,12 @@ def _note(bounds: list[Record], steps: list[Record]) -> str:
             "activation and the embedding read and write each tensor once, forward and back. "
             "Nothing overlaps, and nothing is computed where a product ends. *Bare step*: the same "
             "products, attention and copies of as many bytes, in a step's order and again and "
-            "again, so at the clocks that the card's power allows. *Sum* is what ran on "
+            "again, so at the clocks that the card's power allows. A step could only be faster "
+            "with other kernels (an activation computed where its product ends moves fewer bytes) "
+            "or with passes that overlap products. *Sum* is what ran on "
             "the card, by the names of kernels, of two steps under a profiler; *step* is the "
             "median step without one. Peers hold weights and moments in bf16, so their update "
-            "moves about half of those bytes and loses updates that ours keeps ([ADR "
+            "has about half of those bytes to move, and loses updates that ours keeps ([ADR "
             "4](../adr/0004-precision.md)).",
             *(_verdict(each, beside(each, steps)) for each in bounds),
         ]
@@ -434,6 +436,7 @@ def _verdict(bound: Record, found: list[Record]) -> str:
         f"card for {own['kernels'][IDLE] * 1e3:.1f} ms of it. {ASKED} times the peer's speed would "
         f"be {asked * 1e3:.1f} ms, {bare / asked:.3f} of the bare step's speed and "
         f"{least / asked:.3f} of the bound's."
+        + (" So it is out of this bare step's reach." if asked < bare else "")
     )
 
 

@@ -74,14 +74,13 @@ def _start(case: Case, folder: Path, kind: str, *, tiny: bool) -> dict[str, Any]
         while process.poll() is None:
             if first is None and _steps(run / "metrics.jsonl"):
                 first = time.perf_counter() - began
+                print(f"{kind}: the first step is on the disk after {first:.1f} s", flush=True)
             time.sleep(POLL)
         whole = time.perf_counter() - began
     if process.returncode:
         raise SystemExit(f"the {kind} run failed:\n{log.read_text(encoding='utf-8')[-2000:]}")
     steps = _steps(run / "metrics.jsonl")
-    first = whole if first is None else first
-    print(f"{kind}: first step after {first:.1f} s, done after {whole:.1f} s", flush=True)
-    return {"first_step": first, "whole": whole, "loss": steps[0]}
+    return {"first_step": whole if first is None else first, "whole": whole, "loss": steps[0]}
 
 
 def _steps(file: Path) -> list[float]:

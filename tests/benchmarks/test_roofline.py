@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_kernels_are_told_by_their_names(name: str, kind: str) -> None:
 
 
 def test_time_of_kernels_and_between_them() -> None:
-    events = [
+    events: list[dict[str, Any]] = [
         {"cat": "gpu_user_annotation", "name": "Optimizer.step", "ts": 0, "dur": 1000},
         {"cat": "kernel", "name": "nvjet", "ts": 100, "dur": 50},
         {"cat": "kernel", "name": "_update_kernel", "ts": 170, "dur": 30},

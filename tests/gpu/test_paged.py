@@ -132,7 +132,7 @@ def test_memory_is_given_back() -> None:
 
 
 def test_neighbours_in_main_memory_can_be_copied() -> None:
-    """The driver refuses a copy that begins on a registered page and ends on another one."""
+    """Though the driver knows whole pages, of which a small tensor fills a part."""
     small = torch.empty(300, device=DEVICE)
     mapped, neighbours = [], []
     for _ in range(200):

@@ -214,7 +214,7 @@ def test_memory_that_can_not_be_had_is_said_with_its_size() -> None:
 
 
 def test_what_is_paged_shares_no_page_with_other_tensors() -> None:
-    """A copy of a neighbour that begins on a registered page is refused by the driver."""
+    """The driver is told of whole pages."""
     made = [host_mapped_zeros(torch.empty(count), torch.int16) for count in (3, 2048, 2049)]
     for each in made:
         assert each.data_ptr() % PAGESIZE == 0

@@ -17,11 +17,8 @@ from shardtune.errors import JobError, Problem
 
 
 class Pages(mmap.mmap):
-    """Zeroed pages of their own, which the driver forgets before they are given back.
-
-    The driver knows memory by whole pages. On one that it shares with registered memory any other
-    tensor of the process can't be copied to the GPU: "invalid argument", if it ends elsewhere.
-    """
+    """Zeroed pages for one tensor and its views, which the driver forgets before they are given
+    back: what it is told of is whole pages, and addresses are used again."""
 
     registered_at = 0
 
