@@ -115,15 +115,28 @@ def logged() -> Iterator[Logged]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """64 KiB of memory, as a disk."""
+def mount_disk() -> Iterator[Callable[[Path], None]]:
+    """Puts 64 KiB of memory, as a disk, on a folder."""
+    system, mounted = ctypes.CDLL(None), []
+
+    def mount(place: Path) -> None:
+        name = os.fsencode(place)
+        if not hasattr(system, "mount") or system.mount(b"tmpfs", name, b"tmpfs", 0, b"size=64k"):
+            pytest.skip("a disk of memory may not be mounted here")
+        mounted.append(name)
+
+    yield mount
+    for name in mounted:
+        system.umount2(name, MNT_DETACH)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, mount_disk: Callable[[Path], None]) -> Path:
+    """A disk of 64 KiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    system, name = ctypes.CDLL(None), os.fsencode(place)
-    if not hasattr(system, "mount") or system.mount(b"tmpfs", name, b"tmpfs", 0, b"size=64k"):
-        pytest.skip("a disk of memory may not be mounted here")
-    yield place
-    system.umount2(name, MNT_DETACH)
+    mount_disk(place)
+    return place
 
 
 @pytest.fixture

@@ -52,12 +52,12 @@ def overwriting(
     run: RunDir, *, wanted: bool, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[None]:
     """Moves the run in the folder aside, if that is wanted. If no other has begun there when the
-    block ends, it is put back."""
+    block ends, or it can't be moved as a whole, it is put back."""
     if not wanted:
         yield
         return
-    move_aside(run)
     try:
+        move_aside(run)
         yield
     finally:
         if settle(run):
@@ -84,8 +84,17 @@ def move_aside(run: RunDir) -> None:
     for name in marker.names:
         path = run.path / name
         if path.exists() and not path.is_symlink():
-            path.rename(aside / name)
+            _rename_aside(path, aside / name)
     write_marker(run.path, new_marker())
+
+
+def _rename_aside(path: Path, target: Path) -> None:
+    """A folder that is a disk of its own, or may not be written to, stays where it is."""
+    try:
+        path.rename(target)
+    except OSError as error:
+        fact = f"can't be moved aside: {error.strerror}"
+        raise RunError(Problem(str(path), fact, "set save.directory to another folder")) from None
 
 
 def is_unsettled(run: RunDir) -> bool:

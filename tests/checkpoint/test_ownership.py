@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +258,23 @@ def test_an_overwritten_run_is_back_if_the_new_one_does_not_begin(tmp_path: Path
         (run.logs / "attempt-0").mkdir(parents=True)
     assert contents(tmp_path) == before
     assert said == [f"{tmp_path}: the new run did not begin; the one that was there is back"]
+
+
+def test_a_run_of_which_a_folder_cannot_be_moved_stays_whole(
+    tmp_path: Path, mount_disk: Callable[[Path], None]
+) -> None:
+    """Its result is a disk of its own."""
+    run, copy = begun(tmp_path / "run"), tmp_path / "copy"
+    shutil.copytree(run.result, copy)
+    mount_disk(run.result)
+    shutil.copytree(copy, run.result, dirs_exist_ok=True)
+    before = contents(run.path)
+    with (
+        pytest.raises(RunError, match="result: can't be moved aside: Device or resource busy"),
+        overwriting(run, wanted=True),
+    ):
+        pytest.fail("it was moved")
+    assert contents(run.path) == before
 
 
 @pytest.mark.slow
