@@ -11,7 +11,7 @@ from shardtune.report.line_chart import Mark, figure
 from shardtune.report.markup import Markup, element, join, table
 from shardtune.report.run_story import public_text
 
-_WIDTH, _ROW, _LEFT = 760, 28, 104
+_WIDTH, _ROW, _LEFT = 760, 28, 128
 _PLACE = 4.0  # of the picture's units: marks that are nearer share a dot
 _CHARACTERS = 1000  # of a fact
 MOST_EVENTS = 60  # the last ones, which tell how it ended

@@ -28,6 +28,10 @@ LOOK = """() => {
     headings: [...document.querySelectorAll("h2")].map((h) => h.textContent),
   };
 }"""
+PAPER_WIDTH = 718  # of A4, without its margins
+CUT_OFF = """() => [...document.querySelectorAll(".wide")]
+  .filter((e) => e.scrollWidth > e.clientWidth + 1)
+  .map((e) => e.getAttribute("aria-label") ?? e.textContent.slice(0, 40))"""
 PARTS = {
     "Answers before and after", "Loss", "Steps", "Where the time of a step went", "What happened",
     "Data", "What was proven", "Next", "The job", "Versions and digests",
@@ -130,6 +134,8 @@ def _look_at(lab: SeeingLab, found: Findings, page: Path, parts: set[str]) -> No
                 facts = seen.page.evaluate(LOOK)
                 seen.page.emulate_media(media="print")
                 facts["printed"] = seen.page.evaluate(LOOK)["paper"]
+                seen.page.set_viewport_size({"width": PAPER_WIDTH, "height": 1000})
+                cut = seen.page.evaluate(CUT_OFF)
             where = f"{theme}, {width} px"
             found.expect(f"{where}: no error ({seen.problems})", not seen.problems)
             found.expect(f"{where}: no request ({seen.requests})", not seen.requests)
@@ -141,6 +147,7 @@ def _look_at(lab: SeeingLab, found: Findings, page: Path, parts: set[str]) -> No
             )
             papers.add(facts["paper"])
             found.expect(f"{where}: prints on white", facts["printed"] == "rgb(255, 255, 255)")
+            found.expect(f"{where}: nothing is cut off on paper ({cut})", not cut)
             figures = facts["figures"]
     found.expect("there are figures", figures > 0)
     found.expect(f"light and dark differ ({papers})", len(papers) == 2)
