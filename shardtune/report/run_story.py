@@ -94,7 +94,10 @@ def _moved(before: float | None, after: float | None) -> str:
     shown, now = f"{before:.4g}", f"{after:.4g}"
     if shown == now:
         return f"stayed at {now}"
-    change = f" ({after / before - 1:+.0%})" if before else ""
+    change = ""
+    if before:
+        share = after / before - 1
+        change = f" ({share:+.0%})" if abs(share) >= 0.01 else f" ({share:+.2%})"
     return f"{'fell' if after < before else 'rose'} from {shown} to {now}{change}"
 
 

@@ -238,6 +238,14 @@ def test_a_run_of_one_step() -> None:
     assert "What happened" not in page.text("h2")
 
 
+def test_a_small_fall_is_no_fall_of_nothing() -> None:
+    sets = {"code": (evaluation_line(0, "code", 5.599), evaluation_line(1, "code", 5.583))}
+    run = make_history(evaluations=sets, report=None)
+    assert verdict(run).endswith("; the held-out loss fell from 5.599 to 5.583 (-0.29%) on code.")
+    same = {"code": (evaluation_line(0, "code", 5.599), evaluation_line(1, "code", 5.59901))}
+    assert verdict(replace(run, evaluations=same)).endswith("loss stayed at 5.599 on code.")
+
+
 def test_losses_that_are_not_finite_are_said() -> None:
     steps = tuple(step_line(n, loss=n if n < 10 else None) for n in range(1, 41))
     nothing = evaluation_line(20, "code", 0.0).model_copy(update={"loss": None})
