@@ -43,7 +43,7 @@ class CurveWatch:
         self._means: list[tuple[int, float]] = []
         self._lowest: tuple[int, float] | None = None
         self._rate, self._steady = 0.0, 0
-        self._without_gradient = 0
+        self._without_gradient, self._had_gradient = 0, False
         self._troubles: deque[int] = deque(maxlen=MOST_TROUBLES)
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
 
@@ -73,13 +73,20 @@ class CurveWatch:
         self._rate = max(self._rate, line.learning_rate)
         gone = line.applied and line.grad_norm == 0.0
         self._without_gradient = self._without_gradient + 1 if gone else 0
+        self._had_gradient |= line.grad_norm is not None and line.grad_norm > 0
         found = []
         if self._without_gradient == DEAD_STEPS:
-            fact = (
-                f"the gradient was exactly 0 in {DEAD_STEPS} steps: nothing is trained (dead "
-                "adapters?); look at adapter.targets, and at which tokens `shardtune data` shows "
-                "as trained"
-            )
+            fact = f"the gradient was exactly 0 in {DEAD_STEPS} steps: nothing is trained "
+            if self._had_gradient:
+                fact += (
+                    "any more: the weights have left where they answer; lower train.learning_rate "
+                    f"(at most {self._rate:.3g} so far)"
+                )
+            else:
+                fact += (
+                    "(dead adapters?); look at adapter.targets, and at which tokens `shardtune "
+                    "data` shows as trained"
+                )
             found.append(_warn(line.step, "dead_adapter", fact, since=line.step - DEAD_STEPS + 1))
         if line.loss is None or not math.isfinite(line.loss):
             return found

@@ -104,6 +104,18 @@ def test_spikes_speak_of_a_high_rate() -> None:
 def test_no_gradient_at_all() -> None:
     (found,) = seen([step_line(step, grad_norm=0.0) for step in range(1, 9)])
     assert (found.about, found.step, found.since) == ("dead_adapter", 5, 1)
+    assert "dead adapters?" in found.fact
+
+
+def test_a_gradient_that_has_gone() -> None:
+    """A rate of thousands leaves weights that answer nothing: adapters that were never trained
+    are another thing."""
+    rate = {"learning_rate": 9e3}
+    alive = [step_line(1, grad_norm=2.0, **rate)]
+    (found,) = seen(alive + [step_line(step, grad_norm=0.0, **rate) for step in range(2, 9)])
+    assert (found.about, found.step, found.since) == ("dead_adapter", 6, 2)
+    assert "lower train.learning_rate (at most 9e+03 so far)" in found.fact
+    assert "adapters" not in found.fact
 
 
 def test_one_set_that_gets_worse() -> None:
