@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,11 +57,8 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
 
     with paused_collector():
         from shardtune.checkpoint.overwrite import overwriting
-        from shardtune.core.machine import Machine
-        from shardtune.core.yaml_document import dump_document
         from shardtune.launch.supervisor import run_local
         from shardtune.plan.run_forecast import RunForecast
-        from shardtune.plan.this_machine import forecast_here
         from shardtune.report.summary import print_summary
         from shardtune.training.tracking import tracking
 
@@ -81,19 +79,8 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
                 run.prepare()
                 run.write_forecast(RunForecast.of(predicted) if predicted is not None else None)
             agree_on(launchers, job, inputs, run)
-        # The ranks get the job as it was resolved and checked here: a file that is edited
-        # meanwhile, or that lies in the directory that was just cleared, must not matter.
-        checked = Path(temp) / arguments.job.name
-        atomic_write(checked, dump_document(job.model_dump(mode="json")))
-        command = ["-m", "shardtune", "train", str(checked), *["--quiet"] * arguments.quiet]
-
-        def again(halvings: int) -> list[str]:
-            if halvings and first:  # another micro-batch takes another amount of memory
-                found = forecast_here(_smaller(job, halvings), Machine.here(), nodes)
-                run.write_forecast(RunForecast.of(found) if found is not None else None)
-            change = [f"train.micro_batch={_smaller(job, halvings).train.micro_batch}"]
-            return [*command, "--resume", *(change if halvings else [])]
-
+        command = _command_of_ranks(arguments, job, Path(temp))
+        again = partial(_again, command, job, run if first else None, nodes)
         code = 0
         with (
             leaving_page(run, wanted=first, stopped=lambda: code > 0),
@@ -101,7 +88,7 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
         ):
             code = run_local(
                 [*command, *(["--resume"] * arguments.resume), *_profiling(arguments)],
-                processes=int(job.launch.processes) // nodes,
+                processes=ranks // nodes,
                 threads=int(job.launch.threads),
                 logs=run.logs,
                 policy=restart_policy(loaded.job, job, predicted, resume=arguments.resume),
@@ -112,6 +99,34 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
     if said and (report := run.read_report()) is not None:
         print_summary(report)
     return code
+
+
+def _command_of_ranks(arguments: argparse.Namespace, job: Job, folder: Path) -> list[str]:
+    """The ranks get the job as it was resolved and checked here, written to `folder`: a file that
+    is edited meanwhile, or that lies in the directory that was just cleared, must not matter."""
+    from shardtune.core.yaml_document import dump_document
+
+    checked = folder / arguments.job.name
+    atomic_write(checked, dump_document(job.model_dump(mode="json")))
+    return ["-m", "shardtune", "train", str(checked), *["--quiet"] * arguments.quiet]
+
+
+def _again(
+    command: list[str], job: Job, run: RunDir | None, nodes: int, halvings: int
+) -> list[str]:
+    """The command after a fault, with the micro-batch halved so often. That takes another amount of
+    memory, which is written down where `run` is given."""
+    if not halvings:
+        return [*command, "--resume"]
+    smaller = _smaller(job, halvings)
+    if run is not None:
+        from shardtune.core.machine import Machine
+        from shardtune.plan.run_forecast import RunForecast
+        from shardtune.plan.this_machine import forecast_here
+
+        found = forecast_here(smaller, Machine.here(), nodes)
+        run.write_forecast(RunForecast.of(found) if found is not None else None)
+    return [*command, "--resume", f"train.micro_batch={smaller.train.micro_batch}"]
 
 
 def _locked(run: RunDir, first: bool) -> AbstractContextManager[None]:
