@@ -24,8 +24,8 @@ demo: $(VENV)/demo
 	@echo "== 5 of 5: training (2 ranks, 2 to 4 minutes on two quiet cores)"
 	@$(BIN)/shardtune train recipes/quickstart.yaml --overwrite
 
-# Style, types, imports, and all tests that take less than a second and start no process: at most 3
-# minutes on two cores.
+# Style, types, imports, and all tests that take less than a second and start no process: 3 to 4
+# minutes on two quiet cores (docs/LOG.md has the times of some).
 quick: check
 	$(PYTEST) $(TWO) -m "not long and not process and not slow"
 
