@@ -7,11 +7,12 @@ TORCH := torch==2.13.0
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 
 # Tests run two at a time: a process starts on one core, whatever it does with two afterwards. Those
-# of a file that start ranks stay together and share them; four at a time, as they often wait.
+# of a file that start ranks stay together and share them; four at a time, as they often wait, those
+# marked `early` first.
 # Compiled tests are kept, whatever the environment says: rewriting them takes eight seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
-RANKS := -n 4 --dist loadfile
+RANKS := -n 4 --dist loadfile --no-loadscope-reorder
 # Programs that run side by side print one after the other, where make can do that (from 4.0 on).
 IN_TURN := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 

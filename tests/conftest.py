@@ -1,5 +1,6 @@
 """What holds for every test: tests marked `build` run where what they need is compiled already, or
-when they are asked for; one that starts a process is marked `process`."""
+when they are asked for; one that starts a process is marked `process`; files marked `early` begin
+first, so that no worker is left with minutes of them when the others have ended."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and processes.reaches_a_start(item, seen):
             item.add_marker(pytest.mark.process)
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     for cases in _sampled(items).values():
         every = cases[0].get_closest_marker("sampled").args[0]
         for item in (item for number, item in enumerate(cases) if number % every):

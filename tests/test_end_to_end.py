@@ -53,7 +53,7 @@ evaluate: {samples: 1, max_new_tokens: 8}
 launch: {processes: 2, threads: 1}
 save: {directory: whole, every: 10}
 """
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.early]
 SHORT = 6  # steps of the runs that are compared with the beginning of the whole one
 MEASURED = {
     "seconds", "tokens_per_second", "seconds_left", "memory_gib", "busy", "utilisation",

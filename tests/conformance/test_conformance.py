@@ -11,6 +11,8 @@ from tests.conformance.guarantees import examine, refusal
 from tests.conformance.table import MIXTURES, ROWS, Row
 from tests.models.encoder_decoder import FAMILIES
 
+pytestmark = pytest.mark.early
+
 SAME = 1e-5  # relative, fp32: ten steps of rounding in another order
 ALIGNED = 2048  # bytes: shares are rounded up to whole rows, and to alignments
 HELD = {"zero2": {"grads": 0.2}, "zero3-nvme-full": {"grads": 1.0}}

@@ -12,6 +12,8 @@ import pytest
 
 from tests.hosts import ROOT
 
+pytestmark = pytest.mark.early
+
 
 @pytest.mark.slow
 def test_the_blocks_run(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from shardtune.cli.main import main, parse
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 

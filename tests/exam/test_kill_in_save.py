@@ -9,6 +9,8 @@ import pytest
 
 from tests.exam.kill_in_save import NO_STRACE, Exam, after, by_strace, has_strace
 
+pytestmark = pytest.mark.early
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])

@@ -16,6 +16,8 @@ from shardtune.models.catalogue import resolve
 from tests.models import encoder_decoder
 from tests.models.families import write
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
