@@ -45,10 +45,12 @@ def rendezvous(rank: int, size: int, timeout: timedelta) -> PrefixStore:
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if alone and not kept:
         address = LOOPBACK
-    elif not alone and address.startswith("127."):  # how the head calls itself
-        address = _outward()
+    seen = address
+    if not alone and address.startswith("127."):  # how the head calls itself
+        seen = _outward()
+        address = address if kept else seen  # a store that a launcher keeps is where it says
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        own = LOOPBACK if alone else own_address(address)
+        own = LOOPBACK if alone else own_address(seen)
         os.environ.update(socket_environment(interface_of(own)))
     store: Store
     if file := os.environ.get(STORE_FILE):

@@ -26,10 +26,12 @@ class SlurmRequest:
 
 def sbatch_script(job: Path, overrides: Sequence[str], run: Path, wanted: SlurmRequest) -> str:
     """The script. `run` is the job's run directory."""
+    # A node's only task starts its ranks: as many as it has GPUs, whatever the job says.
+    alone = wanted.gpus == 1
     lines = {
         "job-name": job.stem,
         "nodes": str(wanted.nodes),
-        "ntasks-per-node": f"{wanted.gpus}  # a task is a rank",
+        "ntasks-per-node": f"{wanted.gpus}  # a task {'starts' if alone else 'is'} a rank",
         "gpus-per-node": str(wanted.gpus),
         "exclusive": "",
         "time": wanted.time,
@@ -45,7 +47,8 @@ def sbatch_script(job: Path, overrides: Sequence[str], run: Path, wanted: SlurmR
         for name, text in lines.items()
         if text is not None
     ]
-    command = shlex.join(["shardtune", "train", str(job), *overrides])
+    given = [*overrides, "launch.processes=1"] if alone else overrides
+    command = shlex.join(["shardtune", "train", str(job), *given])
     folder = shlex.quote(str(run))
     return "\n".join(
         [

@@ -139,6 +139,15 @@ def test_the_script_asks_for_what_was_wanted(
     assert "account" not in text
 
 
+def test_a_node_of_one_gpu_has_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the job says of this machine: two nodes would start four ranks each."""
+    sizes = ["--nodes", "2", "--gpus", "1", "strategy={type: ddp}", "launch.processes=4"]
+    assert main(["slurm", "job.yaml", *sizes]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --ntasks-per-node=1  #" in text
+    assert "launch.processes=4 launch.processes=1 " in text
+
+
 @pytest.mark.parametrize("words", [("--gpus", "3"), ("--nodes", "0")])
 def test_a_job_that_would_not_run_there_gets_no_script(
     folder: Path, words: tuple[str, str], capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ evaluate: {{samples: 0}}
 launch: {{processes: 4, threads: 1}}
 save: {{directory: there, every: 40, trace: true}}
 """
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.early, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +50,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> str:
-    """The trace of a run on four ranks that nobody disturbs."""
-    shardtune(folder, "train", "job.yaml", "save.directory=whole")
-    return (folder / "whole" / "trace.jsonl").read_text("utf-8")
+def whole(folder: Path) -> Callable[[int], str]:
+    """The trace of a run on so many ranks that nobody disturbs."""
+
+    @cache
+    def trace(ranks: int) -> str:
+        asked = [f"launch.processes={ranks}", f"save.directory=whole-{ranks}"]
+        shardtune(folder, "train", "job.yaml", *asked)
+        return (folder / f"whole-{ranks}" / "trace.jsonl").read_text("utf-8")
+
+    return trace
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -72,9 +79,9 @@ def shardtune(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def submit(cluster: SlurmCluster, folder: Path, run: str) -> int:
+def submit(cluster: SlurmCluster, folder: Path, run: str, gpus: int) -> int:
     """Submits the script as it is written; returns the number of the job."""
-    asked = ["--nodes", "2", "--gpus", "2", f"save.directory={run}"]
+    asked = ["--nodes", "2", "--gpus", str(gpus), f"save.directory={run}"]
     (folder / f"{run}.sbatch").write_text(shardtune(folder, "slurm", "job.yaml", *asked))
     done = subprocess.run(
         ["sbatch", f"{run}.sbatch"], cwd=folder, env=environment(folder) | cluster.environment,
@@ -109,11 +116,19 @@ PREEMPTIONS = {
 }
 
 
-@pytest.mark.parametrize("how", ["signal", pytest.param("requeue", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("how", "gpus"),
+    [
+        ("signal", 2),
+        pytest.param("requeue", 2, marks=pytest.mark.long),
+        pytest.param("signal", 1, marks=pytest.mark.long),  # a node's only task starts its rank
+    ],
+)
 def test_a_preempted_job_comes_back_and_ends_to_the_bit(
-    cluster: SlurmCluster, folder: Path, whole: str, how: str
+    cluster: SlurmCluster, folder: Path, whole: Callable[[int], str], how: str, gpus: int
 ) -> None:
-    job, run = submit(cluster, folder, how), folder / how
+    run = folder / f"{how}-{gpus}"
+    job = submit(cluster, folder, run.name, gpus)
     wait_for(cluster, job, folder, lambda: trained(run) >= 3)
     cluster.ask(*PREEMPTIONS[how], str(job))
     preempted = re.compile(r"preempted after step (\d+), with a checkpoint")
@@ -124,6 +139,6 @@ def test_a_preempted_job_comes_back_and_ends_to_the_bit(
     (done,) = preempted.findall(log(folder, job))
     assert 3 <= int(done) < STEPS
     assert f"resuming after step {done}," in log(folder, job)
-    assert (run / "trace.jsonl").read_text("utf-8") == whole
+    assert (run / "trace.jsonl").read_text("utf-8") == whole(2 * gpus)
     report = json.loads((run / "report.json").read_text("utf-8"))
-    assert (report["finished"], report["ranks"]) == (True, 4)
+    assert (report["finished"], report["ranks"]) == (True, 2 * gpus)
