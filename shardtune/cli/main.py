@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -55,6 +55,14 @@ COMMANDS = (
 
 PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
 """A path that a person gave can't be used: no fault of the program, wherever it is found."""
+OTHERS_COMMANDS = {
+    "sft": "train", "finetune": "train", "fine-tune": "train", "tune": "train", "run": "train",
+    "fit": "train", "infer": "generate", "inference": "generate", "predict": "generate",
+    "eval": "evaluate", "preprocess": "data", "config": "show", "validate": "doctor",
+    "check": "doctor", "api": "serve", "webui": "dashboard", "merge-lora": "merge",
+    "merge_lora": "merge", "upload": "push", "env": "doctor", "download": "models pull",
+}  # fmt: skip
+"""What other tools call the same."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """The disk takes no more."""
 
@@ -62,7 +70,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Without any it says what there is."""
     if not (sys.argv[1:] if argv is None else argv):
-        _parser().print_help()
+        _parser()[0].print_help()
         return 0
     arguments = parse(argv)
     quiet_imports()
@@ -163,19 +171,22 @@ class _Parser(argparse.ArgumentParser):
     def options(self) -> list[str]:
         return list(self._option_string_actions)
 
-    def error(self, message: str) -> NoReturn:
-        fix = f"`{self.prog} --help` shows what there is, and an example"
+    def error(self, message: str, fix: str = "") -> NoReturn:
+        fix = fix or f"`{self.prog} --help` shows what there is, and an example"
         self.exit(2, f"error: {_printable(str(Problem(self.prog, message, fix)))}\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """What the command line says. argparse takes a command's KEY=VALUE words only before its
     options; people mix them."""
-    arguments, rest = _parser().parse_known_args(argv)
+    parser, commands = _parser()
+    _require_command(parser, commands, sys.argv[1:] if argv is None else argv)
+    arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
         known = did_you_mean(unknown[0], arguments.parser.options)
         hint = f" (did you mean {known}?)" if known else ""
-        arguments.parser.error(f"unknown option: {' '.join(unknown)}{hint}")
+        fix = "" if known or not hasattr(arguments, "overrides") else _as_values(unknown)
+        arguments.parser.error(f"unknown option: {' '.join(unknown)}{hint}", fix)
     if rest and not hasattr(arguments, "overrides"):
         arguments.parser.error(f"unknown argument: {' '.join(rest)}")
     if rest:
@@ -183,7 +194,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _require_command(parser: _Parser, known: Collection[str], words: Sequence[str]) -> None:
+    """Says which command was meant, by its spelling or by what other tools call it."""
+    if not words or words[0].startswith("-") or words[0] in known:
+        return
+    if near := OTHERS_COMMANDS.get(words[0]) or did_you_mean(words[0], known):
+        parser.error(f"unknown command: {words[0]}", f"did you mean `shardtune {near}`?")
+
+
+def _as_values(options: Sequence[str]) -> str:
+    """What options are that other tools have, and a job has as values; empty for others."""
+    from shardtune.config.foreign_keys import OTHERS_KEYS
+    from shardtune.config.job_keys import all_keys
+    from shardtune.core.yaml_document import dotted
+
+    words = [option.lstrip("-").partition("=")[0] for option in options]
+    leads = [f"--{word}: {OTHERS_KEYS[word]}" for word in words if word in OTHERS_KEYS]
+    ours = [dotted(key) for word in words for key in all_keys() if word in (key[-1], dotted(key))]
+    if not leads and not ours:
+        return ""
+    example = f"{ours[0]}=VALUE" if ours else "train.learning_rate=1e-4"
+    return "; ".join([f"values of a job are written without dashes, as {example}", *leads])
+
+
+def _parser() -> tuple[_Parser, Collection[str]]:
+    """The program's parser, and the names of its commands."""
     parser = _Parser(
         prog="shardtune",
         formatter_class=_CommandList,
@@ -199,4 +234,4 @@ a first run, on any machine with the repository at hand:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
-    return parser
+    return parser, commands.choices

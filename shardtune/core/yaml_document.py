@@ -56,6 +56,9 @@ def read_document(path: Path) -> YamlDocument:
         raise JobError(_missing(path)) from None
     except IsADirectoryError:
         fact, fix = "is a folder, not a job file", "name the YAML file"
+        if (path / "config.json").is_file():
+            fact = "is a model's folder, not a job file"
+            fix = f"`shardtune init {path} DATA` writes a job for it"
         raise JobError(Problem(str(path), fact, fix)) from None
     except OSError as error:
         fact, fix = f"can't be read: {error.strerror}", "correct the path or its permissions"

@@ -112,7 +112,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 # Mistakes on the command line --------------------------------------------------------------------
 
 WRONG = {
-    "trian job.yaml": ("shardtune", "invalid choice: 'trian' (choose from "),
+    "zzz job.yaml": ("shardtune", "invalid choice: 'zzz' (choose from "),
     "--versoin": ("shardtune", "required: COMMAND"),
     "train": ("shardtune train", "the following arguments are required: JOB\n"),
     "train job.yaml --overwite": ("shardtune train", "unknown option: --overwite"),
@@ -121,7 +121,6 @@ WRONG = {
         "unknown option: --minimize (did you mean --minimise?)",
     ),
     "train job.yaml --over": ("shardtune train", "unknown option: --over"),
-    "train job.yaml --steps=3": ("shardtune train", "unknown option: --steps=3"),
     "train job.yaml --resume --overwrite": ("shardtune train", "not allowed with argument"),
     "show job.yaml --resume": ("shardtune show", "unknown option: --resume"),
     "data job.yaml --examples many": ("shardtune data", "invalid int value: 'many'"),
@@ -142,6 +141,44 @@ def test_a_wrong_command_line_is_told(words: str, capsys: pytest.CaptureFixture[
     assert fact in told.err
     assert f"fix: `{program} --help`" in told.err
     assert told.out == ""
+
+
+MEANT = {
+    "trian job.yaml": "did you mean `shardtune train`?",
+    "sft job.yaml": "did you mean `shardtune train`?",
+    "inference runs/a": "did you mean `shardtune generate`?",
+    "merge_lora runs/a": "did you mean `shardtune merge`?",
+    "train job.yaml --steps=3": "without dashes, as train.steps=VALUE",
+    "train job.yaml --train.steps 3": "without dashes, as train.steps=VALUE",
+    "train job.yaml --learning_rate=1e-4": "without dashes, as train.learning_rate=VALUE",
+    "train --model_name_or_path m --output_dir o": (
+        "as train.learning_rate=1e-4; --model_name_or_path: here it is model.name; "
+        "--output_dir: here it is save.directory"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", MEANT)
+def test_words_of_other_command_lines_are_led_to_ours(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(*words.split()) == 2
+    told = capsys.readouterr().err
+    assert MEANT[words] in told.partition("fix: ")[2]
+
+
+def test_each_command_of_another_tool_is_one_of_ours() -> None:
+    _, ours = cli._parser()
+    assert not cli.OTHERS_COMMANDS.keys() & {*ours}
+    assert {name.split()[0] for name in cli.OTHERS_COMMANDS.values()} <= {*ours}
+
+
+def test_a_models_folder_in_the_place_of_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main(["train", str(tmp_path)]) == 2
+    assert f"fix: `shardtune init {tmp_path} DATA` writes a job for it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
