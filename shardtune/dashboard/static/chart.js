@@ -190,7 +190,7 @@ function spread(low, high, room = Math.abs(low) * .05 || 1) {
 
 function ticks(low, high, count, whole = false) {
   const rough = Math.max((high - low) / count, whole ? 1 : 0), power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find(each => each * power >= rough);
+  const step = power * [1, 2, 5, 10].find(each => each * power >= rough * .75);
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6 && found.length < 50; value += step) found.push(Number(value.toPrecision(12)));
   return found;

@@ -115,7 +115,7 @@ function endSections({run, evaluation, tasks, samples, events, saves, has_page, 
       ["before", "after", "reference"].map(name => [h("h4", {}, name), h("pre", {}, sample[name])])));
   }
   const told = [
-    ...events.map(event => [event.time, event.kind, event.text || event.cause || `rank ${event.rank}: ${event.phase}`]),
+    ...events.map(event => [event.time, event.kind, event.text || event.cause || slowRank(event)]),
     ...saves.map(save => [save.time, "checkpoint", `step ${save.step}`]),
   ].sort((one, other) => one[0] - other[0]);
   if (told.length) {
@@ -125,6 +125,10 @@ function endSections({run, evaluation, tasks, samples, events, saves, has_page, 
   if (has_page) found.push(h("p", {}, h("button", {type: "button", onclick: () => open(`api/runs/${run.id}/report`)}, "Open the run's report")));
   if (result) found.push(h("p", {}, "Result: ", h("code", {}, result)));
   return found;
+}
+
+function slowRank({rank, phase, seconds, others}) {
+  return `rank ${rank} is slow: ${number(seconds, 3)} s a step in ${phase}, the others ${number(others, 3)} s`;
 }
 
 function jobSection({job, path, environment}) {
