@@ -17,6 +17,7 @@ from shardtune.core.model.row_length import row_problems
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import grow
+from shardtune.models.experts.grouped_experts import multiply_odd_experts_apart
 from shardtune.models.model_files import LOADING_FIX, ModelFiles, auto_class, explaining
 from shardtune.models.peft_adapters import (
     check_experts,
@@ -135,6 +136,7 @@ def load_base(files: ModelFiles, precision: Precision) -> Any:
         )
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     refuse_missing(section.name, sorted(weights & set(found["missing_keys"])))
+    multiply_odd_experts_apart(model)
     if section.add_tokens:
         grow(model, files.growth.rows)
     generation = model.generation_config

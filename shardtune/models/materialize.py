@@ -24,7 +24,10 @@ from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown
 from shardtune.models.document_isolation import isolate_documents
-from shardtune.models.experts.grouped_experts import expert_matrices
+from shardtune.models.experts.grouped_experts import (
+    expert_matrices,
+    multiply_odd_experts_apart,
+)
 from shardtune.models.fp32_routing import route_in_fp32
 from shardtune.models.fused.apply import LayerSetup, apply_fused_layers, pack_weights
 from shardtune.models.fused_weights import FusedWeight, own_names
@@ -209,6 +212,7 @@ def without_memory(config: Any, section: ModelSection, dtype: torch.dtype) -> An
             trust_remote_code=section.trust_remote_code,
         )
     model.tie_weights()  # the context above made two parameters of a shared one
+    multiply_odd_experts_apart(model)
     return model.eval()
 
 

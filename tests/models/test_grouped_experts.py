@@ -13,12 +13,13 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from shardtune.compat.quiet import quiet_expert_patterns
-from shardtune.config.job import LoRA, ModelSection, TrainSection
+from shardtune.config.job import LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.experts.expert_lora import FactoredParamWrapper
-from shardtune.models.experts.grouped_experts import GroupedExperts
+from shardtune.models.experts.grouped_experts import GroupedExperts, rows_align
 from shardtune.models.experts.swiglu_experts import fuse_experts
+from shardtune.models.load import load_base
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.fp8_experts import FP8Experts, describe_fp8, quantize_matrices
@@ -106,6 +107,41 @@ def test_in_fp8_they_compute_with_the_weights_that_they_restore(
     assert gradients.keys() == right.keys()
     for name, gradient in right.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_widths_that_grouped_products_do_not_take(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    """37 numbers of four bytes are no multiple of 16 bytes, at which torch gives up."""
+    inner = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    write(tmp_path, family, **{inner: 37})
+    model = build(tmp_path, quantization)
+    found, gradients = answer(model)
+    as_transformers_has_it(model, linears_too=False)
+    expected, right = answer(model)  # an expert after the other, as transformers is told
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert gradients.keys() == right.keys()
+    for name, gradient in right.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+def test_all_weights_of_odd_widths_are_trained_and_loaded(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", moe_intermediate_size=37)
+    files = ModelFiles(ModelSection(name=str(tmp_path)))
+    model = PretrainedModelBuilder(files, NoAdapter(), TrainSection(precision="fp32")).whole("cpu")
+    logits, gradients = answer(model)
+    assert gradients["model.layers.0.mlp.experts.down_proj"].any()
+    with torch.no_grad():
+        loaded = load_base(files, "fp32")(input_ids=IDS).logits
+    assert torch.allclose(loaded, logits, atol=1e-6)
+
+
+def test_which_widths_grouped_products_take() -> None:
+    matrix = torch.empty(2, 40, 20)
+    assert rows_align(matrix, torch.float32)
+    assert not rows_align(matrix, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -44,6 +44,8 @@ class LoraFactors(NamedTuple):
 
 Factors = dict[str, LoraFactors]
 """By the weight's name."""
+ROW_BYTES = 16
+"""torch's grouped product takes matrices whose rows are a multiple of so many bytes."""
 
 
 class GroupedExperts(nn.Module):
@@ -139,13 +141,43 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """torch's grouped product: each expert's rows with its matrix; or a matrix for each expert,
     where both are of two dimensions and the one between them is grouped. transformers knows which
-    GPUs and versions lack it, and has another way there."""
+    GPUs and versions lack it, and has another way there: an expert after the other, which is for
+    widths that torch doesn't take, too."""
+    if not _takes(rows, matrices):
+        from transformers.integrations import moe
+
+        apart: Tensor = torch.ops.transformers.grouped_mm_fallback(
+            rows.to(matrices.dtype), matrices, ends
+        )
+        return apart
     if rows.is_cuda and rows.dtype == torch.bfloat16 and _gpu_has_grouped_mm():
         return functional.grouped_mm(rows, matrices, offs=ends)
     from transformers.integrations import moe
 
     found: Tensor = moe._grouped_mm(rows, matrices, offs=ends)
     return found
+
+
+def _takes(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether torch's grouped product takes them, and the gradient of the result."""
+    strides = (*rows.stride(), *matrices.stride(), matrices.shape[-1])
+    numbers = ROW_BYTES // rows.element_size()
+    return all(stride == 1 or stride % numbers == 0 for stride in strides)
+
+
+def rows_align(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product takes such matrices, and their transposes, in `dtype`."""
+    return not any(size * dtype.itemsize % ROW_BYTES for size in matrix.shape[-2:])
+
+
+def multiply_odd_experts_apart(model: nn.Module) -> None:
+    """Lets transformers multiply experts one by one whose widths its grouped products don't take;
+    left to itself it fails in the first forward pass."""
+    for module in model.modules():
+        matrices = [getattr(module, name) for name in expert_matrices(module)]
+        if not all(rows_align(matrix, matrix.dtype) for matrix in matrices):
+            config: Any = module.config
+            config._experts_implementation = "eager"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -28,8 +28,10 @@ from shardtune.kernels.sum_expert_rows import sum_expert_rows
 from shardtune.models.experts.grouped_experts import (
     Factors,
     GroupedExperts,
+    expert_matrices,
     grouped_matmul,
     grouped_product,
+    rows_align,
 )
 from shardtune.models.experts.routed_rows import Routed
 from shardtune.models.fused.shared_input import is_silu
@@ -46,6 +48,8 @@ def fuse_experts(part: nn.Module) -> None:
             continue
         plain = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
         plain = plain and module.has_gate and is_silu(module)
+        matrices = [getattr(module, name) for name in expert_matrices(module)]
+        plain = plain and all(rows_align(each, module.compute_dtype) for each in matrices)
         if plain and not module.has_bias and not module.has_post_expert_norm:
             module.compute_fused = swiglu_experts
 
