@@ -4,7 +4,8 @@
     python docs/run_notebooks.py --check [NAME ...]    only run, for a test
 
 A cell is run as Jupyter would: what it prints is kept, and its last expression is shown, as SVG
-where it can be drawn. No package of Jupyter is needed.
+where it can be drawn. No package of Jupyter is needed. A notebook that measures nothing
+(`same_everywhere` in its metadata) must print what its file has; exit code 1 if it doesn't.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ def outputs(printed: str, value: object) -> list[dict[str, Any]]:
     return [*found, {"output_type": "execute_result", **shown}]
 
 
+def printed(notebook: dict[str, Any]) -> list[str]:
+    """What the cells print; pictures are drawn from the same figures."""
+    shown = [each for cell in notebook["cells"] for each in cell.get("outputs", ())]
+    return ["".join(each.get("text", ())) for each in shown]
+
+
 def lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
@@ -73,10 +80,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     names = options.names or [path.stem for path in sorted(FOLDER.glob("*.ipynb"))]
-    here = Path.cwd()
+    here, stale = Path.cwd(), []
     for name in names:
         path = FOLDER / f"{name}.ipynb"
         notebook = json.loads(path.read_text(encoding="utf-8"))
+        before = printed(notebook)
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)  # runs leave their directories
             try:
@@ -84,10 +92,15 @@ def main() -> int:
             finally:
                 os.chdir(here)
         print(f"{name}: {len(notebook['cells'])} cells")
-        if not options.check:
+        if options.check:
+            if notebook["metadata"].get("same_everywhere") and printed(notebook) != before:
+                stale.append(name)
+        else:
             text = json.dumps(notebook, indent=1, ensure_ascii=False)
             path.write_text(f"{text}\n", encoding="utf-8")
-    return 0
+    for name in stale:
+        print(f"{name} prints something else now: python docs/run_notebooks.py {name}")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":
