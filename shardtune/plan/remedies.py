@@ -172,12 +172,19 @@ def _ladders(asked: _Changed, shape: ModelShape, cluster: Cluster) -> Iterator[S
 def _rungs(changed: _Changed, shape: ModelShape, cluster: Cluster) -> list[_Changed]:
     """The job as it is, and with all that spares memory and leaves strategy and result alone."""
     fused: dict[str, Setting] = {"loss": "fused"}
-    can_fuse = isinstance(tried(changed.train(**fused).job, shape, cluster), Forecast)
-    loss = fused if can_fuse and changed.job.train.loss != "fused" else {}
+    can_fuse = changed.job.train.loss != "fused" and _can_be_had(
+        changed.train(**fused), shape, cluster
+    )
+    loss = fused if can_fuse else {}
     rows = changed.job.train.micro_batch
     micro = 1 if rows == "auto" or changed.rows_told else int(rows)
     savings = _savings(changed.job, micro, loss, levels_of(changed.job, shape.kind))
     return [changed, *(changed.train(**update) for update in savings)]
+
+
+def _can_be_had(changed: _Changed, shape: ModelShape, cluster: Cluster) -> bool:
+    """Whether no rule refuses it, whatever it takes."""
+    return isinstance(tried(changed.job, shape, cluster), Forecast)
 
 
 def _savings(
@@ -214,12 +221,14 @@ def _other_results(
 ) -> Iterator[Sequence[_Changed]]:
     """An adapter in place of all weights; then a frozen model in 4 bits; then shorter rows."""
     own = [each for each in _sharded(cluster) if not each.layout().home]  # offload costs more
-    if isinstance(changed.job.adapter, NoAdapter):
-        changed = changed.lora()
+    lora = changed.lora()
+    if isinstance(changed.job.adapter, NoAdapter) and _can_be_had(lora, shape, cluster):
+        changed = lora
         for each in (changed, *map(changed.strategy, own)):
             yield _rungs(each, shape, cluster)
-    if changed.job.model.quantization != "nf4":
-        changed = changed.quantized("nf4")
+    packed = changed.quantized("nf4")
+    if changed.job.model.quantization != "nf4" and _can_be_had(packed, shape, cluster):
+        changed = packed
         yield _rungs(changed, shape, cluster)
     for strategy in own:
         yield _rungs(changed.strategy(strategy), shape, cluster)

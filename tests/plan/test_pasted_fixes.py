@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from benchmarks.random_jobs import Drawn, draw
+from benchmarks.random_jobs import Drawn, draw, draw_wide
 from shardtune.cli.main import main
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
@@ -52,9 +52,9 @@ def resolved(drawn: Drawn, cluster: Cluster, words: list[str], folder: Path) -> 
     return job
 
 
-def too_large(seed: int, folder: Path) -> Iterator[Asked]:
+def too_large(jobs: Iterable[Drawn], folder: Path) -> Iterator[Asked]:
     """Random jobs that may run on their cluster, and don't fit there."""
-    for drawn in draw(seed):
+    for drawn in jobs:
         if drawn.document["strategy"]["type"] == "auto":
             continue  # it takes a strategy that fits, and is slow to draw
         try:
@@ -70,7 +70,7 @@ def too_large(seed: int, folder: Path) -> Iterator[Asked]:
 @pytest.mark.parametrize(("seed", "fixes"), [(1, 8), pytest.param(2, 80, marks=pytest.mark.long)])
 def test_what_is_offered_fits_when_it_is_pasted(seed: int, fixes: int, tmp_path: Path) -> None:
     pasted = 0
-    for asked in islice(too_large(seed, tmp_path), fixes):
+    for asked in islice(too_large(draw(seed), tmp_path), fixes):
         drawn = asked.drawn
         text = offer(asked.job, drawn.shape, drawn.cluster)
         if text.startswith("no cluster"):
@@ -94,6 +94,26 @@ def test_what_is_offered_fits_when_it_is_pasted(seed: int, fixes: int, tmp_path:
             assert chosen or left == pytest.approx(float(leaves[1]), abs=0.051), text
         pasted += 1
     assert pasted >= 0.75 * fixes
+
+
+def as_people_write_them(seed: int) -> Iterator[Drawn]:
+    """Every model and GPU; what of loss and kernels is best is left to us."""
+    for drawn in draw_wide(seed):
+        drawn.document["train"] |= {"loss": "auto", "kernels": "auto"}
+        yield drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "fixes"), [(6, 8), pytest.param(5, 80, marks=pytest.mark.long)])
+def test_every_family_has_a_fix_that_fits(seed: int, fixes: int, tmp_path: Path) -> None:
+    for asked in islice(too_large(as_people_write_them(seed), tmp_path), fixes):
+        drawn = asked.drawn
+        text = offer(asked.job, drawn.shape, drawn.cluster)
+        match = OFFER.fullmatch(text)
+        assert match is not None, (text, str(drawn))
+        cluster = parse_cluster(match["cluster"]) if match["cluster"] else drawn.cluster
+        job = resolved(drawn, cluster, match["words"].split(), tmp_path)
+        assert forecast(job, drawn.shape, cluster).fits, (text, str(drawn))
 
 
 def refused(seed: int, folder: Path) -> Iterator[tuple[Drawn, ShardtuneError]]:
