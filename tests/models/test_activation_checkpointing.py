@@ -70,7 +70,7 @@ def test_in_evaluation_nothing_is_wrapped(tmp_path: Path) -> None:
 # Compiled ----------------------------------------------------------------------------------------
 
 
-def compiled(level: Recompute, layers: int) -> Any:
+def compiled(level: Recompute, layers: int, attention: str = "sdpa") -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -81,6 +81,7 @@ def compiled(level: Recompute, layers: int) -> Any:
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         max_position_embeddings=64,
+        attn_implementation=attention,
     )
     model = LlamaForCausalLM(config)
     adapted = add_adapter(model, LoRA(rank=RANK), seed=0)
@@ -160,6 +161,21 @@ def test_what_layers_keep(logged: Logged) -> None:
         gradients(model)
         assert counters["stats"]["unique_graphs"] == graphs
     assert "context_fn" not in logged.text  # torch's warning is for others
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["none", "mlp", "most"])
+def test_what_layers_keep_of_attention_that_writes_scores_down(level: Recompute) -> None:
+    """Two matmuls like any others: rows of 16 tokens aren't wider than a head of 16."""
+    torch._dynamo.reset()
+    model = compiled(level, 2, "eager")
+    last = decoder_layers(model.get_base_model())[-1]
+    kept = kept_by(last, model, lambda: gradients(model))
+    length = IDS.shape[1]
+    fused = POSITIONS + expected(level, HIDDEN, KEYS, INNER, HEADS, RANK)
+    scores = -HIDDEN if level == "most" else HEADS * length
+    assert kept == fused - HEADS + scores + length  # the mask, which all layers share
 
 
 @pytest.mark.filterwarnings("ignore")

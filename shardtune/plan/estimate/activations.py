@@ -221,10 +221,20 @@ def working_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
         sent = 0
         if cut.expert > 1 and shape.experts is not None:  # rows on their way to other ranks
             sent = shape.experts.per_token * shape.hidden
-        return (tokens * (count + sent) + weight * work.widths.compute) / cut.tensor
+        wide = tokens * (count + sent) + weight * work.widths.compute
+        return max(wide, _scores_at_work(shape, work, tokens)) / cut.tensor
     wide = (3 if shape.gated else 2) * mlp_width(shape) / cut.tensor
     gathered = 3 * shape.hidden if work.sequence_parallel and cut.tensor > 1 else 0
     return (wide + gathered) * tokens
+
+
+def _scores_at_work(shape: ModelShape, work: Workload, tokens: float) -> float:
+    """Attention that writes scores down, in the backward pass: gradients of the softmax's result
+    and of the scores, and the result in another width. What the MLP kept is gone by then."""
+    if work.attention != "eager":
+        return 0.0
+    gone = mlp_numbers(shape, work) if work.kernels == "eager" else mlp_width(shape)
+    return tokens * (3 * shape.heads * work.scores / work.sequence - gone)
 
 
 def passing_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:

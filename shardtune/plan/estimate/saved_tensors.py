@@ -102,14 +102,14 @@ def is_repeated(weight: Weight, level: Checkpointing) -> bool:
 
 def kept_bytes(shape: ModelShape, work: Workload, cut: RankShare, level: Checkpointing) -> float:
     """What one layer keeps of one micro-batch at a level other than `full`: its input, attention's
-    result with its statistics, and the results of products that aren't repeated.
+    result with its statistics or scores, and the results of products that aren't repeated.
 
     The compiler leaves out a result that no backward pass needs; run on its own, torch's selective
     checkpointing keeps it all the same.
     """
     compiled = work.kernels == "compiled"
     way = experts_way(shape, work)
-    inside = shape.heads * (shape.value_dim * work.widths.compute + STATISTICS)
+    inside = _attention_bytes(shape, work, level)
     for weight, times in products(shape):
         if level == "most":
             break
@@ -132,3 +132,16 @@ def kept_bytes(shape: ModelShape, work: Workload, cut: RankShare, level: Checkpo
     spread = cut.tensor if work.sequence_parallel else 1
     outside = shape.hidden * work.stream / spread
     return (inside / cut.tensor + outside) * work.tokens / cut.context
+
+
+def _attention_bytes(shape: ModelShape, work: Workload, level: Checkpointing) -> float:
+    """Bytes a token that attention keeps. Where it writes scores down it is two products like any
+    others: queries with keys, which give a score for each pair, and these with values."""
+    result = shape.heads * shape.value_dim * work.widths.compute
+    if work.attention != "eager":
+        return result + shape.heads * STATISTICS
+    if level == "most":
+        return 0.0
+    wide = work.sequence > WIDE_MATMUL * shape.head_dim
+    scores = shape.heads * work.scores / work.sequence * work.widths.compute
+    return result + (0.0 if level == "mlp" and wide else scores)

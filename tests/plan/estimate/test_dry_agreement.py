@@ -26,6 +26,7 @@ QK_NORMS, RELU = "Qwen/Qwen3-1.7B", "facebook/opt-1.3b"
 LORA = {"adapter": {"type": "lora", "rank": 16}}
 FSDP = {"strategy": {"type": "fsdp"}}
 NF4 = {"quantization": "nf4"}
+EAGER = {"attention": "eager"}
 
 
 def job(
@@ -99,6 +100,10 @@ LONG = {
     "lora, plain": job(LARGE, 4, 2048, **LORA),
     "lora, fused, norms of queries and keys": job(QK_NORMS, 4, 2048, loss="fused", **LORA),
     "lora, recomputed, fused": job(LARGE, 8, 2048, loss="fused", recompute="full", **LORA),
+    "lora, scores written down": job(SMALL, 1, 4096, loss="fused", model=EAGER, **LORA),
+    "lora, scores written down, recomputed": job(
+        SMALL, 1, 4096, loss="fused", recompute="full", model=EAGER, **LORA
+    ),
     "qlora, fused": job(LARGE, 2, 2048, loss="fused", model=NF4, **LORA),
     "qlora, recomputed, plain": job(LARGE, 4, 2048, recompute="full", model=NF4, **LORA),
     "all, recomputed, fused, fsdp on 8": job(

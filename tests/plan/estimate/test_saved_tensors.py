@@ -66,6 +66,17 @@ def test_what_a_compiled_layer_keeps(level: Any, numbers: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("level", "more"), [("none", 32 * 2048 - 2 * 32), ("mlp", -2 * 32), ("most", -4096 - 2 * 32)]
+)
+def test_attention_that_writes_scores_down_is_two_products(level: Any, more: int) -> None:
+    """As counted in test_activation_checkpointing.py. No logarithms of sums, which are in fp32."""
+    written = replace(COMPILED, attention="eager")
+    found = kept_bytes(SHAPE, written, RankShare(), level)
+    fused = kept_bytes(SHAPE, COMPILED, RankShare(), level)
+    assert found - fused == COMPILED.tokens * 2 * more
+
+
+@pytest.mark.parametrize(
     ("found", "gib", "milliseconds", "near"),
     [
         # One H200, torch 2.11, our own path.
