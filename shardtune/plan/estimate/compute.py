@@ -28,6 +28,7 @@ from shardtune.plan.estimate.saved_tensors import (
     met,
     products,
     readers,
+    saves_scores,
 )
 from shardtune.plan.estimate.workload import LossKind, Workload
 
@@ -92,6 +93,8 @@ def repeated_seconds(shape: ModelShape, work: Workload, cut: RankShare, on: GpuR
         _linear(weight, shape, work, cut, tokens, on).forward * weight.times / layers
         for weight in again
     )
+    if work.attention == "eager" and not saves_scores(shape, work, work.checkpointing):
+        total += _attention(shape, work, cut, on).forward
     compiled = work.kernels == "compiled"
     if work.adapter is not None:
         names = {w.name for w in again} if compiled else None

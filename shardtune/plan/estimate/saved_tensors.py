@@ -142,6 +142,11 @@ def _attention_bytes(shape: ModelShape, work: Workload, level: Checkpointing) ->
         return result + shape.heads * STATISTICS
     if level == "most":
         return 0.0
-    wide = work.sequence > WIDE_MATMUL * shape.head_dim
     scores = shape.heads * work.scores / work.sequence * work.widths.compute
-    return result + (0.0 if level == "mlp" and wide else scores)
+    return result + (scores if saves_scores(shape, work, level) else 0.0)
+
+
+def saves_scores(shape: ModelShape, work: Workload, level: Checkpointing) -> bool:
+    """Whether scores that are written down are kept: they are a product, and wide in long rows."""
+    wide = work.sequence > WIDE_MATMUL * shape.head_dim
+    return level == "none" or (level == "mlp" and not wide)
