@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardtune.core.regular_file import open_regular
 from shardtune.errors import JobError, Problem
 from shardtune.evaluation.answer_metrics import needed
 from shardtune.evaluation.judge import try_judge
@@ -34,9 +36,22 @@ def require_measurable(wanted: Measurement, judge: JudgeClient | None, out: Path
 def _require_writable(out: Path) -> None:
     if out.is_dir():
         raise JobError(Problem("--out", f"{out} is a folder", "name a file in it"))
+    if out.exists() and not is_measurement(out):
+        fact = f"{out} is there already, and no earlier evaluation"
+        raise JobError(Problem("--out", fact, "name a file that doesn't exist yet"))
     try:
         with tempfile.TemporaryFile(dir=out.parent):
             pass
     except OSError as error:
         fact = f"can't write into {out.parent}: {error.strerror}"
         raise JobError(Problem("--out", fact, "name a file in a folder that is there")) from error
+
+
+def is_measurement(path: Path) -> bool:
+    """Whether it is a file of `evaluate`, which the next may replace."""
+    try:
+        with open_regular(path) as file:
+            found = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"model", "tasks", "answers"} <= found.keys()

@@ -271,11 +271,28 @@ def _write(target: Path, found: Forecast) -> None:
     from shardtune.errors import JobError, Problem
     from shardtune.plan.ranking_summary import job_text
 
+    if target.exists() and not _is_written_job(target):
+        fact = f"{target} is there already, and isn't as `plan` writes jobs"
+        raise JobError(Problem("--write", fact, "name a file that doesn't exist yet"))
     try:
         atomic_write(target.resolve(), job_text(found))
     except OSError as error:
         fact = f"{target} can't be written: {error.strerror}"
         raise JobError(Problem("--write", fact, "name a file in a folder that is there")) from None
+
+
+def _is_written_job(path: Path) -> bool:
+    """Whether nothing is lost with it: no comment, order or file of a person."""
+    from shardtune.config.job_file import load_job
+    from shardtune.core.regular_file import read_regular
+    from shardtune.core.yaml_document import dump_document
+    from shardtune.errors import ShardtuneError
+
+    try:
+        text = read_regular(path, 1 << 20).decode("utf-8")
+        return dump_document(load_job(path, []).job.model_dump(mode="json")) == text
+    except (OSError, ValueError, ShardtuneError):
+        return False
 
 
 def _given(arguments: argparse.Namespace) -> tuple[LoadedJob, ModelShape, Cluster]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardtune.cli.evaluate_checks import is_measurement
 from shardtune.cli.main import main
 from shardtune.cli.open_model import open_model
 from shardtune.config.job import ModelSection
@@ -106,6 +107,7 @@ def test_before_and_after_side_by_side(
     shown = capsys.readouterr().out
     assert "before" in shown
     assert "change" in shown
+    assert is_measurement(out)
     (task,) = json.loads(out.read_text())["tasks"]
     assert task["before"]["rows"] == task["after"]["rows"] == 3
     said = [[row["answer"] for row in task[side]["answers"]] for side in ("before", "after")]
@@ -199,6 +201,11 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     assert "there is no such file" in capsys.readouterr().err
     assert main(["evaluate", "tiny", "--forgetting", "--out", str(tmp_path / "no" / "o.json")]) == 2
     assert "--out: can't write into" in capsys.readouterr().err
+    mine = write(tmp_path / "mine.jsonl", [{"prompt": "?", "answer": "!"}])
+    before = mine.read_bytes()
+    assert main(["evaluate", "tiny", "--forgetting", "--out", str(mine)]) == 2
+    assert "is there already, and no earlier evaluation" in capsys.readouterr().err
+    assert mine.read_bytes() == before
     path = write(tmp_path / "q.jsonl", [{"prompt": "a", "answer": "b", "turns": ["a"]}])
     monkeypatch.setitem(sys.modules, "sacrebleu", None)  # as if it weren't installed
     assert main(["evaluate", "tiny", "--task", f"chrf={path}"]) == 2

@@ -133,6 +133,20 @@ def test_plan_writes_the_best_job(
     assert json.loads(capsys.readouterr().out)["fits"]
 
 
+def test_plan_replaces_what_it_wrote_and_nothing_else(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "best.yaml"
+    words = ["plan", str(job), "--cluster", "8xH100-80GB", "--write"]
+    assert [main([*words, str(best)]), main([*words, str(best)])] == [0, 0]
+    best.write_text(f"# my notes\n{best.read_text('utf-8')}", "utf-8")
+    for mine in (best, job):
+        text = mine.read_text("utf-8")
+        assert main([*words, str(mine)]) == 2
+        assert "is there already" in capsys.readouterr().err
+        assert mine.read_text("utf-8") == text
+
+
 def test_plan_as_json(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(job), "--cluster", "4xA40", "--json", "adapter.type=lora"]) == 0
     found = json.loads(capsys.readouterr().out)
