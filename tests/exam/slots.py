@@ -73,7 +73,8 @@ class Slots:
 
     def report(self) -> str:
         """The names that cost most, with seconds by the clock and of processors."""
-        costly = sorted(self.clock, key=lambda name: -max(self.cpu[name], self.clock[name]))
+        names = {*self.clock, *self.cpu}
+        costly = sorted(names, key=lambda name: -max(self.cpu[name], self.clock[name]))
         told = [f"{name} {self.clock[name]:.0f}/{self.cpu[name]:.0f}" for name in costly]
         more = f" and {len(told) - LISTED} more" if len(told) > LISTED else ""
         return f"seconds by the clock/of processors: {', '.join(told[:LISTED])}{more}"
