@@ -56,7 +56,8 @@ def sit_cases(cases: Sequence[NamedCase[Lab]], lab: Lab, only: Sequence[str] | N
         begun = time.monotonic()
         verdict = case.sit(lab)
         seconds = f"{time.monotonic() - begun:.0f}"
-        print(f"{case.name}: {verdict.outcome}, {seconds} s", file=sys.stderr, flush=True)
+        told = f"{case.name}: {verdict.outcome}, {seconds} s: {verdict.figure}"
+        print(told, file=sys.stderr, flush=True)  # a table that never comes tells nothing
         held += verdict.outcome != "not held"
         table.add_row(f"{case.name}: {case.title}", verdict.outcome, seconds, verdict.figure)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
