@@ -147,8 +147,8 @@ def gguf(lab: AfterLab, findings: Findings) -> None:
 
 
 def _by_llama_cpp(file: Path, source: ExportSource, findings: Findings) -> None:
-    """Answers of the file in llama.cpp. It rounds what it multiplies with to 8 bits, too, so a near
-    tie may fall the other way: of the tokens up to there, and of the first ones, all are equal."""
+    """Answers of the file in llama.cpp. It rounds what it multiplies with to 8 bits, too, so near
+    ties may fall the other way, and all after them is another text."""
     from llama_cpp import Llama
 
     reader = Llama(str(file), n_ctx=512, n_gpu_layers=0, verbose=False)
@@ -162,6 +162,8 @@ def _by_llama_cpp(file: Path, source: ExportSource, findings: Findings) -> None:
         found = list(islice(written, len(wanted)))
         same += found == wanted
         first += found[0] == wanted[0]
+    reader.close()
+    findings.expect("answers begin alike in llama.cpp", first >= 0.9 * len(PROMPTS))
     findings.show(f"llama.cpp: {same} of {len(PROMPTS)} answers equal, {first} first tokens")
 
 
