@@ -111,15 +111,15 @@ def _in_turn(checks: Sequence[Check], lab: Lab) -> dict[Check, Findings]:
 
 
 def _findings(check: Check, lab: Lab) -> Findings:
-    found, begun = Findings(), time.monotonic()
+    found, name = Findings(), check.__name__
     try:
-        with at(check.__name__):
+        with at(name):
             check(lab, found)
     except Exception as error:
-        found.expect(f"{check.__name__} fails: {type(error).__name__}: {error}", False)
+        found.expect(f"{name} fails: {type(error).__name__}: {error}", False)
         traceback.print_exc()
-    print(f"{check.__name__}: {found.verdict().outcome}, {time.monotonic() - begun:.0f} s",
-          file=sys.stderr, flush=True)  # fmt: skip
+    seconds = lab.slots.clock[name]  # without those in which it waited for others
+    print(f"{name}: {found.verdict().outcome}, {seconds:.0f} s", file=sys.stderr, flush=True)
     return found
 
 
