@@ -320,7 +320,7 @@ def _micro_batch(job: Job, processes: int) -> tuple[int, str]:
             "stages wait little for each other"
         )
     return micro_batch, (
-        f"a rank has {rows} rows a step; {fitting} x {length} tokens "
+        f"a rank has {rows} row{'s' * (rows > 1)} a step; {fitting} x {length} tokens "
         f"stay within {MICRO_BATCH_TOKENS}"
     )
 

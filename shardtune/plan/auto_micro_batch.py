@@ -141,7 +141,8 @@ def _why_rows(found: Forecast) -> str:
     ranks, taken = found.cluster.gpus, found.work.micro_batch
     rows, size = rows_of(found.job, ranks), found.memory.required / GIB
     uneven = found.job.train.global_batch % found.mesh.data_ranks
-    start = f"a rank has {rows}{f' or {rows + 1}' if uneven else ''} rows a step; "
+    several = f"{rows} or {rows + 1} rows" if uneven else f"{rows} row{'s' * (rows > 1)}"
+    start = f"a rank has {several} a step; "
     start += f"{taken} x {found.work.sequence} tokens take {size:.1f} of {found.capacity / GIB:.1f}"
     if not found.fits:
         return f"{start} GiB, and nothing fits"
