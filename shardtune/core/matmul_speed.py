@@ -32,7 +32,7 @@ AS_FAST = 0.9
 """A 16-bit precision counts as fast from this share of fp32's rate on: it halves the memory. CPUs
 with instructions for it are far above, others far below."""
 
-_FORMAT = "2"
+_FORMAT = "3"
 """Of the kept figures: others are measured anew."""
 _LIMITS = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
 """Environment variables by which torch and oneDNN are kept from instructions that a CPU has."""

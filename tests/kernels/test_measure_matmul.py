@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from shardtune.compat import cpu_half_precision
 from shardtune.core.matmul_speed import FAST_PRECISIONS
-from shardtune.kernels.measure_matmul import measure_cpu_matmul, widen_slow_products
+from shardtune.core.setup import Precision
+from shardtune.kernels.measure_matmul import fastest, measure_cpu_matmul, widen_slow_products
 
 
 def test_every_precision_has_a_rate_within_a_second_and_threads_stay() -> None:
@@ -21,6 +23,24 @@ def test_every_precision_has_a_rate_within_a_second_and_threads_stay() -> None:
     assert found["fp32"] > 0
     assert all(rate >= 0 for rate in found.values())
     assert torch.get_num_threads() == before
+
+
+class SlowAtFirst:
+    """A machine that takes ten times as long until a moment, and products on it."""
+
+    def __init__(self, until: float) -> None:
+        self.now, self.until = 0.0, until
+
+    def product(self, seconds: float) -> None:
+        self.now += seconds * (10 if self.now < self.until else 1)
+
+
+@pytest.mark.parametrize("until", [0.0, 60.0, 100.0])
+def test_a_slow_moment_falls_on_no_precision_alone(until: float) -> None:
+    machine = SlowAtFirst(until)
+    taken: dict[Precision, float] = {"fp32": 1.0, "bf16": 5.0}
+    products = {each: partial(machine.product, cost) for each, cost in taken.items()}
+    assert fastest(products, lambda: machine.now) == pytest.approx(taken)
 
 
 @pytest.fixture
