@@ -225,7 +225,7 @@ def working_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
         return max(wide, _scores_at_work(shape, work, tokens)) / cut.tensor
     wide = (3 if shape.gated else 2) * mlp_width(shape) / cut.tensor
     gathered = 3 * shape.hidden if work.sequence_parallel and cut.tensor > 1 else 0
-    return (wide + gathered) * tokens
+    return max((wide + gathered) * tokens, _scores_at_work(shape, work, tokens) / cut.tensor)
 
 
 def _scores_at_work(shape: ModelShape, work: Workload, tokens: float) -> float:
