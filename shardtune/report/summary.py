@@ -119,7 +119,8 @@ def _facts(report: RunReport) -> Table:
         grid.add_row("speed", f"{training.tokens_per_second:,.0f} tokens/s over all ranks")
     if training.utilisation is not None:
         busy = f"{100 * training.utilisation:.0f} %"
-        grid.add_row("", f"busy {busy} (not waiting for other ranks)")
+        what = "not waiting for other ranks" if report.ranks > 1 else "computing"
+        grid.add_row("", f"busy {busy} ({what})")
     fullest = f" on the fullest of {report.ranks} ranks" if report.ranks > 1 else ""
     memory = f"{training.peak_memory_gib:.2f} GiB{fullest}"
     grid.add_row("peak memory", memory)

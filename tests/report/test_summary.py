@@ -64,6 +64,7 @@ def test_everything_that_a_person_wants_to_know() -> None:
 def test_how_busy_the_ranks_were() -> None:
     training = report_values()["training"] | {"utilisation": 0.973}
     assert "busy 97 % (not waiting for other ranks)" in summary(training=training)
+    assert "busy 97 % (computing)" in summary(training=training, ranks=1)
 
 
 def test_a_stopped_run_can_go_on() -> None:
