@@ -25,6 +25,7 @@ from tests.adapting import add_adapter
 from tests.conftest import Logged
 from tests.kernels.test_flash_attention import ByHand
 from tests.models.families import write
+from tests.models.test_fused_lora import base_of
 
 IDS = torch.arange(32).view(2, 16) * 2
 TOKENS = IDS.numel()
@@ -51,6 +52,27 @@ def test_gradients_are_the_same_to_the_bit(tmp_path: Path, adapter: Adapter) -> 
         found[level] = gradients(model)
     for level in levels[1:]:
         assert all(torch.equal(found[level][n], right) for n, right in found["none"].items())
+
+
+@pytest.mark.parametrize("level", ["none", "mlp", "most"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", {}),  # its router changes in place what topk gives
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("gpt_oss", {}),  # its experts add biases in place
+    ],
+    ids=["mixtral", "qwen3_moe", "gpt_oss"],
+)
+def test_what_mixtures_change_in_place_is_saved_before(
+    family: str, changes: dict[str, Any], level: Recompute
+) -> None:
+    sizes = {"vocab_size": 64, "intermediate_size": 64, **changes}
+    plain, saving = (base_of(family, **sizes).train() for _ in range(2))
+    for layer in decoder_layers(saving):
+        checkpoint_activations(layer, level)
+    right = gradients(plain)
+    assert all(torch.equal(each, right[name]) for name, each in gradients(saving).items())
 
 
 def test_in_evaluation_nothing_is_wrapped(tmp_path: Path) -> None:

@@ -11,12 +11,15 @@ other, so those are always recomputed; the levels differ in which matmuls are sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -39,12 +42,20 @@ def checkpoint_activations(layer: nn.Module, level: Recompute) -> None:
     kind: Any = type(layer)
     layer.__class__ = _checkpointed_class(kind)
     layer.policy = POLICIES[level]  # type: ignore[assignment]
+    biased = any(getattr(part, "has_bias", False) for part in layer.modules())
+    layer.overwritten = OVERWRITTEN | ({"aten::_grouped_mm"} if biased else set())  # type: ignore[assignment]
+
+
+OVERWRITTEN = frozenset({"aten::topk"})
+"""Ops whose results transformers' mixtures change in place: routers scale their largest weights to
+a sum of one. Experts with biases (`has_bias`) add them to grouped products."""
 
 
 class CheckpointedLayer:
     """A layer that runs inside `torch.utils.checkpoint` with a policy."""
 
     policy: Policy
+    overwritten: frozenset[str]
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +63,38 @@ class CheckpointedLayer:
         if not self.training or not torch.is_grad_enabled():
             return inside(*args, **kwargs)
         contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        if not torch.compiler.is_compiling():  # a compiler changes nothing in place
+            contexts = partial(_eager_contexts, self.policy, self.overwritten)
         return checkpoint(inside, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands on copies of what is saved of some ops, so that it stays as it is."""
+
+    def __init__(self, policy: Policy, ops: frozenset[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._policy, self._ops = policy, ops
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = op(*args, **given)
+        if _op_name(op) in self._ops and self._policy(None, op, *args, **given) is SAVE:
+            return tree_map_only(Tensor, torch.clone, result)
+        return result
+
+
+def _eager_contexts(
+    policy: Policy, overwritten: frozenset[str]
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """torch refuses what was changed in place after it has been saved."""
+    saving, using = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return _with_copies(saving, _Copies(policy, overwritten)), using
+
+
+@contextmanager
+def _with_copies(saving: Any, copies: _Copies) -> Iterator[None]:
+    with saving, copies:
+        yield
 
 
 @cache
