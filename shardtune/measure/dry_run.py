@@ -6,8 +6,9 @@ would use, and every tensor that they make is counted, for any number of ranks. 
 What it can't see is memory that a GPU's kernels take inside one operation, and CUDA's own. Without
 a GPU the fake tensors lie on the CPU, because PyTorch's autograd refuses to record for a device
 that its build doesn't know; then the operations are those which PyTorch chooses for a CPU. Most
-keep what the GPU's keep (fused attention: its result and one number a query); autocast differs a
-little (on a GPU it computes layer norms in fp32). Nothing is compiled, so what
+keep what the GPU's keep (fused attention: its result and one number a query, but with dropout or a
+trained bias scores, too, which a GPU's kernel doesn't keep); autocast differs a little (on a GPU it
+computes layer norms in fp32). Nothing is compiled, so what
 `train.kernels: compiled` saves isn't seen.
 """
 
