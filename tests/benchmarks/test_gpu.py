@@ -162,7 +162,8 @@ from argparse import Namespace
 from benchmarks.gpu import leave_on_sigterm, run_all
 leave_on_sigterm()
 only = ["lean 8x2048: shardtune", "lean 8x2048: HF, checkpointing"]
-list(run_all(Namespace(only=only, tiny=True, steps=1_000_000, timeout=1_000)))
+asked = {"only": only, "tiny": True, "steps": 1_000_000, "timeout": 1_000, "kernels": False}
+list(run_all(Namespace(**asked)))
 """
 
 
