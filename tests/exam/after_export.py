@@ -12,6 +12,7 @@ import torch
 
 from shardtune.cli.open_model import open_model
 from shardtune.cli.result_command import comparison_prompts, open_result
+from shardtune.compat.quiet import without_int8_warnings
 from shardtune.errors import RunError
 from shardtune.export.gguf_export import model_metadata
 from shardtune.export.gguf_weights import gguf_tensors
@@ -113,7 +114,7 @@ def _as_stored(lab: AfterLab, findings: Findings, kind: str) -> None:
         findings.expect(
             "prompts have the same ids", prompt_ids(trained.tokenizer, text, chat=True) == prompt
         )
-        with torch.no_grad():
+        with torch.no_grad(), without_int8_warnings():
             ids = torch.tensor([prompt])
             found, wanted = (
                 each(input_ids=ids).logits[0].argmax(-1) for each in (back, trained.model)
