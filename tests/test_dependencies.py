@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = {
+    "resvg_py": "resvg-py",
     "yaml": "pyyaml",
     "mlflow": "mlflow-skinny",
     "flash_attn": "flash-attn-4",

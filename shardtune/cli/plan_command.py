@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
     )
     command.add_argument("--write", type=Path, metavar="FILE", help="write the best job here")
     command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw all strategies: a .svg or .html file"
+        "--plot", type=Path, metavar="FILE", help="draw all strategies: a .svg, .png or .html file"
     )
     add_job(command)
 
@@ -68,7 +68,7 @@ def add_parser(commands: Commands) -> None:
         help="one forecast for each value: KEY=1,2,4 or KEY=512..65536, which doubles",
     )
     command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the sweep: a .svg or .html file"
+        "--plot", type=Path, metavar="FILE", help="draw the sweep: a .svg, .png or .html file"
     )
     add_states_options(command, "estimate")
     add_job(command, optional=True)

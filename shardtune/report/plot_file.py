@@ -1,4 +1,4 @@
-"""Drawings as one file: an SVG picture that stands alone, or an HTML page."""
+"""Drawings as one file: an SVG picture that stands alone, the same as PNG, or an HTML page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from shardtune.errors import JobError, Problem
 from shardtune.report.html_page import html_page
 from shardtune.report.line_chart import SERIES_COLOURS, Drawing, figure
 from shardtune.report.markup import Markup, element
+from shardtune.report.png import missing_for_png, render_png
 
 PLOT_OPTION = "--plot"
+KINDS = (".svg", ".png", ".html")
 PAPER_COLOURS = (
     "#2563c9", "#b5480f", "#1a7f5a", "#8a3fbf", "#a8841a", "#b0326e", "#3a7d94", "#6b7280",
     "#a3a9b3",
@@ -42,20 +44,25 @@ class Picture:
 
 
 def require_plot(path: Path) -> None:
-    """Refuses a kind of picture that we don't write, before anything is computed."""
-    if path.suffix.lower() not in (".svg", ".html"):
+    """Refuses a kind of picture that can't be written here, before anything is computed."""
+    instead = f"write {path.with_suffix('.svg').name}, which every browser and editor opens"
+    if path.suffix.lower() not in KINDS:
         kind = path.suffix or "no suffix"
-        fact = f"{path.name}: pictures are written as SVG or HTML, not as {kind}"
-        fix = f"write {path.with_suffix('.svg').name}, which every browser and editor opens"
-        raise JobError(Problem(PLOT_OPTION, fact, fix))
+        fact = f"{path.name}: pictures are written as SVG, PNG or HTML, not as {kind}"
+        raise JobError(Problem(PLOT_OPTION, fact, instead))
+    if path.suffix.lower() == ".png" and (missing := missing_for_png()):
+        raise JobError(
+            Problem(PLOT_OPTION, f"{path.name}: {missing[0]}", f"{missing[1]}, or {instead}")
+        )
 
 
 def write_plot(path: Path, title: str, drawings: Sequence[Drawing], notes: Sequence[str]) -> None:
     """The drawings one below the other, with `notes` as lines of text at the end."""
     require_plot(path)
     page = _page if path.suffix.lower() == ".html" else _picture
+    text = page(title, drawings, notes)
     try:
-        path.write_text(page(title, drawings, notes), encoding="utf-8")
+        path.write_bytes(render_png(text) if path.suffix.lower() == ".png" else text.encode())
     except OSError as error:
         fact = f"{path} can't be written: {error.strerror}"
         raise JobError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
 
+from shardtune.errors import JobError
 from shardtune.report.bar_chart import draw_histogram, draw_stacks
 from shardtune.report.chart_scale import bounds, round_ticks, short
 from shardtune.report.line_chart import Chart, Line, Mark, chart_drawing, draw_chart
 from shardtune.report.markup import Markup, element
-from shardtune.report.plot_file import PICTURE_WIDTH, write_plot
+from shardtune.report.plot_file import PICTURE_WIDTH, require_plot, write_plot
+from shardtune.report.png import missing_for_png
 from tests.report.pages import PageReader
 
 
@@ -107,6 +110,26 @@ def test_a_legend_of_many_long_names_stays_within_the_picture(tmp_path: Path) ->
     assert all(x + 6 * len(said) < PICTURE_WIDTH for said, (x, _) in places.items())
     (inner,) = [each for tag, each in page.tags if tag == "svg" and "x" in each]
     assert float(inner["y"] or 0) > max(y for _, y in places.values())
+
+
+def test_a_picture_as_png_has_its_words(tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py", reason="needs the extra `png`")
+    if missing := missing_for_png():
+        pytest.skip(missing[0])
+    drawing = chart_drawing(Chart("T", "step", "loss", [Line("loss", [(0, 1.0), (1, 2.0)])]))
+    sizes = []
+    for name, title in (("some.png", "Memory by class"), ("none.png", "")):
+        write_plot(tmp_path / name, title, [drawing], [])
+        found = (tmp_path / name).read_bytes()
+        assert found.startswith(b"\x89PNG\r\n\x1a\n")
+        assert struct.unpack(">I", found[16:20]) == (2 * PICTURE_WIDTH,)
+        sizes.append(len(found))
+    assert sizes[0] > sizes[1]  # the title is drawn
+
+
+def test_a_kind_that_is_not_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"SVG, PNG or HTML, not as \.pdf"):
+        require_plot(tmp_path / "plot.pdf")
 
 
 def test_bars() -> None:
