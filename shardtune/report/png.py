@@ -8,7 +8,7 @@ from functools import cache
 
 ZOOM = 2.0
 """Pixels for each unit of the SVG, as screens have them today."""
-FAMILIES = (
+SANS_SERIF_FONTS = (
     "DejaVu Sans", "Liberation Sans", "Noto Sans", "Ubuntu", "Cantarell", "Roboto", "Open Sans",
     "Arial", "Helvetica", "FreeSans",
 )  # fmt: skip
@@ -21,7 +21,7 @@ def missing_for_png() -> tuple[str, str] | None:
         fact = "resvg-py, which makes a PNG of the SVG, is not installed"
         return fact, "pip install 'shardtune[png]'"
     if _family() is None:
-        fact = f"a PNG would have no words: no font was found ({', '.join(FAMILIES)})"
+        fact = f"a PNG would have no words: no font was found ({', '.join(SANS_SERIF_FONTS)})"
         return fact, "apt-get install fonts-dejavu-core"
     return None
 
@@ -37,7 +37,9 @@ def _family() -> str | None:
     paper = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
     letter = paper.format('<text x="2" y="16" font-family="sans-serif">M</text>')
     empty = paper.format("")
-    return next((each for each in FAMILIES if _render(letter, each) != _render(empty, each)), None)
+    return next(
+        (each for each in SANS_SERIF_FONTS if _render(letter, each) != _render(empty, each)), None
+    )
 
 
 def _render(svg: str, family: str | None) -> bytes:
