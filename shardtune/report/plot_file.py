@@ -13,7 +13,7 @@ from shardtune.report.markup import Markup, element
 from shardtune.report.png import missing_for_png, render_png
 
 PLOT_OPTION = "--plot"
-KINDS = (".svg", ".png", ".html")
+PLOT_KINDS = (".svg", ".png", ".html")
 PAPER_COLOURS = (
     "#2563c9", "#b5480f", "#1a7f5a", "#8a3fbf", "#a8841a", "#b0326e", "#3a7d94", "#6b7280",
     "#a3a9b3",
@@ -46,7 +46,7 @@ class Picture:
 def require_plot(path: Path) -> None:
     """Refuses a kind of picture that can't be written here, before anything is computed."""
     instead = f"write {path.with_suffix('.svg').name}, which every browser and editor opens"
-    if path.suffix.lower() not in KINDS:
+    if path.suffix.lower() not in PLOT_KINDS:
         kind = path.suffix or "no suffix"
         fact = f"{path.name}: pictures are written as SVG, PNG or HTML, not as {kind}"
         raise JobError(Problem(PLOT_OPTION, fact, instead))
