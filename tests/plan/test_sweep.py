@@ -132,7 +132,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["out.png", "out"])
+@pytest.mark.parametrize("name", ["out.pdf", "out"])
 def test_other_pictures_are_refused_before_anything_is_computed(
     file: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
