@@ -412,7 +412,7 @@ INPUTS = {
         data("a.jsonl", "completion"), {"a.jsonl": rows({"text": "a"}).encode("utf-16")},
     ),
     "Latin-1": Bad(
-        "a.jsonl:1:11", "not UTF-8 text (byte 0xe9)", NONE_LEFT,
+        "a.jsonl:1:11", "not UTF-8 text (byte 0xe9)", "save the file as UTF-8 (iconv",
         data("a.jsonl", "completion"), {"a.jsonl": '{"text": "é"}'.encode("latin-1")},
     ),
     "empty data file": Bad(
