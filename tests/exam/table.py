@@ -203,7 +203,7 @@ ROWS: tuple[Row, ...] = (
     row(74, "P1", "exit codes as documented", "cli/test_exit_codes.py", supervision.signals,
         "launch/test_supervisor.py::test_a_problem_of_a_rank_is_shown_as_a_problem"),
     row(75, "P0", "Slurm: preempted by a signal, requeued",
-        "launch/test_slurm_real.py::test_a_preempted_job_comes_back_and_ends_to_the_bit[signal]"),
+        "launch/test_slurm_real.py::test_a_preempted_job_comes_back_and_ends_to_the_bit[signal-2]"),
     row(76, "P0", "a stranger at the rendezvous", "launch/test_strangers.py"),
     row(77, "P1", "Ray: a hung worker",
         "launch/test_ray.py::test_a_hung_worker_is_named_and_the_run_goes_on"),
