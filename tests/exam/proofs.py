@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.exam.case import Findings
 from tests.exam.harness import ROOT, Lab
 from tests.exam.slots import at
@@ -48,14 +50,15 @@ def run_tests(names: Sequence[str], lab: Lab) -> Proofs:
             f"--junitxml={report}",
             *(f"tests/{n}" for n in names),
         ]
-        with at("tests"), lab.slots.taken():
-            process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, text=True
-            )
+        said = Path(folder) / "said.txt"
+        with at("tests"), lab.slots.taken(), said.open("wb") as output:
+            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=output)
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             lab.slots.charge(process)
             process.wait()
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+        if process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"the exam's tests didn't run: {said.read_text('utf-8')[-2000:]}")
+        cases = list(ElementTree.parse(report).iter("testcase"))
     _say_longest(cases)
     passed: dict[str, int] = {}
     failed: dict[str, list[str]] = {}

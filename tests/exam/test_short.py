@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,17 @@ def test_every_case_is_answered_or_says_why_not() -> None:
     for name in {test for row in ROWS for test in row.tests}:
         file, _, function = name.partition("::")
         assert f"def {function.partition('[')[0]}" in (root / file).read_text("utf-8"), name
+
+
+def test_cases_of_tests_are_called_as_pytest_calls_them() -> None:
+    """One that it doesn't find keeps it from all the others."""
+    names = sorted({f"tests/{name}" for row in ROWS for name in row.tests if "[" in name})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", *names],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert names
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_nothing_in_the_package_knows_of_the_faults() -> None:
