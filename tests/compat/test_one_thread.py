@@ -16,13 +16,12 @@ from shardtune.compat.one_thread import one_thread
 inputs, weight = torch.ones(128, 256), torch.ones(256, 256)
 for _ in range(20):  # on two threads, so that both are there
     torch.nn.functional.linear(inputs, weight)
+time.sleep(0.5)  # the other thread waits busily for more, at first
 with one_thread():
-    alone = -time.thread_time()
-    all_threads = -time.process_time()
-    for _ in range(400):
+    begun, begun_all = time.thread_time(), time.process_time()
+    while (alone := time.thread_time() - begun) < 1.0:  # a fast processor needs more products
         torch.nn.functional.linear(inputs, weight)
-    alone += time.thread_time()
-    all_threads += time.process_time()
+    all_threads = time.process_time() - begun_all
 print(torch.get_num_threads(), (all_threads - alone) / alone)
 """
 
@@ -41,4 +40,4 @@ def test_no_other_thread_takes_part() -> None:
     )
     threads, by_others = done.stdout.split()
     assert int(threads) == 2
-    assert float(by_others) < 0.1  # 0.7 where torch alone is told
+    assert float(by_others) < 0.1  # 0.7 on ARM where torch alone is told
