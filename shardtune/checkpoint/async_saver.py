@@ -9,7 +9,6 @@ that dies at any moment leaves at most a folder without a name.
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from shardtune.checkpoint.rank_files import (
     write_rank_files,
 )
 from shardtune.checkpoint.snapshot import BufferSpec, Snapshot
+from shardtune.core.atomic_write import NO_ROOM
 from shardtune.core.progress import Progress
 from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.units import MIB
@@ -89,7 +89,7 @@ class _Writing(threading.Thread):
             self.answer = f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _room(self, error: OSError) -> str:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             return ""
         need = sum(shard.bytes for shard in self._shards)
         free = shutil.disk_usage(self._folder).free

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.atomic_write import atomic_write
+from shardtune.core.atomic_write import NO_ROOM, atomic_write
 from shardtune.core.eval_figures import EvalFigures
 from shardtune.core.metrics import MetricsLine
 from shardtune.core.run_report import TaskFigures
@@ -59,7 +59,7 @@ class RunLogs:
         try:
             self._flush(log)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 raise
 
     def _flush(self, log: Path) -> None:

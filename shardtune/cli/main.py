@@ -41,6 +41,7 @@ from shardtune.cli import (
     verify_command,
 )
 from shardtune.compat.quiet import quiet_imports
+from shardtune.core.atomic_write import NO_ROOM
 from shardtune.errors import Problem, ShardtuneError, did_you_mean
 from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 from shardtune.launch.output_stream import drain_output, open_missing_streams
@@ -63,7 +64,7 @@ OTHERS_COMMANDS = {
     "merge_lora": "merge", "upload": "push", "env": "doctor", "download": "models pull",
 }  # fmt: skip
 """What other tools call the same."""
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRORS = (*NO_ROOM, errno.EROFS)
 """The disk takes no more."""
 
 
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             told = Problem(str(error.filename), str(error.strerror), fix)
             print(f"error: {_printable(str(told))}", file=sys.stderr)
             return ShardtuneError.exit_code
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno not in NO_ROOM or error.filename is not None:
             raise
         _discard_output()
         print(f"error: {Problem('standard output', str(error.strerror))}", file=sys.stderr)

@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""The disk is full, or what one user may have of it."""
+
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
