@@ -17,8 +17,8 @@ import torch
 from benchmarks.loop import LENGTH, ROWS, make_batch, make_model
 from benchmarks.table import write_table
 from shardtune.compat.cpu_half_precision import widen_products
+from shardtune.core.host.matmul_speed import cpu_name
 from shardtune.core.lr_schedule import Schedule
-from shardtune.core.matmul_speed import cpu_name
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine

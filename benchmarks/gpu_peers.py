@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_cases import Case, Peer
 from benchmarks.gpu_data import BASE, Batch, config_of, draw, lora_of
 from shardtune.core.model.active_experts import active_experts
-from shardtune.core.peft_wrapper import unwrap_name
+from shardtune.core.model.peft_wrapper import unwrap_name
 from shardtune.models.expert_layers import expert_weights
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
 from shardtune.models.lora_targets import lora_target_modules

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu_cases import TINY_BATCH, Case
 from benchmarks.gpu_data import Batch, batches, config_of, flops
-from shardtune.core.yaml_document import dump_document
+from shardtune.core.files.yaml_document import dump_document
 from shardtune.launch.torch_env import torch_environment
 
 STOP = 2  # the token that ends a document, by the tokenizer below

@@ -31,8 +31,8 @@ from benchmarks.table import write_table
 from shardtune.cli.main import parse
 from shardtune.config.job import Job, LoRA, NoAdapter
 from shardtune.config.rules import check
+from shardtune.core.files.yaml_document import dotted, dump_document
 from shardtune.core.units import GIB
-from shardtune.core.yaml_document import dotted, dump_document
 from shardtune.errors import ShardtuneError
 from shardtune.plan.estimate.memory_timeline import FEW_TOKENS
 from shardtune.plan.estimate.transient_buffers import scale_bytes

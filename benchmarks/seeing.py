@@ -18,10 +18,10 @@ from rich.console import Console
 
 from benchmarks.table import write_table
 from shardtune.checkpoint.run_logs import RunLogs
-from shardtune.core.curve_warnings import CurveWatch
-from shardtune.core.metrics import StepMetrics
+from shardtune.core.runs.curve_warnings import CurveWatch
+from shardtune.core.runs.metrics import StepMetrics
+from shardtune.core.runs.step_parts import ACCOUNT, StepParts, mean_parts
 from shardtune.core.step import Reading, StepResult
-from shardtune.core.step_parts import ACCOUNT, StepParts, mean_parts
 from shardtune.report.live import RunView
 from shardtune.report.run_page import write_run_page
 

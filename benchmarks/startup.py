@@ -25,7 +25,7 @@ from benchmarks.gpu_cases import CASES, Case
 from benchmarks.gpu_data import batches, config_of
 from benchmarks.gpu_train import train_job, write_rows, write_tokenizer
 from benchmarks.table import DOCS, write_table
-from shardtune.core.yaml_document import dump_document
+from shardtune.core.files.yaml_document import dump_document
 from shardtune.launch.torch_env import torch_environment
 
 STEPS = 2

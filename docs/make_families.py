@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config.job import LoRA, ModelSection, TrainSection
-from shardtune.core.fused_families import SHARED_INPUT_FAMILIES
 from shardtune.core.model.architectures import SHAPE_READERS
+from shardtune.core.model.fused_families import SHARED_INPUT_FAMILIES
 from shardtune.core.model.parallel_plan import SHARDABLE_FAMILIES, can_slice
 from shardtune.core.world import World
 from shardtune.errors import ModelError

@@ -24,10 +24,10 @@ from shardtune.config.job import Job
 from shardtune.config.model_config import shape_of
 from shardtune.config.rules import check
 from shardtune.core.capabilities import Can, Capabilities
+from shardtune.core.files.yaml_document import dotted
 from shardtune.core.footprint import ModelBytes, predict_held, predict_sent
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.units import GIB
-from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, Problem
 from shardtune.parallel import STRATEGIES as KINDS
 from shardtune.parallel import Strategy

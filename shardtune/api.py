@@ -23,7 +23,7 @@ from shardtune.launch import INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
-    from shardtune.core.run_report import RunReport
+    from shardtune.core.runs.run_report import RunReport
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.explain import Aim
     from shardtune.plan.forecast import Forecast
@@ -48,7 +48,7 @@ def forecast(job: Job, cluster: str | Cluster) -> Forecast:
     """
     from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check
-    from shardtune.core.yaml_document import dotted
+    from shardtune.core.files.yaml_document import dotted
     from shardtune.plan.forecast import forecast as compute
     from shardtune.plan.on_cluster import chosen_precision, resolve_as_asked
 
@@ -63,7 +63,7 @@ def rank_strategies(job: Job, cluster: str | Cluster, minimise: Aim = "time") ->
     """Every strategy for `job` on a cluster, the best first, as `shardtune plan` ranks them."""
     from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check
-    from shardtune.core.yaml_document import dotted
+    from shardtune.core.files.yaml_document import dotted
     from shardtune.plan.forecast import forecast as compute
     from shardtune.plan.on_cluster import resolve_as_asked, resolve_on
     from shardtune.plan.search import rank
@@ -110,7 +110,7 @@ def train(
     ShardtuneError with every problem.
     """
     from shardtune.checkpoint.run_dir import RunDir
-    from shardtune.core.yaml_document import dump_document
+    from shardtune.core.files.yaml_document import dump_document
 
     if resume and overwrite:
         fact = "a run is either resumed or overwritten"

@@ -10,9 +10,9 @@ from shardtune.checkpoint.async_saver import AsyncSaver
 from shardtune.checkpoint.overwrite import overwriting
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
+from shardtune.core.host.stop_request import StopRequest
 from shardtune.core.progress import Progress
-from shardtune.core.run_report import RunReport
-from shardtune.core.stop_request import StopRequest
+from shardtune.core.runs.run_report import RunReport
 from shardtune.core.world import World
 from shardtune.data.dataset import CALIBRATION_SAMPLES
 from shardtune.data.loader import Loader

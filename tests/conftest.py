@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from shardtune.core.machine import Machine
-from shardtune.core.matmul_speed import FAST_PRECISIONS
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.matmul_speed import FAST_PRECISIONS
 from shardtune.kernels.measure_matmul import widen_slow_products
 from tests import async_io, processes
 

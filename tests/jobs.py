@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config.job import Job
-from shardtune.core.run_environment import RunEnvironment
+from shardtune.core.runs.run_environment import RunEnvironment
 
 SECTIONS = {
     "model": "{name: tiny}",

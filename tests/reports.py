@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtune.core.metrics import EvaluationMetrics, StepMetrics, TaskMetrics
-from shardtune.core.run_report import RunReport
+from shardtune.core.runs.metrics import EvaluationMetrics, StepMetrics, TaskMetrics
+from shardtune.core.runs.run_report import RunReport
 
 
 def report_values(**changes: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from shardtune.cli.result_command import ask, merge
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
-from shardtune.core.machine import Machine
-from shardtune.core.run_history import read_run_history
-from shardtune.core.run_report import RunReport
+from shardtune.core.host.machine import Machine
+from shardtune.core.runs.run_history import read_run_history
+from shardtune.core.runs.run_report import RunReport
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.plan.this_machine import forecast_here
 from shardtune.report.run_page import run_page

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shardtune.cli.main import main
 from shardtune.config.auto import resolve
 from shardtune.config.job_file import load_job
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.models.catalogue import resolve as model_folder
 from shardtune.training.inputs import open_inputs
 

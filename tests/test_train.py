@@ -26,10 +26,10 @@ from shardtune.config.auto import ResolvedJob
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
 from shardtune.core.engine import Engine
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.progress import Progress
-from shardtune.core.run_history import read_events
-from shardtune.core.run_report import RunReport
+from shardtune.core.runs.run_history import read_events
+from shardtune.core.runs.run_report import RunReport
 from shardtune.core.step import LateResult, MicroBatch, StepResult
 from shardtune.data.dataset import PreparedData
 from shardtune.data.formats import make_format

@@ -26,7 +26,7 @@ from shardtune.checkpoint.rank_files import (
     write_rank_files,
 )
 from shardtune.checkpoint.snapshot import BufferSpec, Snapshot
-from shardtune.core.atomic_write import NO_ROOM
+from shardtune.core.files.atomic_write import DISK_FULL
 from shardtune.core.progress import Progress
 from shardtune.core.tensor_shards import TensorShard
 from shardtune.core.units import MIB
@@ -89,7 +89,7 @@ class _Writing(threading.Thread):
             self.answer = f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _room(self, error: OSError) -> str:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL:
             return ""
         need = sum(shard.bytes for shard in self._shards)
         free = shutil.disk_usage(self._folder).free

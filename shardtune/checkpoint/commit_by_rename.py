@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardtune.checkpoint.hashed_file import write_file
 from shardtune.checkpoint.manifest import MANIFEST_FILE, SHARD_FILE, Manifest, render
-from shardtune.core.atomic_write import sync
+from shardtune.core.files.atomic_write import sync
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _UNNAMED = re.compile(r"\.step-\d{6,}(\.[0-9a-f]{8})?\.partial|\.step-\d{6,}\.replaced")

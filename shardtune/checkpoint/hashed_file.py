@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.regular_file import NotAFile, open_regular
+from shardtune.core.files.regular_file import NotAFile, open_regular
 
 HASH_CHUNK = 1 << 20  # bytes that are hashed, then written: few enough to stay in the cache between
 _LONGEST_HEADER = 100 << 20  # what safetensors accepts

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.checkpoint.hashed_file import FileDigest
+from shardtune.core.files.regular_file import NotAFile, read_regular
 from shardtune.core.progress import Progress
-from shardtune.core.regular_file import NotAFile, read_regular
 from shardtune.core.tensor_shards import Region
 
 FORMAT = 1

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.config.job import Job
-from shardtune.core.eval_figures import EvalFigures
+from shardtune.core.files.yaml_document import dump_document
 from shardtune.core.model.kind import ModelKind
-from shardtune.core.run_report import BeforeAfter, TrainingReport
-from shardtune.core.yaml_document import dump_document
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.run_report import BeforeAfter, TrainingReport
 
 CARD_FILE = "README.md"
 _LOADING = "## How to load it"

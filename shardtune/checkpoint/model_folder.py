@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardtune.core.atomic_write import NO_ROOM, atomic_folder
+from shardtune.core.files.atomic_write import DISK_FULL, atomic_folder
 from shardtune.core.units import MIB
 from shardtune.errors import Problem, RunError
 
-TAKES_NO_MORE = (*NO_ROOM, errno.EFBIG, errno.EROFS, errno.EIO)
+TAKES_NO_MORE = (*DISK_FULL, errno.EFBIG, errno.EROFS, errno.EIO)
 """The disk, whatever is written to it."""
 
 

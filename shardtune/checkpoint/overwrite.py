@@ -33,7 +33,7 @@ from shardtune.checkpoint.run_marker import (
     write_marker,
 )
 from shardtune.checkpoint.seal import files_of
-from shardtune.core.atomic_write import restore_replaced
+from shardtune.core.files.atomic_write import restore_replaced
 from shardtune.errors import Problem, RunError
 
 _ASIDE = ".overwritten"

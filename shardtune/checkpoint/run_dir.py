@@ -46,11 +46,11 @@ from shardtune.checkpoint.run_marker import (
 )
 from shardtune.config.job import Job
 from shardtune.config.job_file import LoadedJob, load_job
-from shardtune.core.atomic_write import atomic_write, restore_replaced
-from shardtune.core.data_summary import DataSummary
-from shardtune.core.run_environment import RunEnvironment
-from shardtune.core.run_report import RunReport
-from shardtune.core.yaml_document import dump_document
+from shardtune.core.files.atomic_write import atomic_write, restore_replaced
+from shardtune.core.files.yaml_document import dump_document
+from shardtune.core.runs.data_summary import DataSummary
+from shardtune.core.runs.run_environment import RunEnvironment
+from shardtune.core.runs.run_report import RunReport
 from shardtune.errors import Problem, RunError
 from shardtune.plan.run_forecast import RunForecast
 

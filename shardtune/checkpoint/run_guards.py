@@ -15,7 +15,7 @@ from shardtune.checkpoint.run_marker import MARKER_FILE, RUN_FILES, RUN_FOLDERS
 from shardtune.checkpoint.seal import files_of, folder_faults
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
-from shardtune.core.yaml_document import dotted
+from shardtune.core.files.yaml_document import dotted
 from shardtune.errors import Problem, RunError
 
 # What a resumed run may change: none of these alters what is computed.

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.atomic_write import NO_ROOM, atomic_write
-from shardtune.core.eval_figures import EvalFigures
-from shardtune.core.metrics import MetricsLine
-from shardtune.core.run_report import TaskFigures
+from shardtune.core.files.atomic_write import DISK_FULL, atomic_write
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.metrics import MetricsLine
+from shardtune.core.runs.run_report import TaskFigures
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunLogs:
         try:
             self._flush(log)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL:
                 raise
 
     def _flush(self, log: Path) -> None:

@@ -17,8 +17,8 @@ from shardtune.checkpoint.commit_by_rename import is_unnamed, own_checkpoints
 from shardtune.checkpoint.manifest import Damaged, seal, unseal
 from shardtune.checkpoint.run_logs import RunLogs
 from shardtune.config.job_file import load_job
-from shardtune.core.atomic_write import atomic_write
-from shardtune.core.regular_file import read_regular
+from shardtune.core.files.atomic_write import atomic_write
+from shardtune.core.files.regular_file import read_regular
 from shardtune.errors import Problem, RunError, ShardtuneError
 
 MARKER_FILE = "run.json"

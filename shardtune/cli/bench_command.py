@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
 
 def bench(arguments: argparse.Namespace) -> int:
     """Measures this machine; started without ranks, it starts them."""
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.core.world import outside_ranks
     from shardtune.plan.this_machine import profile_path
 
@@ -56,8 +56,8 @@ def _bench_as_rank(target: Path) -> int:
 
     from rich.console import Console
 
-    from shardtune.core.atomic_write import atomic_write
-    from shardtune.core.yaml_document import dump_document
+    from shardtune.core.files.atomic_write import atomic_write
+    from shardtune.core.files.yaml_document import dump_document
     from shardtune.launch.error_file import reporting_errors
     from shardtune.launch.process_group import join_process_group
     from shardtune.measure.bench import bench as measure

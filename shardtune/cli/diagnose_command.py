@@ -11,8 +11,8 @@ from shardtune.errors import JobError, ModelError, Problem, RunError
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
-    from shardtune.core.rank_profile import RankProfile
-    from shardtune.core.run_history import RunHistory
+    from shardtune.core.runs.rank_profile import RankProfile
+    from shardtune.core.runs.run_history import RunHistory
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.measured_run import RunDevice, RunFacts
 
@@ -53,8 +53,8 @@ def diagnose_run(arguments: argparse.Namespace) -> int:
 def read_facts(directory: Path) -> tuple[RunFacts, RunHistory]:
     """What the run directory tells; RunError where that is too little."""
     from shardtune.checkpoint.run_dir import RunDir
-    from shardtune.core.run_history import read_run_history
-    from shardtune.core.step_parts import total_parts
+    from shardtune.core.runs.run_history import read_run_history
+    from shardtune.core.runs.step_parts import total_parts
     from shardtune.plan.measured_run import RunFacts, without_outliers
 
     job = RunDir(directory).read_job()
@@ -104,8 +104,8 @@ def _profiles(directory: Path) -> tuple[RankProfile, ...]:
 
 
 def _profile(path: Path) -> RankProfile | None:
-    from shardtune.core.rank_profile import RankProfile
-    from shardtune.core.regular_file import read_regular
+    from shardtune.core.files.regular_file import read_regular
+    from shardtune.core.runs.rank_profile import RankProfile
 
     try:
         return RankProfile.model_validate_json(read_regular(path, 1 << 24))
@@ -137,7 +137,7 @@ def _device(job: Job, history: RunHistory, cluster: str | None) -> RunDevice:
 
 
 def _cluster(job: Job, gpus: tuple[str, ...], told: str | None) -> Cluster:
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.plan.cluster import parse_cluster
     from shardtune.plan.this_machine import cluster_here, measured_here
 

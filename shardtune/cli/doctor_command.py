@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
 from shardtune.cli.say import say
-from shardtune.core.network import listen, own_address
+from shardtune.core.host.network import listen, own_address
 from shardtune.errors import LaunchError, Problem, ShardtuneError
 from shardtune.measure.bandwidth import MeasuredLink, receive, send
 from shardtune.measure.node_checks import CLOCK_TOLERANCE, Finding, NodeFacts, findings, local_facts
@@ -172,7 +172,7 @@ def about_links(
 
 def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
     """What the slowest link means for the job."""
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.core.strategy import Devices
     from shardtune.core.units import GIB
     from shardtune.plan.this_machine import forecast_here

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.core.regular_file import open_regular
+from shardtune.core.files.regular_file import open_regular
 from shardtune.errors import JobError, Problem
 from shardtune.evaluation.answer_metrics import needed
 from shardtune.evaluation.judge import try_judge

@@ -146,7 +146,7 @@ def _start_ranks(processes: int) -> int:
     """The same command on so many ranks."""
     import tempfile
 
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.launch.supervisor import run_local
 
     with tempfile.TemporaryDirectory() as logs:

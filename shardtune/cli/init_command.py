@@ -38,7 +38,7 @@ def init(arguments: argparse.Namespace) -> int:
         raise _in_the_way(target)
 
     from shardtune.cli.starter_job import starter_job
-    from shardtune.core.atomic_write import atomic_write
+    from shardtune.core.files.atomic_write import atomic_write
 
     text = starter_job(arguments.model, arguments.data, target)
     try:

@@ -109,7 +109,7 @@ def _precision(source: ModelSource, memory: ServingMemory) -> Precision:
     """What is computed in: as trained or as stored, unless this machine is slow in it."""
     import torch
 
-    from shardtune.core.matmul_speed import cpu_matmul_speed
+    from shardtune.core.host.matmul_speed import cpu_matmul_speed
     from shardtune.kernels.measure_matmul import DTYPES, measure_cpu_matmul
     from shardtune.models.model_files import ModelFiles
 

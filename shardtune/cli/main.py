@@ -41,7 +41,7 @@ from shardtune.cli import (
     verify_command,
 )
 from shardtune.compat.quiet import quiet_imports
-from shardtune.core.atomic_write import NO_ROOM
+from shardtune.core.files.atomic_write import DISK_FULL
 from shardtune.errors import Problem, ShardtuneError, did_you_mean
 from shardtune.launch import INTERRUPTED, LAUNCHER_PID
 from shardtune.launch.output_stream import drain_output, open_missing_streams
@@ -64,7 +64,7 @@ OTHERS_COMMANDS = {
     "merge_lora": "merge", "upload": "push", "env": "doctor", "download": "models pull",
 }  # fmt: skip
 """What other tools call the same."""
-DISK_ERRORS = (*NO_ROOM, errno.EROFS)
+DISK_ERRORS = (*DISK_FULL, errno.EROFS)
 """The disk takes no more."""
 
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             told = Problem(str(error.filename), str(error.strerror), fix)
             print(f"error: {_printable(str(told))}", file=sys.stderr)
             return ShardtuneError.exit_code
-        if error.errno not in NO_ROOM or error.filename is not None:
+        if error.errno not in DISK_FULL or error.filename is not None:
             raise
         _discard_output()
         print(f"error: {Problem('standard output', str(error.strerror))}", file=sys.stderr)
@@ -207,7 +207,7 @@ def _as_values(options: Sequence[str]) -> str:
     """What options are that other tools have, and a job has as values; empty for others."""
     from shardtune.config.foreign_keys import OTHERS_KEYS
     from shardtune.config.job_keys import all_keys
-    from shardtune.core.yaml_document import dotted
+    from shardtune.core.files.yaml_document import dotted
 
     words = [option.lstrip("-").partition("=")[0] for option in options]
     leads = [f"--{word}: {OTHERS_KEYS[word]}" for word in words if word in OTHERS_KEYS]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardtune.config.job_file import LoadedJob
+    from shardtune.core.files.yaml_document import KeyPath
     from shardtune.core.model.shape import ModelShape
-    from shardtune.core.yaml_document import KeyPath
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.forecast import Forecast
     from shardtune.plan.forecast_summary import ChosenValue, DryRunSummary, EstimateResult
@@ -267,7 +267,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _write(target: Path, found: Forecast) -> None:
-    from shardtune.core.atomic_write import atomic_write
+    from shardtune.core.files.atomic_write import atomic_write
     from shardtune.errors import JobError, Problem
     from shardtune.plan.ranking_summary import job_text
 
@@ -284,8 +284,8 @@ def _write(target: Path, found: Forecast) -> None:
 def _is_written_job(path: Path) -> bool:
     """Whether nothing is lost with it: no comment, order or file of a person."""
     from shardtune.config.job_file import load_job
-    from shardtune.core.regular_file import read_regular
-    from shardtune.core.yaml_document import dump_document
+    from shardtune.core.files.regular_file import read_regular
+    from shardtune.core.files.yaml_document import dump_document
     from shardtune.errors import ShardtuneError
 
     try:

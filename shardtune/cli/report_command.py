@@ -10,7 +10,7 @@ from shardtune.cli.arguments import Commands, add_command
 from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:
-    from shardtune.core.run_history import RunHistory
+    from shardtune.core.runs.run_history import RunHistory
 
 
 def add_parser(commands: Commands) -> None:
@@ -34,7 +34,7 @@ def add_parser(commands: Commands) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page, and prints where."""
-    from shardtune.core.run_history import read_run_history
+    from shardtune.core.runs.run_history import read_run_history
     from shardtune.report.comparison_page import comparison_page
     from shardtune.report.run_page import run_page
 
@@ -79,7 +79,7 @@ def _require_replaceable(target: Path) -> None:
 
 
 def _write(target: Path, page: str) -> None:
-    from shardtune.core.atomic_write import atomic_write
+    from shardtune.core.files.atomic_write import atomic_write
 
     try:
         atomic_write(target, page)

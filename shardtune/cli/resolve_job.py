@@ -37,7 +37,7 @@ def resolve_here(
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.auto import resolve
     from shardtune.config.rules import check
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.plan.this_machine import measured_here, planner_here
 
     job = loaded.job
@@ -65,7 +65,7 @@ def fitting_forecast(
 ) -> Forecast | None:
     """What the run will take here; refuses what doesn't fit, before anything is opened.
     `rows_told`: the strategy's own file says the micro-batch."""
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.plan.this_machine import forecast_here, require_fit
 
     found = forecast_here(job, Machine.here(), nodes)

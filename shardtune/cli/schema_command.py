@@ -46,8 +46,8 @@ def adapter_of(kind: str) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     from shardtune.config.job import Job
-    from shardtune.core.metrics import MetricsLine
-    from shardtune.core.run_report import RunReport
+    from shardtune.core.runs.metrics import MetricsLine
+    from shardtune.core.runs.run_report import RunReport
     from shardtune.plan.forecast_summary import EstimateResult, PlanResult
 
     types: dict[str, Any] = {

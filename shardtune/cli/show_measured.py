@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from shardtune.cli.measured_sides import MeasuredSide
-from shardtune.core.atomic_write import atomic_write
+from shardtune.core.files.atomic_write import atomic_write
 from shardtune.evaluation.comparison_table import as_document, draw_comparisons
 from shardtune.evaluation.forgetting import describe_forgetting
 from shardtune.evaluation.harness import draw_harness

@@ -36,7 +36,7 @@ def slurm(arguments: argparse.Namespace) -> int:
     from shardtune.config.auto import resolve
     from shardtune.config.job_file import load_job
     from shardtune.config.rules import check
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.errors import JobError, Problem
     from shardtune.launch.sbatch import SlurmRequest, sbatch_script
 

@@ -23,7 +23,7 @@ from shardtune.cli.starter_facts import (
 
 if TYPE_CHECKING:
     from shardtune.config.job import Job
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.core.model.shape import ModelShape
 
 COMMENT_WIDTH = 96
@@ -35,7 +35,7 @@ _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./-]+")
 def starter_job(model: str, data: str, target: Path) -> str:
     """The text of a job for `target`; ModelError or DataError if the two can't be told what they
     are, JobError if they don't go together."""
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
 
     machine = Machine.here()
     facts = look_at_model(model)
@@ -172,8 +172,8 @@ def _planned(text: str, target: str, shape: ModelShape | None, machine: Machine)
     from shardtune.cli.resolve_job import resolve_here
     from shardtune.config.job import Job
     from shardtune.config.job_file import LoadedJob
+    from shardtune.core.files.yaml_document import parse_document
     from shardtune.core.units import GIB
-    from shardtune.core.yaml_document import parse_document
     from shardtune.parallel import DEFAULT
     from shardtune.plan.search import rank
     from shardtune.plan.this_machine import cluster_here, forecast_here, offer, shortage
@@ -228,7 +228,7 @@ def _comment(text: str, indent: int = 0) -> list[str]:
 
 def _flow(value: object) -> str:
     """YAML on one line."""
-    from shardtune.core.yaml_document import parse_scalar
+    from shardtune.core.files.yaml_document import parse_scalar
 
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"

@@ -82,7 +82,7 @@ def _section(job: Job, label: str, overrides: list[str]) -> TrackerBase:
     from pydantic import ValidationError
 
     from shardtune.config.trackers import TRACKERS, tracker_labels, tracker_of
-    from shardtune.core.yaml_document import parse_document
+    from shardtune.core.files.yaml_document import parse_document
 
     own = dict(zip(tracker_labels(job.track), job.track, strict=True))
     known = [*TRACKERS, *(each for each in own if each not in TRACKERS)]

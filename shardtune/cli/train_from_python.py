@@ -14,7 +14,7 @@ from pathlib import Path
 from shardtune.cli.main import leave, parse
 from shardtune.cli.train_command import start
 from shardtune.compat.quiet import quiet_bitsandbytes
-from shardtune.core.parent_death import die_with_parent
+from shardtune.core.host.parent_death import die_with_parent
 from shardtune.errors import ShardtuneError
 from shardtune.launch import INTERRUPTED
 

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from shardtune.config.job import Job, LocalLaunch, LoRA, RayLaunch, TrainSection
 from shardtune.config.model_config import config_of, kind_if_known
 from shardtune.config.trackers import tracker_of
-from shardtune.core.machine import Machine
+from shardtune.core.files.yaml_document import KeyPath, dotted
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.active_experts import active_experts
 from shardtune.core.model.family_support import support_of
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.setup import Precision
 from shardtune.core.strategy import JobFacts, ResolvedStrategy, ToldValue
-from shardtune.core.yaml_document import KeyPath, dotted
 from shardtune.errors import JobError, ModelError, Problem
 
 MICRO_BATCH: KeyPath = ("train", "micro_batch")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pydantic_core import PydanticUndefined
 
 from shardtune.config.job import Job
+from shardtune.core.files.yaml_document import KeyPath, dotted
 from shardtune.core.job_section import Section
-from shardtune.core.yaml_document import KeyPath, dotted
 
 
 @dataclass(frozen=True)

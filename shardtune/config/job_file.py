@@ -21,7 +21,7 @@ from shardtune.config.job_keys import all_keys, sections_at, type_of, types_at
 from shardtune.config.ludwig import translated
 from shardtune.config.override_effects import apply_override_effects
 from shardtune.config.published_words import understand
-from shardtune.core.yaml_document import KeyPath, dotted, parse_document, read_document
+from shardtune.core.files.yaml_document import KeyPath, dotted, parse_document, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 
 COMMAND_LINE = "command line"

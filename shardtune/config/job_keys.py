@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from shardtune.config.job import Job
-from shardtune.core.yaml_document import KeyPath
+from shardtune.core.files.yaml_document import KeyPath
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

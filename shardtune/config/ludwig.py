@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardtune.config.job import Job, LocalLaunch, RayLaunch
-from shardtune.core.yaml_document import KeyPath
+from shardtune.core.files.yaml_document import KeyPath
 from shardtune.errors import JobError, Problem
 
 _TRAINER: KeyPath = ("backend", "trainer")

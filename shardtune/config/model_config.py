@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config.job import ModelSection
+from shardtune.core.files.regular_file import read_regular
 from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME, find_model, is_known
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.model.tiny_config import TINY_CONFIG
-from shardtune.core.regular_file import read_regular
 from shardtune.errors import ModelError, Problem
 
 LARGEST_CONFIG = 64 << 20

@@ -10,8 +10,8 @@ from shardtune.config.job import Job
 from shardtune.config.rule import Rule
 from shardtune.config.strategy_rules import strategies_for
 from shardtune.core.capabilities import Refusal
+from shardtune.core.files.yaml_document import dotted
 from shardtune.core.model.kind import ModelKind
-from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError
 
 BOTH: ModelKind = "encoder_decoder"

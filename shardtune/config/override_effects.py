@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardtune.config.job_keys import sections_at, type_of
-from shardtune.core.yaml_document import KeyPath, dotted
+from shardtune.core.files.yaml_document import KeyPath, dotted
 
 _TYPED: tuple[KeyPath, ...] = (("adapter",), ("launch",), ("strategy",), ("train", "optimizer"))
 

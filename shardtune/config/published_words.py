@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardtune.core.yaml_document import KeyPath, dotted
+from shardtune.core.files.yaml_document import KeyPath, dotted
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.published_names import STRATEGY_KEYS, published_strategy, sharding_in
 

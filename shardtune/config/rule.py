@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardtune.config.job import AdamW, Job
-from shardtune.core.yaml_document import KeyPath
+from shardtune.core.files.yaml_document import KeyPath
 from shardtune.errors import Problem
 
 

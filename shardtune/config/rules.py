@@ -14,8 +14,8 @@ from shardtune.config.rule import Rule, moment_bits, rank_count
 from shardtune.config.strategy_rules import STRATEGY_RULES
 from shardtune.config.value_rules import VALUE_RULES
 from shardtune.core.capabilities import Need
-from shardtune.core.machine import Machine
-from shardtune.core.yaml_document import KeyPath
+from shardtune.core.files.yaml_document import KeyPath
+from shardtune.core.host.machine import Machine
 from shardtune.errors import JobError, Problem
 
 RULES: tuple[Rule, ...] = (*VALUE_RULES, *STRATEGY_RULES)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from shardtune.config.job import AdamW, Job, NoAdapter
 from shardtune.config.rule import Rule, moment_bits, rank_count
 from shardtune.core.capabilities import Can, Capabilities, Refusal, Support
+from shardtune.core.files.yaml_document import KeyPath, dotted
 from shardtune.core.strategy import Devices
-from shardtune.core.yaml_document import KeyPath, dotted
 from shardtune.parallel import STRATEGIES, Strategy, strategies_that
 
 

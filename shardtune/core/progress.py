@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardtune.core.host.stop_request import StopRequest
 from shardtune.core.step import Reading, StepResult
-from shardtune.core.stop_request import StopRequest
 
 _NOT_KEPT = ("step", "stopped", "preempted")
 

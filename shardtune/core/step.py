@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from shardtune.core.eval_figures import EvalFigures
-from shardtune.core.step_parts import DeviceParts
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.step_parts import DeviceParts
 
 if TYPE_CHECKING:
     from torch import Tensor

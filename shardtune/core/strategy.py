@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from shardtune.core.capabilities import Capabilities
+from shardtune.core.files.yaml_document import KeyPath
 from shardtune.core.job_section import Section
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import ScheduleKind
@@ -23,7 +24,6 @@ from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.send_buckets import SendBuckets
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Precision
 from shardtune.core.world import World
-from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, Problem
 
 if TYPE_CHECKING:

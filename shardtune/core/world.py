@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from shardtune.core.heartbeat import Heartbeat
+from shardtune.core.host.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from shardtune.core.files.regular_file import read_regular
 from shardtune.core.record import Record
-from shardtune.core.regular_file import read_regular
 from shardtune.dashboard.live_stream import live_events
 from shardtune.dashboard.metric_columns import MetricCurves
 from shardtune.dashboard.open_run import OpenRuns

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pydantic_core import from_json
 
 from shardtune.core.record import Record
-from shardtune.core.thinning import SMOOTHED_PART, thin_indices
+from shardtune.core.runs.thinning import SMOOTHED_PART, thin_indices
 
 FIGURES = (
     "loss", "grad_norm", "learning_rate", "tokens_per_second", "memory_gib", "utilisation",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shardtune.core.metrics_log import LogPosition, read_new_bytes
+from shardtune.core.runs.metrics_log import LogPosition, read_new_bytes
 from shardtune.dashboard.metric_columns import MetricColumns
 
 MOST_OPEN = 16  # runs; the one that was looked at longest ago is forgotten

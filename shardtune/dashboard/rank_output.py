@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from shardtune.core.files.regular_file import open_regular, read_regular
 from shardtune.core.record import Record
-from shardtune.core.regular_file import open_regular, read_regular
 from shardtune.launch.error_file import parse_error_report
 
 LARGEST_PAGE = 1 << 16  # bytes of a log that are sent at once

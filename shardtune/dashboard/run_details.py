@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardtune.core.files.yaml_leaves import Scalar
 from shardtune.core.record import Record
-from shardtune.core.run_environment import RunEnvironment
-from shardtune.core.run_history import LauncherEvent, StepForecast
-from shardtune.core.run_report import BeforeAfter, SampleAnswers, TaskReport
-from shardtune.core.yaml_leaves import Scalar
+from shardtune.core.runs.run_environment import RunEnvironment
+from shardtune.core.runs.run_history import LauncherEvent, StepForecast
+from shardtune.core.runs.run_report import BeforeAfter, SampleAnswers, TaskReport
 from shardtune.dashboard.metric_columns import Curve, MetricCurves
 from shardtune.dashboard.run_folder import printable
 from shardtune.dashboard.run_row import RunRow, RunSummary

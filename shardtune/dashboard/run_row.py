@@ -21,17 +21,17 @@ from typing import BinaryIO
 
 from pydantic_core import from_json
 
-from shardtune.core.metrics_log import MOST_TAIL
+from shardtune.core.files.regular_file import open_regular
+from shardtune.core.files.yaml_leaves import Scalar
 from shardtune.core.record import Record
-from shardtune.core.regular_file import open_regular
-from shardtune.core.run_history import (
+from shardtune.core.runs.metrics_log import MOST_TAIL
+from shardtune.core.runs.run_history import (
     JobValues,
     RunHistory,
     read_run_summary,
     state_now,
 )
-from shardtune.core.run_state import RunState, last_write
-from shardtune.core.yaml_leaves import Scalar
+from shardtune.core.runs.run_state import RunState, last_write
 from shardtune.dashboard.run_folder import FoundRun
 from shardtune.dashboard.run_search import SearchedRun
 

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardtune.core.run_history import JobValues
-from shardtune.core.yaml_leaves import Scalar
+from shardtune.core.files.yaml_leaves import Scalar
+from shardtune.core.runs.run_history import JobValues
 
 _TERM = re.compile(r"([\w.-]+)(<=|>=|!=|<|>|=)(.*)", re.DOTALL)
 _COMPARED: dict[str, Callable[[float, float], bool]] = {

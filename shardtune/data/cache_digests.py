@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.core.atomic_write import atomic_write
-from shardtune.core.regular_file import open_regular, read_regular
+from shardtune.core.files.atomic_write import atomic_write
+from shardtune.core.files.regular_file import open_regular, read_regular
 
 if TYPE_CHECKING:
     import numpy as np

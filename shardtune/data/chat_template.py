@@ -19,7 +19,7 @@ from typing import Any
 
 import jinja2
 
-from shardtune.core.render_limit import render_limit
+from shardtune.core.host.render_limit import render_limit
 from shardtune.data.conversation import ChatMessage, Conversation
 from shardtune.data.encode import Text
 from shardtune.data.records import Unreadable

@@ -6,7 +6,7 @@ import io
 from pathlib import Path, PurePath
 from typing import BinaryIO, cast
 
-from shardtune.core.regular_file import open_regular
+from shardtune.core.files.regular_file import open_regular
 
 BOM = b"\xef\xbb\xbf"
 

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardtune.config.job import EvalShare, TrainSource
-from shardtune.core.atomic_write import atomic_folder
-from shardtune.core.cache import file_lock
-from shardtune.core.machine import Machine
+from shardtune.core.files.atomic_write import atomic_folder
+from shardtune.core.files.cache import file_lock
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.parent_death import die_with_parent
 from shardtune.core.model.kind import ModelKind
-from shardtune.core.parent_death import die_with_parent
 from shardtune.data import prepared_cache as store
 from shardtune.data.cache_digests import find_cache_damage, mark_checked
 from shardtune.data.control_tokens import ControlTokens

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.core.regular_file import other_kind
+from shardtune.core.files.regular_file import other_kind
 from shardtune.data.data_file import ENDINGS, FILE_KINDS, OpenedSource, open_data_file, scan
 from shardtune.data.open_file import ending
 from shardtune.data.readers import SavedRows

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardtune.core.data_summary import (
+from shardtune.core.runs.data_summary import (
     DataSetSummary,
     DataSummary,
     DocumentExample,

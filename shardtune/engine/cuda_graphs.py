@@ -24,8 +24,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters as dynamo_counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from shardtune.core.document_boundaries import takes_boundaries
-from shardtune.core.heartbeat import compiling
+from shardtune.core.host.heartbeat import compiling
+from shardtune.core.model.document_boundaries import takes_boundaries
 from shardtune.core.setup import EngineSetup
 from shardtune.core.units import GIB
 from shardtune.core.world import World

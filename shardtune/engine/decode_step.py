@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.core.document_boundaries import VARLEN_SINKS, takes_boundaries
+from shardtune.core.model.document_boundaries import VARLEN_SINKS, takes_boundaries
 from shardtune.engine.decode_graphs import Bucket, DecodeGraphs
 from shardtune.engine.slot_cache import SlotCache, why_no_slots
 from shardtune.kernels.decode_attention import attending_by_groups

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.document_boundaries import takes_boundaries
+from shardtune.core.model.document_boundaries import takes_boundaries
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import IGNORED, MicroBatch
 from shardtune.engine.activation_offload import Offload

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.core.document_boundaries import varlen_inputs
+from shardtune.core.model.document_boundaries import varlen_inputs
 from shardtune.core.step import MicroBatch
 from shardtune.engine.loss import kept_positions
 from shardtune.engine.shape_buckets import ShapeBuckets

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.core.step import IGNORED, MicroBatch
 
 

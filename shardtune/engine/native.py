@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardtune.core.footprint import Held
 from shardtune.core.layout import Home
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.core.setup import EngineSetup, captured_tokens
 from shardtune.core.step import EvalResult, MicroBatch, StepResult
 from shardtune.core.tensor_shards import TensorShard, round_robin

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.core.step import MicroBatch
 from shardtune.engine.data_peers import Peers
 from shardtune.errors import ModelError, Problem

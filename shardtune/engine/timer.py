@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardtune.core.step_parts import DeviceParts
+from shardtune.core.runs.step_parts import DeviceParts
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from shardtune.core.files.yaml_document import read_document
 from shardtune.core.job_section import Section
-from shardtune.core.yaml_document import read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.evaluation.answer_metrics import METRICS, Metric
 from shardtune.evaluation.respondent import AnswerLimits

@@ -30,8 +30,8 @@ from shardtune.checkpoint.rounding_error import (
     rounding_bound,
 )
 from shardtune.compat.quiet import hide_loading_bars, without_int8_warnings
+from shardtune.core.model.peft_wrapper import unwrap_name
 from shardtune.core.model.quantized_size import NF4_BLOCK
-from shardtune.core.peft_wrapper import unwrap_name
 from shardtune.errors import Problem, RunError
 from shardtune.models.model_files import auto_class, explaining
 from shardtune.models.quantization.bitsandbytes_layers import INT8_STEPS

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardtune.core.heartbeat import compiling
+from shardtune.core.host.heartbeat import compiling
 from shardtune.kernels.triton_import import jit, triton
 
 TileConfig = tuple[Mapping[str, int], int, int]

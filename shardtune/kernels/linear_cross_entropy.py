@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardtune.core.activation_memory import loss_chunk_rows
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.activation_memory import loss_chunk_rows
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.core.step import IGNORED
 from shardtune.kernels.cross_entropy import available, cross_entropy_in_place
 from shardtune.kernels.logit_transform import LogitTransform, logit_transform_of

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardtune.compat.cpu_half_precision import widen_products
 from shardtune.compat.one_thread import one_thread
-from shardtune.core.matmul_speed import cpu_matmul_speed
+from shardtune.core.host.matmul_speed import cpu_matmul_speed
 from shardtune.core.setup import Precision
 
 TOKENS, INPUTS, OUTPUTS = 128, 256, 256

@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from shardtune.core.cache import cache_dir
+from shardtune.core.files.cache import cache_dir
 
 
 def probe_key(packages: Iterable[str], **facts: object) -> dict[str, str]:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardtune.core.heartbeat import Beat
+from shardtune.core.host.heartbeat import Beat
 from shardtune.errors import FailureKind, LaunchError, LaunchRefused, Problem
 from shardtune.launch.error_file import ErrorReport
 from shardtune.launch.process_info import oom_kills, request_stack

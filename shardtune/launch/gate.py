@@ -23,7 +23,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardtune.core.network import listen, own_address
+from shardtune.core.host.network import listen, own_address
 from shardtune.launch import SECRET
 
 PROOF_TIMEOUT = 5.0  # seconds in which whoever connects has to have answered

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from shardtune.core.heartbeat import Heartbeats
+from shardtune.core.host.heartbeat import Heartbeats
 from shardtune.errors import LaunchError, LaunchRefused, Problem
 from shardtune.launch.failure import Failure
 from shardtune.launch.failure_consensus import POLL_PERIOD, FailureConsensus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardtune.core.network import LOOPBACK, address_of, interface_of, interfaces, own_address
+from shardtune.core.host.network import LOOPBACK, address_of, interface_of, interfaces, own_address
 from shardtune.errors import JobError, Problem
 
 

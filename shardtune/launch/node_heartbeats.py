@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from functools import partial
 
-from shardtune.core.heartbeat import Heartbeats
+from shardtune.core.host.heartbeat import Heartbeats
 from shardtune.launch.node import Node
 from shardtune.launch.store_client import LOST_AFTER, PeerHeartbeat
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from shardtune.core.heartbeat import Heartbeats
-from shardtune.core.network import LOOPBACK, free_port, interface_of
+from shardtune.core.host.heartbeat import Heartbeats
+from shardtune.core.host.network import LOOPBACK, free_port, interface_of
 from shardtune.launch.failure import Failure
 from shardtune.launch.workers import Assignment
 

@@ -18,9 +18,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from shardtune.core.heartbeat import Heartbeat, open_heartbeat
-from shardtune.core.parent_death import die_with_parent
-from shardtune.core.stop_request import StopRequest
+from shardtune.core.host.heartbeat import Heartbeat, open_heartbeat
+from shardtune.core.host.parent_death import die_with_parent
+from shardtune.core.host.stop_request import StopRequest
 from shardtune.core.world import World, outside_nodes
 from shardtune.launch import HEARTBEAT_FD, INTERRUPTED, LAUNCHER_PID, PREEMPTED
 from shardtune.launch.process_info import dump_stack_on_signal

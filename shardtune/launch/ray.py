@@ -28,8 +28,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
 from shardtune.config.job import RayLaunch
-from shardtune.core.machine import Machine
-from shardtune.core.network import LOOPBACK, free_port
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.network import LOOPBACK, free_port
 from shardtune.errors import LaunchRefused, Problem
 from shardtune.launch import SECRET
 from shardtune.launch.error_file import ERROR_FILE, read_error_report

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardtune.core.heartbeat import Heartbeats
+from shardtune.core.host.heartbeat import Heartbeats
 from shardtune.errors import Problem
 from shardtune.launch import HEARTBEAT_FD
 from shardtune.launch.failure import Failure

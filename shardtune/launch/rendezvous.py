@@ -22,7 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from shardtune.core.network import (
+from shardtune.core.host.network import (
     LOOPBACK,
     address_of,
     interface_of,

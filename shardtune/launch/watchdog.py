@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from shardtune.core.heartbeat import IN_A_STEP, Beat, Heartbeats
+from shardtune.core.host.heartbeat import IN_A_STEP, Beat, Heartbeats
 from shardtune.launch.process_info import STOPPED, cpu_seconds, process_state, runqueue_seconds
 
 HUNG_AFTER_STEPS = 2.5  # median steps that a rank may stay in one phase of a step

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.core.heartbeat import Heartbeats
-from shardtune.core.network import socket_environment
+from shardtune.core.host.heartbeat import Heartbeats
+from shardtune.core.host.network import socket_environment
 from shardtune.launch import HEARTBEAT_FD, LAUNCHER_PID, STACK_FILE, STORE_FILE
 from shardtune.launch.error_file import ERROR_FILE, ErrorReport, read_error_report
 from shardtune.launch.followed_log import FollowedLog

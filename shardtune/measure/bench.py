@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtune.core.matmul_speed import cpu_matmul_speed, forced_matmul_speed, gpu_matmul_speed
+from shardtune.core.host.matmul_speed import cpu_matmul_speed, forced_matmul_speed, gpu_matmul_speed
 from shardtune.core.setup import Precision
 from shardtune.core.units import GIB
 from shardtune.core.world import World

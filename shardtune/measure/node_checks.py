@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardtune.core.cache import cache_dir
-from shardtune.core.machine import Machine
+from shardtune.core.files.cache import cache_dir
+from shardtune.core.host.machine import Machine
 from shardtune.core.units import GIB
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardtune.core.decoding_context import decode_behind, decoding_context
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.decoding_context import decode_behind, decoding_context
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from shardtune.engine.decode_step import DecodeSteps, Flight, why_not_static
 from shardtune.models.context_window import fit_prompts, require_decoder

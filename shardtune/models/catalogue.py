@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.core.files.regular_file import other_kind
 from shardtune.core.model.known_models import MODEL_NAME, hub_id, is_known
-from shardtune.core.regular_file import other_kind
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.models import smollm2, tiny
 from shardtune.models.hf_folder import cached_folder

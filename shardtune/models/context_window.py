@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardtune.core.model.kind import kind_of
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.errors import ModelError
 
 _log = logging.getLogger("shardtune")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.document_boundaries import takes_boundaries
+from shardtune.core.model.document_boundaries import takes_boundaries
 from shardtune.engine.uneven_calls import UnevenCalls
 
 MASKED_HERE = frozenset({"gpt_oss", "granitemoehybrid"})

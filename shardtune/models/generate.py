@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtune.core.host.render_limit import render_limit
 from shardtune.core.model.kind import kind_of
-from shardtune.core.peft_wrapper import unwrap_model
-from shardtune.core.render_limit import render_limit
+from shardtune.core.model.peft_wrapper import unwrap_model
 
 SHORTEST_PROMPT = 4  # where nearly all is trained (plain text), the first quarter is the prompt
 

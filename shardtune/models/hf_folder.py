@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardtune.core.cache import cache_dir, made_once
+from shardtune.core.files.cache import cache_dir, made_once
 from shardtune.errors import ModelError, Problem
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.errors import ModelError
 from shardtune.models.context_window import context_length, require_decoder
 

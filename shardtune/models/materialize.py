@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardtune.compat.c_allocator import give_back_memory
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter
 from shardtune.core.model.known_models import MODEL_NAME
-from shardtune.core.peft_wrapper import unwrap_name
+from shardtune.core.model.peft_wrapper import unwrap_name
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.added_tokens import ends, grown

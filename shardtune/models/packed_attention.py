@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardtune.core.document_boundaries import (
+from shardtune.core.model.document_boundaries import (
     VARLEN,
     VARLEN_DETERMINISTIC,
     VARLEN_SINKS,
@@ -25,7 +25,7 @@ from shardtune.core.document_boundaries import (
     varlen_inputs,
 )
 from shardtune.core.model.family_support import SINK_FAMILIES
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.kernels import flash_attention as flash
 from shardtune.kernels.sink_attention import sink_attention
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.document_boundaries import attention_inputs
+from shardtune.core.model.document_boundaries import attention_inputs
 from shardtune.core.setup import Precision
 from shardtune.errors import ModelError, Problem
 from shardtune.models.document_isolation import isolate_documents

@@ -6,12 +6,12 @@ from typing import Any
 
 import jinja2
 
+from shardtune.core.host.render_limit import render_limit
 from shardtune.core.model.chat_templates import (
     TEMPLATE_KEY,
     TEMPLATE_TOKENS,
     read_chat_template,
 )
-from shardtune.core.render_limit import render_limit
 from shardtune.errors import JobError, Problem
 
 _ANSWER = "<ANSWER>"  # no template says this by itself

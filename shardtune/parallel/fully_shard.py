@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.core.setup import EngineSetup
 from shardtune.engine.dtensor import local
 from shardtune.engine.forward_pass import COMPUTE

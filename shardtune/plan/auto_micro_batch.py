@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from shardtune.config.auto import MICRO_BATCH, ResolvedJob, rows_of
 from shardtune.config.job import Job
+from shardtune.core.files.yaml_document import KeyPath
 from shardtune.core.model.kind import ModelKind
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Recompute
 from shardtune.core.units import GIB
-from shardtune.core.yaml_document import KeyPath
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import Measured

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from shardtune.core.matmul_speed import MatmulSpeed, gpu_matmul_speed
+from shardtune.core.host.matmul_speed import MatmulSpeed, gpu_matmul_speed
 from shardtune.core.setup import Precision
 from shardtune.core.strategy import Devices
 from shardtune.errors import JobError, Problem, did_you_mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardtune.core.diagnosis import (
+from shardtune.core.runs.diagnosis import (
     Bound,
     Diagnosis,
     ExposedCollective,
@@ -13,7 +13,7 @@ from shardtune.core.diagnosis import (
     SettingFact,
     SlowCause,
 )
-from shardtune.core.rank_profile import RankProfile
+from shardtune.core.runs.rank_profile import RankProfile
 from shardtune.plan.measured_run import MeasuredRun, RunDevice, RunFacts
 from shardtune.plan.speed_remedies import MeasuredTime, Speedup, speedups
 from shardtune.plan.time_lost import NOTICED, Lost, TimeLost

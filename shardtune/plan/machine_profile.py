@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from shardtune.core.files.yaml_document import KeyPath, YamlDocument, dotted, read_document
 from shardtune.core.job_section import Section
-from shardtune.core.yaml_document import KeyPath, YamlDocument, dotted, read_document
 from shardtune.errors import JobError, Problem, did_you_mean
 
 _Positive = Annotated[int, Field(ge=1)]

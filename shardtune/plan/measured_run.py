@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardtune.config.job import Job
-from shardtune.core.diagnosis import Bound, SlowRankFact
-from shardtune.core.rank_profile import RankProfile
-from shardtune.core.step_parts import StepParts
+from shardtune.core.runs.diagnosis import Bound, SlowRankFact
+from shardtune.core.runs.rank_profile import RankProfile
+from shardtune.core.runs.step_parts import StepParts
 from shardtune.plan.forecast import Forecast
 
 SLOW_RANK = 1.25

@@ -8,9 +8,9 @@ from typing import Any
 from shardtune.config.auto import PRECISION, Planner, ResolvedJob, resolve
 from shardtune.config.job import Job
 from shardtune.config.job_file import LoadedJob
-from shardtune.core.machine import Machine
+from shardtune.core.files.yaml_document import KeyPath, dotted
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.yaml_document import KeyPath, dotted
 from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import within_memory
 from shardtune.plan.cluster import Cluster

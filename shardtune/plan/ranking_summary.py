@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardtune.config.job import LocalLaunch
+from shardtune.core.files.yaml_document import dump_document
 from shardtune.core.units import GIB
-from shardtune.core.yaml_document import dump_document
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.forecast_summary import BestCandidate, CandidateSummary, PlanResult
 from shardtune.plan.search import Candidate, Ranking

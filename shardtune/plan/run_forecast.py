@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardtune.core.footprint import Held
 from shardtune.core.layout import State
 from shardtune.core.record import Record
-from shardtune.core.run_report import Compared, ForecastCheck, HeldBytes
+from shardtune.core.runs.run_report import Compared, ForecastCheck, HeldBytes
 from shardtune.core.units import GIB
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.forecast_summary import ForecastSummary

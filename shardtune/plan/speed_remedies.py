@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardtune.config.job import Job, NoAdapter
-from shardtune.core.diagnosis import SlowCause
+from shardtune.core.runs.diagnosis import SlowCause
 from shardtune.plan.auto_micro_batch import at_level, levels_of
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.remedies import Setting, in_words, overrides

@@ -9,8 +9,8 @@ from itertools import product
 
 from shardtune.config.job import Job
 from shardtune.config.rules import check
+from shardtune.core.files.yaml_document import dotted
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, Problem, ShardtuneError
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.forecast import Forecast, forecast

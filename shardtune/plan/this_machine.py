@@ -10,9 +10,10 @@ from shardtune.config.auto import MICRO_BATCH, Planner, ResolvedJob
 from shardtune.config.job import Job
 from shardtune.config.model_config import shape_of
 from shardtune.config.rules import check
-from shardtune.core.cache import cache_dir
-from shardtune.core.machine import Machine
-from shardtune.core.matmul_speed import (
+from shardtune.core.files.cache import cache_dir
+from shardtune.core.files.yaml_document import dotted
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.matmul_speed import (
     MatmulSpeed,
     cpu_matmul_speed,
     forced_matmul_speed,
@@ -21,7 +22,6 @@ from shardtune.core.matmul_speed import (
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import Precision
 from shardtune.core.units import GIB
-from shardtune.core.yaml_document import dotted
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import leanest, with_rows, within_memory

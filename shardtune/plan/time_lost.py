@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardtune.config.job import Job
-from shardtune.core.diagnosis import SlowCause
+from shardtune.core.runs.diagnosis import SlowCause
 from shardtune.plan.auto_micro_batch import ABOUT_AS_FAST, has_room, powers
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.measured_run import MeasuredRun

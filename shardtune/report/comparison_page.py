@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from shardtune.core.run_history import RunHistory
-from shardtune.core.yaml_leaves import Scalar
+from shardtune.core.files.yaml_leaves import Scalar
+from shardtune.core.runs.run_history import RunHistory
 from shardtune.report.drawn_figures import DRAWN_FIGURES
 from shardtune.report.html_page import html_page, section
 from shardtune.report.line_chart import Chart, Line, draw_chart

@@ -3,7 +3,7 @@ trained."""
 
 from __future__ import annotations
 
-from shardtune.core.data_summary import DataSetSummary, DataSummary, DocumentExample
+from shardtune.core.runs.data_summary import DataSetSummary, DataSummary, DocumentExample
 from shardtune.report.bar_chart import draw_histogram
 from shardtune.report.markup import Markup, element, join, table
 from shardtune.report.run_story import public_text

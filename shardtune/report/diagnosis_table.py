@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from shardtune.core.diagnosis import Diagnosis, Remedy
+from shardtune.core.runs.diagnosis import Diagnosis, Remedy
 
 BAR_WIDTH = 30  # letters that all of the time is wide
 

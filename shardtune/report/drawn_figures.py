@@ -3,9 +3,9 @@ dashboard."""
 
 from __future__ import annotations
 
-from shardtune.core.metrics import StepMetrics
 from shardtune.core.record import Record
-from shardtune.core.run_history import StepForecast
+from shardtune.core.runs.metrics import StepMetrics
+from shardtune.core.runs.run_history import StepForecast
 
 
 class DrawnFigure(Record):

@@ -11,7 +11,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from shardtune.core.regular_file import open_regular
+from shardtune.core.files.regular_file import open_regular
 from shardtune.report.markup import Markup, element, join, plain
 
 GENERATOR = '<meta name="generator" content="shardtune report">'

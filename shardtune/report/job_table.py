@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
-from shardtune.core.yaml_document import KeyPath, dotted
+from shardtune.core.files.yaml_document import KeyPath, dotted
 
 HEADINGS = ("key", "value", "where it came from")
 KEY, VALUE = 34, 16

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
-from shardtune.core.run_report import TaskFigures
+from shardtune.core.runs.run_report import TaskFigures
 from shardtune.core.step import EvalResult, Reading, StepResult
 from shardtune.report.duration import duration
 from shardtune.report.run_panel import RunPanel, StepForecastLine, StepNumbers

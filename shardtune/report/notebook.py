@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from shardtune.core.eval_figures import EvalFigures
-from shardtune.core.metrics import EvaluationMetrics, MetricsLine, StepMetrics, TaskMetrics
-from shardtune.core.metrics_log import follow
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.metrics import EvaluationMetrics, MetricsLine, StepMetrics, TaskMetrics
+from shardtune.core.runs.metrics_log import follow
 from shardtune.report.run_panel import RunPanel, StepNumbers
 
 PANEL_WIDTH = 100  # columns

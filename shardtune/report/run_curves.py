@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from itertools import accumulate
 
-from shardtune.core.metrics import CurveWarning, LossSpike, StepMetrics
-from shardtune.core.run_history import RunHistory, StepForecast, thin
-from shardtune.core.thinning import SMOOTHED_PART
+from shardtune.core.runs.metrics import CurveWarning, LossSpike, StepMetrics
+from shardtune.core.runs.run_history import RunHistory, StepForecast, thin
+from shardtune.core.runs.thinning import SMOOTHED_PART
 from shardtune.report.chart_scale import short
 from shardtune.report.drawn_figures import DRAWN_FIGURES
 from shardtune.report.line_chart import SERIES_COLOURS, Band, Chart, ForecastLevel, Line, Mark

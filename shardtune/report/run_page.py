@@ -13,11 +13,11 @@ from pathlib import Path
 from shardtune.config.job import Job
 from shardtune.config.job_differences import differences_from_defaults
 from shardtune.config.job_file import load_job
-from shardtune.core.atomic_write import atomic_write
-from shardtune.core.metrics import CurveWarning
-from shardtune.core.run_history import RunHistory, read_run_history
-from shardtune.core.run_report import SampleAnswers
-from shardtune.core.run_state import RunState
+from shardtune.core.files.atomic_write import atomic_write
+from shardtune.core.runs.metrics import CurveWarning
+from shardtune.core.runs.run_history import RunHistory, read_run_history
+from shardtune.core.runs.run_report import SampleAnswers
+from shardtune.core.runs.run_state import RunState
 from shardtune.errors import ShardtuneError
 from shardtune.report.data_section import data_section
 from shardtune.report.html_page import html_page, section

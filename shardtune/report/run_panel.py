@@ -15,7 +15,7 @@ from itertools import pairwise
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from shardtune.core.eval_figures import EvalFigures
+from shardtune.core.runs.eval_figures import EvalFigures
 from shardtune.report.duration import duration
 
 TREND_STEPS = 200

@@ -7,9 +7,9 @@ import shlex
 from pathlib import PurePath
 
 from shardtune.config.job import Job
-from shardtune.core.eval_figures import EvalFigures
-from shardtune.core.run_history import RunHistory
-from shardtune.core.run_report import Compared
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.run_history import RunHistory
+from shardtune.core.runs.run_report import Compared
 from shardtune.report.duration import duration
 
 _NAME = r"[^\s/'\"(){}\[\],:;<>]+"

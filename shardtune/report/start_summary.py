@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtune.config.job import Job
-from shardtune.core.yaml_document import KeyPath, dotted
+from shardtune.core.files.yaml_document import KeyPath, dotted
 
 if TYPE_CHECKING:
     from shardtune.data.dataset import SourceReport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from shardtune.core.run_history import RunHistory
-from shardtune.core.step_parts import PARTS, StepParts
+from shardtune.core.runs.run_history import RunHistory
+from shardtune.core.runs.step_parts import PARTS, StepParts
 from shardtune.report.bar_chart import draw_stacks
 from shardtune.report.markup import Markup, element, join
 

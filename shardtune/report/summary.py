@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shardtune.core.eval_figures import EvalFigures
-from shardtune.core.run_report import (
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.run_report import (
     BeforeAfter,
     Compared,
     ForecastCheck,

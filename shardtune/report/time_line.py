@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 
-from shardtune.core.run_history import LauncherEvent, RunHistory
+from shardtune.core.runs.run_history import LauncherEvent, RunHistory
 from shardtune.report.chart_scale import ChartScale, round_ticks, short
 from shardtune.report.line_chart import Mark, figure
 from shardtune.report.markup import Markup, element, join, table

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from shardtune.engine.decode_step import DecodeSteps, why_not_static
 from shardtune.serve.generation_request import GenerationRequest, choose_tokens, guarded

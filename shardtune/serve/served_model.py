@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardtune.core.render_limit import render_limit
+from shardtune.core.host.render_limit import render_limit
 from shardtune.serve.continuous_batching import ContinuousBatch
 
 ChatTurn: TypeAlias = Mapping[str, object]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardtune.core.decoding_context import decoding_context
+from shardtune.core.model.decoding_context import decoding_context
 
 _HALF = "\ufffd"  # what an incomplete letter decodes to
 _LONGEST_LETTER = 8

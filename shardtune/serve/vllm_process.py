@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.request import ProxyHandler, build_opener
 
-from shardtune.core.parent_death import die_with_parent
+from shardtune.core.host.parent_death import die_with_parent
 from shardtune.errors import LaunchError, Problem
 
 _MISSES = 3  # looks in a row without an answer after which it counts as hung

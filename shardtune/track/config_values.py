@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
-from shardtune.core.yaml_document import dotted
+from shardtune.core.files.yaml_document import dotted
 from shardtune.track.sink import ConfigValue
 
 

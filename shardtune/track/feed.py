@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from shardtune.core.eval_figures import EvalFigures
-from shardtune.core.metrics import (
+from shardtune.core.files.regular_file import read_regular
+from shardtune.core.record import Record
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.metrics import (
     CurveWarning,
     EvaluationMetrics,
     MetricsLine,
     StepMetrics,
     TaskMetrics,
 )
-from shardtune.core.metrics_log import LogPosition, follow
-from shardtune.core.record import Record
-from shardtune.core.regular_file import read_regular
-from shardtune.core.run_report import RunReport
+from shardtune.core.runs.metrics_log import LogPosition, follow
+from shardtune.core.runs.run_report import RunReport
 from shardtune.track.sink import Cell, Sink
 from shardtune.track.tracker_state import TrackerState, write_tracker_state
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from shardtune.core.parent_death import die_with_parent
+from shardtune.core.host.parent_death import die_with_parent
 from shardtune.core.redact import redact
 
 FOLLOW_SECONDS = 1.0  # between two looks at metrics.jsonl

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from shardtune.core.atomic_write import atomic_write
+from shardtune.core.files.atomic_write import atomic_write
+from shardtune.core.files.regular_file import read_regular
 from shardtune.core.record import Record
-from shardtune.core.regular_file import read_regular
 
 TRACK_FOLDER = "track"
 """Of the run directory: `LABEL.json` (this file), `LABEL.log`, and `LABEL/`, the sink's own."""

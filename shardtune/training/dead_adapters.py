@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shardtune.core.metrics import CurveWarning
+from shardtune.core.runs.metrics import CurveWarning
 
 if TYPE_CHECKING:
     from torch import Tensor

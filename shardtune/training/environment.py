@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 
-from shardtune.core.machine import Machine
-from shardtune.core.run_environment import GitRevision, RunEnvironment
+from shardtune.core.host.machine import Machine
+from shardtune.core.runs.run_environment import GitRevision, RunEnvironment
 from shardtune.core.world import World
 
 _PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pydantic")

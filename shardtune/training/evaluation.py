@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardtune.config.job import EvaluateSection
-from shardtune.core.run_report import TaskFigures
+from shardtune.core.runs.run_report import TaskFigures
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.models.generate import (
     Prompt,

@@ -8,7 +8,7 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
-from shardtune.core.run_report import (
+from shardtune.core.runs.run_report import (
     BeforeAfter,
     BestReport,
     EarlyStopReport,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shardtune.config.job import TrainSection
-from shardtune.core.loss_spikes import LossSpikes
-from shardtune.core.metrics import LossSpike, NonfiniteGradient
 from shardtune.core.progress import Progress
+from shardtune.core.runs.loss_spikes import LossSpikes
+from shardtune.core.runs.metrics import LossSpike, NonfiniteGradient
 from shardtune.core.step import MicroBatch, StepResult
 from shardtune.core.world import World
 from shardtune.errors import BrokenWeights, OutOfMemory, Problem, RunError

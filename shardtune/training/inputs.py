@@ -10,7 +10,7 @@ from typing import Any
 
 from shardtune.config.job import Job
 from shardtune.config.model_rules import check_model
-from shardtune.core.cache import cache_dir
+from shardtune.core.files.cache import cache_dir
 from shardtune.core.model.family_support import require_isolation
 from shardtune.core.model.kind import require_trained_family
 from shardtune.core.model.parallel_plan import expert_widths, require_divisible

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 
 from shardtune.config.job import Job
-from shardtune.core.heartbeat import PHASES
+from shardtune.core.host.heartbeat import PHASES
 from shardtune.core.phase_clock import PhaseClock
+from shardtune.core.runs.step_parts import ACCOUNT, PARTS, RankParts, StepParts, mean_parts
 from shardtune.core.step import MicroBatch, StepResult
-from shardtune.core.step_parts import ACCOUNT, PARTS, RankParts, StepParts, mean_parts
 from shardtune.core.world import World
 from shardtune.data.loader import LoadingTime
 

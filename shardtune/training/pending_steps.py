@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from types import TracebackType
 
+from shardtune.core.host.stop_request import StopRequest
 from shardtune.core.progress import Progress
+from shardtune.core.runs.step_parts import StepParts
 from shardtune.core.step import LateResult, MicroBatch, Reading, StepResult
-from shardtune.core.step_parts import StepParts
-from shardtune.core.stop_request import StopRequest
 from shardtune.data.loader import Loader
 from shardtune.training.health import Health
 from shardtune.training.meter import Meter

@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 
 import torch
 
-from shardtune.core.atomic_write import NO_ROOM
+from shardtune.core.files.atomic_write import DISK_FULL
 from shardtune.data.loader import Loader
 from shardtune.errors import Problem, RunError
 from shardtune.training.health import explain_oom
@@ -54,7 +54,7 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         fact = f"{folder} can't be written to: {error.strerror}"
         fix = "set it to a folder of yours"
-        if error.errno in NO_ROOM:
+        if error.errno in DISK_FULL:
             fix = "make room there, or set it to a folder on a larger disk"
         raise RunError(Problem("save.directory", fact, fix)) from None
 

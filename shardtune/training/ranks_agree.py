@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
-from shardtune.core.yaml_document import dotted
+from shardtune.core.files.yaml_document import dotted
 from shardtune.errors import ModelError, Problem, RunError, ShardtuneError
 from shardtune.launch.process_group import JoinedWorld
 

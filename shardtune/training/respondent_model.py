@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from shardtune.core.render_limit import render_limit
+from shardtune.core.host.render_limit import render_limit
 from shardtune.data.formats import plain_dialogue
 from shardtune.evaluation.respondent import (
     AnswerLimits,

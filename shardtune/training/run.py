@@ -20,7 +20,7 @@ from shardtune.checkpoint.run_guards import require_same_data
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
 from shardtune.core.progress import Progress
-from shardtune.core.run_report import ResultReport, RunReport, TrainingReport
+from shardtune.core.runs.run_report import ResultReport, RunReport, TrainingReport
 from shardtune.core.step import MicroBatch
 from shardtune.core.units import GIB
 from shardtune.data.dataset import PreparedData

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardtune.config.job import Job
-from shardtune.core.metrics import EvaluationMetrics, TaskMetrics
 from shardtune.core.progress import Progress
-from shardtune.core.run_report import TaskFigures
+from shardtune.core.runs.metrics import EvaluationMetrics, TaskMetrics
+from shardtune.core.runs.run_report import TaskFigures
 from shardtune.core.step import EvalResult
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.report.live import RunView

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 from shardtune.checkpoint.digest import digest_rng_state, digest_tensors, trace_line
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
-from shardtune.core.curve_warnings import CurveWatch
 from shardtune.core.engine import Engine
-from shardtune.core.metrics import (
+from shardtune.core.progress import Progress
+from shardtune.core.runs.curve_warnings import CurveWatch
+from shardtune.core.runs.metrics import (
     CurveWarning,
     LossSpike,
     MetricsLine,
     NonfiniteGradient,
     StepMetrics,
 )
-from shardtune.core.metrics_log import follow
-from shardtune.core.progress import Progress
+from shardtune.core.runs.metrics_log import follow
+from shardtune.core.runs.step_parts import StepParts
 from shardtune.core.step import Reading, StepResult
-from shardtune.core.step_parts import StepParts
 from shardtune.launch.process_group import JoinedWorld
 from shardtune.report.live import RunView
 from shardtune.training.time_left import TimeLeft

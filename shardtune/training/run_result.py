@@ -13,7 +13,7 @@ from shardtune.checkpoint.overwrite import set_aside_unless_ours
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
-from shardtune.core.run_report import BeforeAfter, TrainingReport
+from shardtune.core.runs.run_report import BeforeAfter, TrainingReport
 from shardtune.core.step import MicroBatch
 from shardtune.data.dataset import PreparedData
 from shardtune.launch.process_group import JoinedWorld

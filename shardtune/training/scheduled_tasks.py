@@ -13,7 +13,7 @@ import torch
 
 from shardtune.config.job import Job
 from shardtune.core.engine import Engine
-from shardtune.core.run_report import TaskFigures
+from shardtune.core.runs.run_report import TaskFigures
 from shardtune.data.formats import learnt_plain
 from shardtune.errors import JobError, Problem, RunError
 from shardtune.evaluation.recipes import find_tasks

@@ -2,7 +2,7 @@
 
 Left in the run directory's `profile/`, for each rank:
   rank-0.trace.json.gz    the Chrome trace (chrome://tracing, ui.perfetto.dev)
-  rank-0.json             what we read from it (`core/rank_profile.py`)
+  rank-0.json             what we read from it (`core/runs/rank_profile.py`)
   rank-0.memory.pickle    the allocator's history, of a GPU (pytorch.org/memory_viz)
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardtune.core.atomic_write import atomic_write
-from shardtune.core.chrome_trace import add_up, read_trace
+from shardtune.core.files.atomic_write import atomic_write
+from shardtune.core.runs.chrome_trace import add_up, read_trace
 from shardtune.core.world import World
 
 WARM_UP_STEPS = 3

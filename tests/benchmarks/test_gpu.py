@@ -30,7 +30,7 @@ from benchmarks.gpu_sample import case_of, described, sample
 from benchmarks.gpu_train import STOP, documents_of, train_job, write_rows
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.known_models import find_model, known_model
 from shardtune.core.step import IGNORED
 from shardtune.plan.auto_micro_batch import within_memory

@@ -25,7 +25,7 @@ from shardtune.checkpoint.run_guards import (
 from shardtune.checkpoint.run_marker import read_marker, write_marker
 from shardtune.checkpoint.seal import seal_folder
 from shardtune.config.job_file import load_job
-from shardtune.core.eval_figures import EvalFigures
+from shardtune.core.runs.eval_figures import EvalFigures
 from shardtune.errors import RunError
 from tests.jobs import make_environment
 from tests.reports import evaluation_line, make_report, step_line

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardtune.cli.diagnose_command import read_facts
-from shardtune.core.metrics import TaskMetrics
 from shardtune.core.record import Record
-from shardtune.core.step_parts import PARTS, RankParts, StepParts
+from shardtune.core.runs.metrics import TaskMetrics
+from shardtune.core.runs.step_parts import PARTS, RankParts, StepParts
 from tests.jobs import write_job
 from tests.reports import step_line
 

@@ -18,7 +18,7 @@ import pytest
 from shardtune.cli import main as cli
 from shardtune.cli.doctor_command import _job, about_links
 from shardtune.cli.main import main
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.units import GIB
 from shardtune.measure import node_checks as checkup
 from shardtune.measure.bandwidth import MeasuredLink, receive, send

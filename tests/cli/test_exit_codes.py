@@ -12,7 +12,7 @@ import pytest
 from shardtune import errors
 from shardtune.cli import schema_command
 from shardtune.cli.main import main
-from shardtune.core.atomic_write import atomic_write
+from shardtune.core.files.atomic_write import atomic_write
 from shardtune.launch import INTERRUPTED, PREEMPTED
 from shardtune.launch.process_group import StopSignals
 from tests.jobs import write_job

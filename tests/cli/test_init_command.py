@@ -14,7 +14,7 @@ from shardtune.cli.resolve_job import resolve_here
 from shardtune.cli.starter_job import starter_job
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.known_models import find_model
 from shardtune.models import tiny
 from shardtune.train import train

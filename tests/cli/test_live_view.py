@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.metrics import StepMetrics
+from shardtune.core.runs.metrics import StepMetrics
 from tests.hosts import ROOT
 from tests.jobs import write_job
 

@@ -25,7 +25,7 @@ from shardtune import __version__
 from shardtune.cli import main as cli
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
-from shardtune.core.yaml_document import dotted
+from shardtune.core.files.yaml_document import dotted
 from tests.jobs import make_job, write_job
 
 ROOT = Path(__file__).resolve().parents[2]

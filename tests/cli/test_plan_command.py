@@ -12,8 +12,8 @@ import pytest
 from shardtune.cli.main import main
 from shardtune.config.job import LocalLaunch
 from shardtune.config.job_file import load_job
-from shardtune.core.machine import Machine
-from shardtune.core.matmul_speed import FAST_PRECISIONS
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.matmul_speed import FAST_PRECISIONS
 
 JOB = """\
 model:

@@ -13,9 +13,9 @@ from shardtune.cli.start.local_ranks import restart_policy
 from shardtune.config.auto import ResolvedJob
 from shardtune.config.job import Job
 from shardtune.config.job_file import load_job
-from shardtune.core.machine import Machine
-from shardtune.core.matmul_speed import FAST_PRECISIONS
-from shardtune.core.yaml_document import dump_document
+from shardtune.core.files.yaml_document import dump_document
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.matmul_speed import FAST_PRECISIONS
 from shardtune.errors import JobError, RunError
 from shardtune.launch.restart_policy import RestartPolicy
 from shardtune.plan.this_machine import forecast_here

@@ -25,7 +25,7 @@ from shardtune.compat.torch_compiler import (
     read_rows_once,
     report_compiling,
 )
-from shardtune.core.heartbeat import Heartbeats, open_heartbeat
+from shardtune.core.host.heartbeat import Heartbeats, open_heartbeat
 from tests.conftest import Logged
 
 

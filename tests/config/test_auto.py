@@ -11,9 +11,9 @@ import pytest
 from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job
 from shardtune.config.rules import check
-from shardtune.core.machine import Machine
-from shardtune.core.matmul_speed import MatmulSpeed, gpu_matmul_speed
-from shardtune.core.yaml_document import dotted
+from shardtune.core.files.yaml_document import dotted
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.matmul_speed import MatmulSpeed, gpu_matmul_speed
 from shardtune.errors import JobError
 from tests.jobs import make_job
 

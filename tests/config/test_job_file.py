@@ -11,7 +11,7 @@ from shardtune.config.foreign_keys import NEEDLESS_KEYS, OTHERS_KEYS
 from shardtune.config.job import AdamW, Job, LocalLaunch
 from shardtune.config.job_file import LoadedJob, leaves, load_job
 from shardtune.config.job_keys import all_keys
-from shardtune.core.yaml_document import dotted
+from shardtune.core.files.yaml_document import dotted
 from shardtune.errors import JobError
 from shardtune.parallel.auto.strategy import AutoStrategy
 from tests.jobs import LINE, SECTIONS, job_text, write_job

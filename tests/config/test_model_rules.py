@@ -12,7 +12,7 @@ from shardtune.api import forecast, rank_strategies
 from shardtune.cli.starter_facts import look_at_model
 from shardtune.config.auto import resolve
 from shardtune.config.model_rules import check_model
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.known_models import known_model
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.plan.cluster import parse_cluster

@@ -9,7 +9,7 @@ import pytest
 
 from shardtune.config.auto import resolve
 from shardtune.config.job_file import LoadedJob, load_job
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.errors import JobError
 from shardtune.parallel.published_names import published_strategy, torch_sharding
 from tests.jobs import SECTIONS, job_text

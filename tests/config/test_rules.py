@@ -10,8 +10,8 @@ from shardtune.config.auto import resolve
 from shardtune.config.job import Job
 from shardtune.config.rules import RULES, check
 from shardtune.core.capabilities import Capabilities, Support
-from shardtune.core.machine import Machine
-from shardtune.core.yaml_document import dotted
+from shardtune.core.files.yaml_document import dotted
+from shardtune.core.host.machine import Machine
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.ddp.strategy import DDP
 from tests.jobs import make_job

@@ -17,7 +17,7 @@ from shardtune.config.trackers import (
     WandB,
     tracker_labels,
 )
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.errors import JobError
 from tests.jobs import write_job
 

@@ -18,14 +18,14 @@ from torch import nn
 from shardtune.config.auto import resolve
 from shardtune.config.job import Adapter, ModelSection, TrainSection
 from shardtune.config.rules import check
+from shardtune.core.files.yaml_document import dotted
 from shardtune.core.footprint import Held, ModelBytes, predict_held, predict_sent
+from shardtune.core.host.machine import Machine
 from shardtune.core.layout import Layout
 from shardtune.core.lr_schedule import Schedule
-from shardtune.core.machine import Machine
 from shardtune.core.mesh import Mesh
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.world import World
-from shardtune.core.yaml_document import dotted
 from shardtune.data.loader import Loader
 from shardtune.engine.dtensor import size_of
 from shardtune.errors import JobError

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shardtune.core.heartbeat import PHASES, Heartbeat
+from shardtune.core.host.heartbeat import PHASES, Heartbeat
 from shardtune.core.phase_clock import PhaseClock
 
 
@@ -39,7 +39,7 @@ def test_where_nobody_waits_for_others_all_of_it_is_work() -> None:
 
 def test_the_heartbeat_tells_it_of_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("shardtune.core.heartbeat.time.monotonic", lambda: now)
+    monkeypatch.setattr("shardtune.core.host.heartbeat.time.monotonic", lambda: now)
     heartbeat = Heartbeat()
     heartbeat.clock = PhaseClock(PHASES, splits=False)
     heartbeat.begin(1)

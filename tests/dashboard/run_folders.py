@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardtune.checkpoint.run_marker import RunMarker, write_marker
-from shardtune.core.yaml_document import dump_document
+from shardtune.core.files.yaml_document import dump_document
 from shardtune.dashboard.dashboard_app import Dashboard
 from shardtune.web.http_guard import AccessRules
 from tests.jobs import make_environment, make_job

@@ -17,8 +17,8 @@ pytest.importorskip("starlette", reason="the server comes with the extra serve")
 
 from starlette.testclient import TestClient
 
-from shardtune.core.run_history import RunHistory, read_run_summary
-from shardtune.core.step_parts import PARTS
+from shardtune.core.runs.run_history import RunHistory, read_run_summary
+from shardtune.core.runs.step_parts import PARTS
 from shardtune.dashboard.dashboard_app import Dashboard
 from shardtune.dashboard.live_stream import live_events
 from shardtune.dashboard.metric_columns import FIGURES

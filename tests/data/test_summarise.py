@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from shardtune.config.job import DataSection, TrainSource
-from shardtune.core.data_summary import DataSummary
+from shardtune.core.runs.data_summary import DataSummary
 from shardtune.data.loader import Loader
 from shardtune.data.prepare import prepare
 from shardtune.data.summarise import MOST_TOKENS, summarise

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardtune.core.step_parts import DeviceParts
+from shardtune.core.runs.step_parts import DeviceParts
 from shardtune.engine import timer as stopwatch
 from shardtune.engine.timer import ComputeTimer
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardtune.cli.open_model import open_model
-from shardtune.core.cache import cache_dir
+from shardtune.core.files.cache import cache_dir
 from shardtune.evaluation.harness import run_harness
 from shardtune.evaluation.recipes import find_tasks
 from shardtune.evaluation.run_task import run_task

@@ -30,8 +30,8 @@ from typing import Any
 
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
-from shardtune.core.diagnosis import Diagnosis, SlowCause
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
+from shardtune.core.runs.diagnosis import Diagnosis, SlowCause
 from tests.hosts import Host, two_hosts
 from tests.jobs import make_job
 from tests.ranks import _CONTEXT

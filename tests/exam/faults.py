@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.heartbeat import Heartbeat, Phase
+from shardtune.core.host.heartbeat import Heartbeat, Phase
 
 SMALL_DISK = "small"
 

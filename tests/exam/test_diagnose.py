@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.core.chrome_trace import read_trace
+from shardtune.core.runs.chrome_trace import read_trace
 from tests.exam.diagnose import CASES, Slowness, examine, is_right
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardtune.core.document_boundaries import document_ends, takes_boundaries, varlen_inputs
+from shardtune.core.model.document_boundaries import document_ends, takes_boundaries, varlen_inputs
 from shardtune.engine.host_to_device import sent
 from shardtune.kernels import flash_attention as flash
 from shardtune.models import packed_attention as attention

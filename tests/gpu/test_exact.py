@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardtune.config.job import NoAdapter
-from shardtune.core.document_boundaries import takes_boundaries
+from shardtune.core.model.document_boundaries import takes_boundaries
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.kernels import flash_attention as flash

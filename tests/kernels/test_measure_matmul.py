@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardtune.compat import cpu_half_precision
-from shardtune.core.matmul_speed import FAST_PRECISIONS
+from shardtune.core.host.matmul_speed import FAST_PRECISIONS
 from shardtune.core.setup import Precision
 from shardtune.kernels.measure_matmul import fastest, measure_cpu_matmul, widen_slow_products
 

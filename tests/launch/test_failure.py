@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.heartbeat import Heartbeats, open_heartbeat
+from shardtune.core.host.heartbeat import Heartbeats, open_heartbeat
 from shardtune.launch.failure import collective_in, failure_of_hung_rank, rank_ranges
 from shardtune.launch.watchdog import HungRank
 

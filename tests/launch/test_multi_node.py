@@ -45,7 +45,7 @@ leave(code)
 BEGINNING = """
 import os, signal, sys, time
 from pathlib import Path
-from shardtune.core.heartbeat import open_heartbeat
+from shardtune.core.host.heartbeat import open_heartbeat
 from shardtune.launch import HEARTBEAT_FD
 from shardtune.launch.process_info import dump_stack_on_signal
 folder, life = Path(sys.argv[1]), sys.argv[2]

@@ -21,7 +21,7 @@ from shardtune.launch.supervisor import run_local
 BEGINNING = """\
 import os, signal, sys, time
 from pathlib import Path
-from shardtune.core.heartbeat import open_heartbeat
+from shardtune.core.host.heartbeat import open_heartbeat
 from shardtune.launch import HEARTBEAT_FD
 from shardtune.launch.error_file import reporting_errors
 from shardtune.launch.process_info import dump_stack_on_signal

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from shardtune.core.network import free_port
+from shardtune.core.host.network import free_port
 from shardtune.launch import SECRET
 from shardtune.launch.gate import Gate, knock
 from shardtune.launch.supervisor import run_local

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.heartbeat import Heartbeat, Heartbeats, Phase, open_heartbeat
+from shardtune.core.host.heartbeat import Heartbeat, Heartbeats, Phase, open_heartbeat
 from shardtune.launch import ray_watch
 from shardtune.launch import watchdog as watch
 from shardtune.launch.ray_watch import RayWatch

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardtune.core.machine import Machine
+from shardtune.core.files.yaml_document import dump_document
+from shardtune.core.host.machine import Machine
 from shardtune.core.world import World
-from shardtune.core.yaml_document import dump_document
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.machine_profile import CollectivePoint, Profile
 from shardtune.report.bench_table import bus_gbs, draw_bench, print_bench

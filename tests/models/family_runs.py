@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job, LoRA
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.world import World
 from shardtune.data.dataset import PreparedData
 from shardtune.data.loader import Loader

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
-from shardtune.core.document_boundaries import VARLEN_DETERMINISTIC, varlen_inputs
+from shardtune.core.model.document_boundaries import VARLEN_DETERMINISTIC, varlen_inputs
 from shardtune.core.setup import Recompute
 from shardtune.kernels import flash_attention as flash
 from shardtune.models.builder import PretrainedModelBuilder

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from shardtune.config.job import ModelSection
-from shardtune.core.document_boundaries import VARLEN_SINKS
+from shardtune.core.model.document_boundaries import VARLEN_SINKS
 from shardtune.engine.decode_graphs import DecodeGraphs
 from shardtune.errors import ModelError
 from shardtune.models import tiny

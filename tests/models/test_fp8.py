@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shardtune.config.job import IA3, Adapter, LoRA, ModelSection, TrainSection
 from shardtune.config.model_config import shape_of
-from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.core.lr_schedule import Schedule
 from shardtune.core.model import quantized_size
+from shardtune.core.model.fp8_memory import HESSIAN_BUDGET, hessian_bytes
 from shardtune.core.model.quantized_size import gptq_bytes
 from shardtune.core.setup import EngineSetup, OptimizerSetup, Quantization
 from shardtune.core.world import World

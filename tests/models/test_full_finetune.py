@@ -11,7 +11,7 @@ from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from shardtune.core import fused_families as families
+from shardtune.core.model import fused_families as families
 from shardtune.kernels.swiglu import swiglu_backward
 from shardtune.models.fused.full_finetune import (
     FullMLP,

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from shardtune.config.job import LoRA, ModelSection, TrainSection
-from shardtune.core import fused_families as families
+from shardtune.core.model import fused_families as families
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.fused.activation_checkpointing import checkpoint_activations
 from shardtune.models.fused.apply import pack_weights

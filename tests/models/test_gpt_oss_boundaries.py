@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from shardtune.core.document_boundaries import VARLEN_SINKS, attention_inputs, takes_boundaries
+from shardtune.core.model.document_boundaries import (
+    VARLEN_SINKS,
+    attention_inputs,
+    takes_boundaries,
+)
 from shardtune.models.packed_attention import register, why_unsuited
 
 LENGTHS = (5, 7, 4)

@@ -49,7 +49,7 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from shardtune.core.document_boundaries import VARLEN, attention_inputs
+from shardtune.core.model.document_boundaries import VARLEN, attention_inputs
 from shardtune.models import packed_attention as attention
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
 from shardtune.models.packed_attention import (

@@ -24,7 +24,7 @@ from shardtune.config.job import (
 )
 from shardtune.config.rules import check
 from shardtune.core.model.architectures import read_shape
-from shardtune.core.peft_wrapper import unwrap_name
+from shardtune.core.model.peft_wrapper import unwrap_name
 from shardtune.engine.trained_parameters import base_weights
 from shardtune.errors import JobError, ModelError
 from shardtune.models.builder import PretrainedModelBuilder

@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from shardtune.config.auto import resolve
+from shardtune.core.host.machine import Machine
 from shardtune.core.layout import Layout, Move
 from shardtune.core.lr_schedule import Schedule
-from shardtune.core.machine import Machine
 from shardtune.core.mesh import Mesh
 from shardtune.core.setup import EngineSetup, OptimizerSetup
 from shardtune.core.strategy import JobFacts

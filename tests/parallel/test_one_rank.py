@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardtune.config.auto import resolve
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.world import World
 from tests.jobs import make_job, write_job
 from tests.ranks import on_ranks

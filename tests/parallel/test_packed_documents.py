@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardtune.config.job import LoRA, ModelSection, TrainSection
-from shardtune.core.document_boundaries import VARLEN
 from shardtune.core.lr_schedule import Schedule
+from shardtune.core.model.document_boundaries import VARLEN
 from shardtune.core.setup import EngineSetup, Loss, OptimizerSetup
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World

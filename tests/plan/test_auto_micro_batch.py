@@ -10,7 +10,7 @@ import pytest
 
 from shardtune.config.auto import ResolvedJob, memory_decides
 from shardtune.config.job import Job, TrainSection
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.known_models import known_model
 from shardtune.core.units import GIB
 from shardtune.data.micro_batches import micro_batches

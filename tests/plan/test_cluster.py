@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtune.core.yaml_document import dump_document
+from shardtune.core.files.yaml_document import dump_document
 from shardtune.errors import JobError
 from shardtune.plan.cluster import DISPLAY_GIB, Cluster, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.machine_profile import Profile

@@ -8,9 +8,9 @@ import pytest
 
 from shardtune.config.job import Job
 from shardtune.config.model_config import shape_of
-from shardtune.core.diagnosis import Diagnosis
-from shardtune.core.rank_profile import Collective, RankProfile
-from shardtune.core.step_parts import PARTS, RankParts, StepParts
+from shardtune.core.runs.diagnosis import Diagnosis
+from shardtune.core.runs.rank_profile import Collective, RankProfile
+from shardtune.core.runs.step_parts import PARTS, RankParts, StepParts
 from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.diagnose import diagnose
 from shardtune.plan.forecast import Forecast, forecast

@@ -16,7 +16,7 @@ from transformers.models.opt.modeling_opt import OPTDecoder
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
 from shardtune.config.model_config import config_of, shape_of
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.architectures import SHAPE_READERS
 from shardtune.core.model.family_support import FAMILY_SUPPORT
 from shardtune.measure.dry_run import dry_run

@@ -15,7 +15,7 @@ from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, ModelSection
 from shardtune.config.job_file import load_job
 from shardtune.config.model_config import shape_of
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.known_models import catalogue
 from shardtune.errors import JobError
 from shardtune.parallel.fsdp.strategy import FSDP

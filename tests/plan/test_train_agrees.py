@@ -20,10 +20,10 @@ from shardtune import forecast, rank_strategies
 from shardtune.config.auto import resolve
 from shardtune.config.job import Job
 from shardtune.config.rules import check
-from shardtune.core.machine import Machine
+from shardtune.core.files.yaml_document import dotted
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.architectures import SHAPE_READERS
 from shardtune.core.model.family_support import FAMILY_SUPPORT
-from shardtune.core.yaml_document import dotted
 from shardtune.errors import ModelError, ShardtuneError
 from shardtune.models.materialize import decoder_layers, without_memory
 from shardtune.models.quantization.swap import quantizable

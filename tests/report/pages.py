@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from shardtune.core.data_summary import DataSetSummary, DataSummary, DocumentExample, TextPiece
-from shardtune.core.run_history import RunHistory
+from shardtune.core.runs.data_summary import DataSetSummary, DataSummary, DocumentExample, TextPiece
+from shardtune.core.runs.run_history import RunHistory
 from tests.jobs import make_environment
 from tests.reports import evaluation_line, make_report, step_line
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardtune.config.job import Job
 from shardtune.config.job_file import leaves
-from shardtune.core.yaml_document import KeyPath, dotted
+from shardtune.core.files.yaml_document import KeyPath, dotted
 from shardtune.report.job_table import print_job
 from tests.report.screen import plain_console, shown, squeezed
 from tests.synthetic import make_job

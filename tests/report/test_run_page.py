@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.metrics import CurveWarning, LossSpike, NonfiniteGradient, TaskMetrics
-from shardtune.core.run_history import LauncherEvent, RunHistory, SavedCheckpoint, StepForecast
-from shardtune.core.step_parts import PARTS, RankParts, StepParts
+from shardtune.core.runs.metrics import CurveWarning, LossSpike, NonfiniteGradient, TaskMetrics
+from shardtune.core.runs.run_history import LauncherEvent, RunHistory, SavedCheckpoint, StepForecast
+from shardtune.core.runs.step_parts import PARTS, RankParts, StepParts
 from shardtune.report.run_page import run_page, try_write_run_page
 from shardtune.report.run_story import proofs, public_text, verdict
 from tests.report.pages import PageReader, make_data, make_history

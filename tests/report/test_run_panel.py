@@ -8,8 +8,8 @@ import time
 import pytest
 from rich.console import Console
 
-from shardtune.core.eval_figures import EvalFigures
-from shardtune.core.metrics import LossSpike
+from shardtune.core.runs.eval_figures import EvalFigures
+from shardtune.core.runs.metrics import LossSpike
 from shardtune.report.notebook import as_html, in_notebook, show_line
 from shardtune.report.run_panel import RunPanel, StepForecastLine, StepNumbers, trend
 from tests.reports import evaluation_line, step_line

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardtune.config.auto import resolve
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.report.start_summary import print_opening
 from tests.report.screen import plain_console, shown, squeezed
 from tests.synthetic import make_job, numbered, prepared

@@ -19,7 +19,7 @@ pytest.importorskip("starlette", reason="the server comes with the extra serve")
 
 import httpx2 as httpx  # noqa: E402  what the client itself brings
 
-from shardtune.core import render_limit  # noqa: E402
+from shardtune.core.host import render_limit  # noqa: E402
 from shardtune.serve.http_app import ServerLimits  # noqa: E402
 from shardtune.serve.openai_requests import ChatBody  # noqa: E402
 from shardtune.web.http_guard import AccessRules  # noqa: E402

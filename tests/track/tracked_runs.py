@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtune.checkpoint.run_dir import RunDir
-from shardtune.core.metrics import CurveWarning, LossSpike, MetricsLine, TaskMetrics
+from shardtune.core.runs.metrics import CurveWarning, LossSpike, MetricsLine, TaskMetrics
 from tests.jobs import make_environment, make_job
 from tests.reports import evaluation_line, make_report, step_line
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardtune.core.run_environment import GitRevision, RunEnvironment
+from shardtune.core.runs.run_environment import GitRevision, RunEnvironment
 from shardtune.core.world import World
 from shardtune.training.environment import describe_environment
 

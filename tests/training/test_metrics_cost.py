@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardtune.core.heartbeat import Phase
+from shardtune.core.host.heartbeat import Phase
 from shardtune.core.progress import Progress
 from shardtune.core.step import Reading, StepResult
 from shardtune.data.loader import LoadingTime

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.core.heartbeat import Heartbeat
-from shardtune.core.metrics import StepMetrics
+from shardtune.core.host.heartbeat import Heartbeat
+from shardtune.core.host.stop_request import StopRequest
+from shardtune.core.runs.metrics import StepMetrics
+from shardtune.core.runs.step_parts import ACCOUNT, PARTS, DeviceParts, StepParts, total_parts
 from shardtune.core.step import LateResult, MicroBatch, StepResult
-from shardtune.core.step_parts import ACCOUNT, PARTS, DeviceParts, StepParts, total_parts
-from shardtune.core.stop_request import StopRequest
 from shardtune.core.world import World
 from shardtune.data.loader import LoadingTime
 from shardtune.engine.fake import FakeEngine

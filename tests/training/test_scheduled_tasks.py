@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 
 from shardtune.cli.open_model import open_model
 from shardtune.config.job import Job
-from shardtune.core.metrics import MetricsLine, TaskMetrics
 from shardtune.core.progress import Progress
-from shardtune.core.run_report import RunReport, TaskFigures, TaskReport
+from shardtune.core.runs.metrics import MetricsLine, TaskMetrics
+from shardtune.core.runs.run_report import RunReport, TaskFigures, TaskReport
 from shardtune.core.world import World
 from shardtune.errors import DataError, JobError, RunError, ShardtuneError
 from shardtune.evaluation.answer_metrics import Reference

@@ -19,7 +19,7 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import require_same_job, require_unfinished
 from shardtune.config.job import BestCheckpoint, EarlyStop, Job
 from shardtune.core.progress import Progress
-from shardtune.core.run_report import TaskFigures
+from shardtune.core.runs.run_report import TaskFigures
 from shardtune.core.step import EvalResult, MicroBatch
 from shardtune.errors import JobError, RunError
 from shardtune.evaluation.task import parse_task

@@ -10,7 +10,7 @@ from shardtune.cli.say import say
 
 if TYPE_CHECKING:
     from shardtune.checkpoint.run_dir import RunDir
-    from shardtune.core.run_state import RunState
+    from shardtune.core.runs.run_state import RunState
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def printing_json(directory: Path) -> Iterator[None]:
 def _follow(directory: Path, out: TextIO, over: threading.Event) -> None:
     """Prints lines until there are no more to come. An earlier run's, which may lie there when this
     one begins, are left out: it begins its log anew."""
-    from shardtune.core.metrics_log import follow
+    from shardtune.core.runs.metrics_log import follow
 
     position = follow(directory).position
     while True:

@@ -16,15 +16,15 @@ from shardtune.cli.start.fault_page import leaving_page
 from shardtune.cli.start.nodes import agree_on, other_launchers, telling
 from shardtune.cli.start.ray_settings import start_with_ray
 from shardtune.cli.start.run_claim import claim_directory, mend_overwrite
-from shardtune.core.atomic_write import atomic_write
-from shardtune.core.paused_collector import paused_collector
+from shardtune.core.files.atomic_write import atomic_write
+from shardtune.core.host.paused_collector import paused_collector
 from shardtune.core.world import World
 
 if TYPE_CHECKING:
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.auto import ResolvedJob
     from shardtune.config.job import Job
-    from shardtune.core.yaml_document import KeyPath
+    from shardtune.core.files.yaml_document import KeyPath
     from shardtune.launch.node import Node
     from shardtune.launch.restart_policy import RestartPolicy
     from shardtune.models.model_files import ModelFiles
@@ -104,7 +104,7 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
 def _command_of_ranks(arguments: argparse.Namespace, job: Job, folder: Path) -> list[str]:
     """The ranks get the job as it was resolved and checked here, written to `folder`: a file that
     is edited meanwhile, or that lies in the directory that was just cleared, must not matter."""
-    from shardtune.core.yaml_document import dump_document
+    from shardtune.core.files.yaml_document import dump_document
 
     checked = folder / arguments.job.name
     atomic_write(checked, dump_document(job.model_dump(mode="json")))
@@ -120,7 +120,7 @@ def _again(
         return [*command, "--resume"]
     smaller = _smaller(job, halvings)
     if run is not None:
-        from shardtune.core.machine import Machine
+        from shardtune.core.host.machine import Machine
         from shardtune.plan.run_forecast import RunForecast
         from shardtune.plan.this_machine import forecast_here
 
@@ -168,7 +168,7 @@ def restart_policy(
     been taken with it. `asked` is the job as it was written."""
     from shardtune.config.auto import memory_decides
     from shardtune.config.job import LocalLaunch
-    from shardtune.core.machine import Machine
+    from shardtune.core.host.machine import Machine
     from shardtune.launch.restart_policy import RestartPolicy
 
     launch, train = job.launch, job.train

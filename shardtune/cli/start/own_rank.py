@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardtune.cli.resolve_job import fitting_forecast, resolve_here
 from shardtune.cli.start.fault_page import leaving_page
 from shardtune.cli.start.run_claim import claim_directory, mend_overwrite
-from shardtune.core.paused_collector import paused_collector
+from shardtune.core.host.paused_collector import paused_collector
 from shardtune.core.world import outside_nodes
 from shardtune.launch import LAUNCHER_PID
 
@@ -25,7 +25,7 @@ def train_as_rank(arguments: argparse.Namespace) -> int:
     """One of the processes that our launcher, torchrun or Slurm has started."""
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.config.job_file import load_job
-    from shardtune.core.parent_death import die_with_parent
+    from shardtune.core.host.parent_death import die_with_parent
     from shardtune.launch.accelerate_env import drop_plugins
     from shardtune.launch.error_file import reporting_errors
 

@@ -18,8 +18,8 @@ from shardtune.cli.start.fault_page import leaving_page
 from shardtune.config.auto import ResolvedJob, resolve
 from shardtune.config.job import Job, RayLaunch
 from shardtune.config.rules import check
-from shardtune.core.machine import Machine
-from shardtune.core.matmul_speed import MatmulSpeed, gpu_matmul_speed
+from shardtune.core.host.machine import Machine
+from shardtune.core.host.matmul_speed import MatmulSpeed, gpu_matmul_speed
 from shardtune.core.world import outside_nodes
 from shardtune.errors import JobError, LaunchRefused, Problem
 from shardtune.launch.error_file import reporting_errors

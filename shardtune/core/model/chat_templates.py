@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from shardtune.core.regular_file import read_regular
+from shardtune.core.files.regular_file import read_regular
 from shardtune.errors import JobError, Problem, did_you_mean
 
 LARGEST_TEMPLATE = 1 << 20

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from shardtune.core.fp8_memory import (
+from shardtune.core.model.fp8_memory import (
     HESSIAN_BUDGET,
     gptq_workspace_bytes,
     hessian_bytes,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardtune.core.fused_families import LARGEST_EXPERT_RANK
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
+from shardtune.core.model.fused_families import LARGEST_EXPERT_RANK
 from shardtune.kernels.contiguous_copy import contiguous_copy
 from shardtune.kernels.expert_swiglu import expert_swiglu, expert_swiglu_backward
 from shardtune.kernels.sum_expert_rows import sum_expert_rows

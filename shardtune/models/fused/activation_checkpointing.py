@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardtune.compat.torch_compiler import hide_checkpoint_warning
-from shardtune.core.activation_memory import WIDE_MATMUL
+from shardtune.core.model.activation_memory import WIDE_MATMUL
 from shardtune.core.setup import Recompute
 
 NARROW = 16

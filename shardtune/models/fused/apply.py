@@ -17,7 +17,7 @@ from shardtune.compat.torch_compiler import (
     report_compiling,
 )
 from shardtune.config.job import Adapter, LoRA, NoAdapter, TrainSection
-from shardtune.core.heartbeat import own_heartbeat
+from shardtune.core.host.heartbeat import own_heartbeat
 from shardtune.core.setup import Recompute
 from shardtune.models.fused.activation_checkpointing import (
     checkpoint_activations,

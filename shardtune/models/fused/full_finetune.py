@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardtune.core.fused_families import SHARED_INPUT_FAMILIES
+from shardtune.core.model.fused_families import SHARED_INPUT_FAMILIES
 from shardtune.kernels.rope import rope_qkv, rope_qkv_backward
 from shardtune.kernels.stacked_linear import stack_weights, stacked_linear, stacked_linear_backward
 from shardtune.kernels.swiglu import swiglu_backward

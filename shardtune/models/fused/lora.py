@@ -17,7 +17,7 @@ import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
-from shardtune.core.fused_families import RESIDUAL_FAMILIES, SHARED_INPUT_FAMILIES
+from shardtune.core.model.fused_families import RESIDUAL_FAMILIES, SHARED_INPUT_FAMILIES
 from shardtune.kernels.lora_dropout import LARGEST_DROPOUT_RANK, dropout_seed
 from shardtune.kernels.stacked_linear import LinearLayers, stack_weights
 from shardtune.models.experts.swiglu_experts import fuse_experts

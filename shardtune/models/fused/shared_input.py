@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.compat.transformers_rope import skip_if_rotated
-from shardtune.core.fused_families import ROPE_FAMILIES
+from shardtune.core.model.fused_families import ROPE_FAMILIES
 
 GATE_UP = ("gate_proj", "up_proj")
 QKV = ("q_proj", "k_proj", "v_proj")

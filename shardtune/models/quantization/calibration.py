@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.fp8_memory import HESSIAN_BUDGET, hessian_bytes
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.fp8_memory import HESSIAN_BUDGET, hessian_bytes
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.models.quantization.fp8_linear import FP8Linear
 
 CalibrationSamples = Sequence[Sequence[int]]

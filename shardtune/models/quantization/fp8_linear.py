@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.core.fp8_memory import outlier_columns
+from shardtune.core.model.fp8_memory import outlier_columns
 from shardtune.kernels.lora_residual import add_lora_residual
 from shardtune.kernels.triton_import import jit, tl, triton
 from shardtune.models.quantization.bitsandbytes_linear import QuantizedLinear

@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from shardtune.core.regular_file import open_regular
+from shardtune.core.files.regular_file import open_regular
+from shardtune.core.files.yaml_document import KeyPath, dotted, parse_document
 from shardtune.core.setup import Precision
 from shardtune.core.strategy import JobFacts, ToldValue
-from shardtune.core.yaml_document import KeyPath, dotted, parse_document
 from shardtune.errors import JobError, Problem, did_you_mean
 from shardtune.parallel.deepspeed.deepspeed_fields import DeepSpeedFields
 from shardtune.parallel.deepspeed.json_keys import (

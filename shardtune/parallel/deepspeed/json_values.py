@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardtune.core.files.yaml_document import KeyPath
 from shardtune.core.setup import Precision
 from shardtune.core.strategy import ToldValue
-from shardtune.core.yaml_document import KeyPath
 
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

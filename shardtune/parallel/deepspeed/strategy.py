@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from shardtune.core.capabilities import Capabilities, Need, Refusal
+from shardtune.core.files.yaml_document import KeyPath
 from shardtune.core.layout import AxisRule, Home, Layout, Move, State
 from shardtune.core.mesh import WORLD, Mesh
 from shardtune.core.model_builder import ModelBuilder
@@ -19,7 +20,6 @@ from shardtune.core.send_buckets import SendBuckets
 from shardtune.core.setup import EngineSetup, Precision
 from shardtune.core.strategy import Choice, Devices, JobFacts, ResolvedStrategy, ToldValue
 from shardtune.core.world import World
-from shardtune.core.yaml_document import KeyPath
 from shardtune.errors import JobError, Problem
 from shardtune.parallel.capability_limits import WHOLE_COPIES, divided, layers_as_written
 from shardtune.parallel.deepspeed import json_file, limits

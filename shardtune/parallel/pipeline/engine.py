@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from shardtune.core.document_boundaries import takes_boundaries
 from shardtune.core.layout import Home, Layout
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.document_boundaries import takes_boundaries
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.core.setup import EngineSetup
 from shardtune.core.step import EvalResult, MicroBatch

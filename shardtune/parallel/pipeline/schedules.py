@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shardtune.core.heartbeat import Heartbeat, Phase
+from shardtune.core.host.heartbeat import Heartbeat, Phase
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.engine.timer import ComputeTimer
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtune.core.model.parallel_plan import Family, active_share, family_of, require_stages
-from shardtune.core.peft_wrapper import unwrap_model
+from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.core.pipeline_schedule import Pipelining, split_layers, stage_costs
 from shardtune.core.step import IGNORED
 from shardtune.engine.loss import loss_sum

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from shardtune.core.activation_memory import loss_chunk_rows
+from shardtune.core.model.activation_memory import loss_chunk_rows
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.setup import LARGEST_SUMMED_RANK
 from shardtune.plan.estimate.constants import MemoryConstants

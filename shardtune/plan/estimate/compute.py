@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from shardtune.core.activation_memory import loss_chunk_rows
+from shardtune.core.model.activation_memory import loss_chunk_rows
 from shardtune.core.model.flops import attention_flops
 from shardtune.core.model.quantized_size import restored
 from shardtune.core.model.shape import ModelShape, Weight

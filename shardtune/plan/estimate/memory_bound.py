@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shardtune.core.fused_families import RESIDUAL_FAMILIES, ROPE_FAMILIES
+from shardtune.core.model.fused_families import RESIDUAL_FAMILIES, ROPE_FAMILIES
 from shardtune.core.model.shape import ModelShape, Weight
 from shardtune.core.setup import LARGEST_SUMMED_RANK
 from shardtune.plan.estimate.expert_load import imbalance

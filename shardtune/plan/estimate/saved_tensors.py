@@ -11,9 +11,9 @@ import math
 from functools import lru_cache
 from typing import Literal
 
-from shardtune.core.activation_memory import WIDE_MATMUL
-from shardtune.core.fused_families import LARGEST_EXPERT_RANK, OWN_GATE_FAMILIES
+from shardtune.core.model.activation_memory import WIDE_MATMUL
 from shardtune.core.model.adapter_size import RANK_MULTIPLE
+from shardtune.core.model.fused_families import LARGEST_EXPERT_RANK, OWN_GATE_FAMILIES
 from shardtune.core.model.shape import LAYER_PARTS, MATMUL_KINDS, ModelShape, Weight
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.workload import SHAPES, Checkpointing, Workload

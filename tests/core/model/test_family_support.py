@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtune.config.auto import resolve
-from shardtune.core.machine import Machine
+from shardtune.core.host.machine import Machine
 from shardtune.core.model.family_support import (
     FAMILY_SUPPORT,
     require_attention,

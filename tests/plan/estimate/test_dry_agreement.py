@@ -10,7 +10,7 @@ import torch
 
 from shardtune.config.job import Job
 from shardtune.config.model_config import config_of, shape_of
-from shardtune.core.activation_memory import loss_chunk_rows
+from shardtune.core.model.activation_memory import loss_chunk_rows
 from shardtune.kernels import linear_cross_entropy
 from shardtune.measure.dry_run import dry_run
 from shardtune.models.builder import MetaModelBuilder

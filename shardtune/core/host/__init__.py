@@ -1,0 +1,1 @@
+"""The machine under a run: what it has, its network, its processes."""
