@@ -248,13 +248,25 @@ def _lora(model: Any, adapter: LoRA) -> Any:
         target_modules=targets,
         target_parameters=adapted or None,
         rank_pattern=dict.fromkeys(adapted, expert_rank),
-        modules_to_save=list(adapter.modules_to_save) or None,
+        modules_to_save=_whole_names(model, adapter.modules_to_save) or None,
         # A head that is the embedding stays the embedding when that is trained.
         ensure_weight_tying=_saves_tied(model, adapter.modules_to_save),
         use_dora=adapter.variant == "dora",
         use_rslora=adapter.variant == "rslora",
         fan_in_fan_out=_transposed(model),
     )
+
+
+def _whole_names(model: nn.Module, wanted: tuple[str, ...]) -> list[str]:
+    """The modules to save as peft is told them. It takes whatever ends so (`input_layernorm` for
+    `norm`, `shared_expert_gate` for `gate`): where that is more than is called so, whole names."""
+    every = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found = []
+    for each in wanted:
+        called = [name for name in every if _is_called(name, each)]
+        ambiguous = len(called) < sum(name.endswith(each) for name in every)
+        found += called if ambiguous else [each]
+    return found
 
 
 def _lora_targets(model: Any, adapter: LoRA) -> str | list[str]:
@@ -333,7 +345,7 @@ def _names_of(model: nn.Module, kind: Callable[[nn.Module], bool]) -> set[str]:
 
 
 def _is_called(name: str, wanted: str) -> bool:
-    """peft's rule: a target is a module's whole name or its last parts."""
+    """peft's rule for targets: a module's whole name or its last parts."""
     return name == wanted or name.endswith(f".{wanted}")
 
 

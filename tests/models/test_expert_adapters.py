@@ -75,7 +75,14 @@ def test_what_a_job_says_of_experts(adapter: LoRA, rank: int) -> None:
     assert ranks == ({rank} if rank else set())
 
 
-@pytest.mark.parametrize(("family", "router"), [("mixtral", "gate"), ("gpt_oss", "router")])
+@pytest.mark.parametrize(
+    ("family", "router"),
+    [
+        ("mixtral", "gate"),
+        ("gpt_oss", "router"),
+        ("qwen2_moe", "gate"),  # has a `shared_expert_gate`, too, which is a target of LoRA
+    ],
+)
 def test_a_router_is_trained_where_it_is_asked_for(family: str, router: str) -> None:
     names = trained(insert_adapters(empty(family), LoRA(rank=2, modules_to_save=(router,))))
     assert sum(f".{router}.modules_to_save." in name and "weight" in name for name in names) == 3

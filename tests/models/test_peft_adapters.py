@@ -114,6 +114,25 @@ def test_rslora_is_stronger_by_the_root_of_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "wanted", "saved"),
+    [
+        ("llama", "norm", ["model.norm"]),  # not `input_layernorm`
+        ("gpt2", "attn", [f"transformer.h.{n}.attn" for n in range(3)]),  # `c_attn` is inside
+        ("llama", "mlp", [f"model.layers.{n}.mlp" for n in range(3)]),
+    ],
+)
+def test_modules_are_saved_that_are_called_so(
+    tmp_path: Path, family: str, wanted: str, saved: list[str]
+) -> None:
+    from peft.utils.other import ModulesToSaveWrapper
+
+    write(tmp_path, family)
+    model = build(tmp_path, LoRA(rank=2, modules_to_save=(wanted,))).get_base_model()
+    modules = model.named_modules()
+    assert [name for name, each in modules if isinstance(each, ModulesToSaveWrapper)] == saved
+
+
+@pytest.mark.parametrize(
     ("family", "targets", "feedforward"),
     [
         ("llama", {"k_proj", "v_proj", "down_proj"}, {"down_proj"}),

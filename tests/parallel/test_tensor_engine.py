@@ -151,10 +151,14 @@ def test_every_family_in_two_slices(folders: dict[str, str], adapter: Any) -> No
 
 ENDS = LoRA(rank=4, modules_to_save=("embed_tokens", "lm_head"))
 HEAD = LoRA(rank=4, variant="rslora", targets=("lm_head", "q_proj"))
+BLOCK = LoRA(rank=4, targets=("q_proj",), modules_to_save=("mlp",))
+GPT2_BLOCK = LoRA(rank=4, targets=("c_fc",), modules_to_save=("attn",))
 ASKED = {
     "adamw": ("gpt2-tied", {"optimizer": "adamw"}),
     "trained-ends": ("llama-untied", {"adapter": ENDS}),
     "trained-tied-ends": ("qwen2-tied", {"adapter": ENDS}),
+    "a-trained-block": ("llama-untied", {"adapter": BLOCK}),
+    "a-trained-block-of-gpt2": ("gpt2-untied", {"adapter": GPT2_BLOCK}),
     "rslora-on-the-head": ("llama-untied", {"adapter": HEAD}),
     "ia3": ("gpt2-tied", {"adapter": IA3()}),
     "pissa": ("llama-tied", {"adapter": LoRA(rank=4, variant="pissa")}),

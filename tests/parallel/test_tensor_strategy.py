@@ -119,6 +119,9 @@ ROW, COLUMN = "layers.3.self_attn.o_proj", "layers.3.mlp.up_proj"
         ("lm_head.weight", (9, 4), DimShard(0)),
         ("base_model.model.lm_head.modules_to_save.default.weight", (9, 4), DimShard(0)),
         ("model.norm.weight", (4,), None),
+        (f"model.{COLUMN}.modules_to_save.default.weight", (8, 4), DimShard(0)),
+        ("model.layers.3.mlp.modules_to_save.default.up_proj.weight", (8, 4), DimShard(0)),
+        ("model.layers.3.mlp.original_module.down_proj.weight", (4, 8), DimShard(1)),
     ],
 )
 def test_a_weight_is_sliced_by_its_name(

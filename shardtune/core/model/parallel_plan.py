@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.shape import ModelShape
+from shardtune.core.peft_wrapper import unwrap_copies
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.errors import ModelError, Problem
 
@@ -77,7 +78,9 @@ class Family:
         return None
 
     def dim_shard_in_layer(self, name: str, shape: Sequence[int]) -> DimShard | None:
-        """How a weight of a layer is sharded, by its name inside the layer."""
+        """How a weight of a layer is sharded, by its name inside the layer. A copy that is trained
+        of a module, or of a block around it, is sharded as the module is."""
+        name = unwrap_copies(name)
         for module, style in self.styles.items():
             if name.startswith(f"{module}."):
                 leaf = name.removeprefix(f"{module}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _MODEL_PREFIX = "base_model.model."
@@ -18,3 +19,9 @@ def unwrap_name(name: str) -> str:
     """The name that a weight has without peft."""
     words = name.removeprefix(_MODEL_PREFIX).split(".")
     return ".".join(word for word in words if word not in _LAYER_WRAPPERS)
+
+
+def unwrap_copies(name: str) -> str:
+    """The name without what peft puts into it where a module, or a block around it, is to be saved:
+    `mlp.modules_to_save.default.up_proj` is `mlp.up_proj`."""
+    return re.sub(r"\b(?:modules_to_save\.[^.]+|original_module)\.", "", name)

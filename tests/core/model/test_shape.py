@@ -311,6 +311,13 @@ def test_modules_trained_whole_are_counted_once(family: str) -> None:
     assert lora_parameters(shape, 2, modules_to_save=names) == expected
 
 
+def test_a_norm_trained_whole_is_the_one_that_is_called_so() -> None:
+    names = ("norm",)
+    adapted = insert_adapters(model_of(*TINY["llama"]), LoRA(rank=2, modules_to_save=names))
+    expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert lora_parameters(shape_of(*TINY["llama"]), 2, modules_to_save=names) == expected
+
+
 def test_chosen_targets() -> None:
     shape = shape_of("llama", USUAL)
     # rank times (inputs + outputs), for 3 layers: queries 64+64, values 64+32
