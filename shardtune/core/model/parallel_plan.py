@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardtune.core.mesh import Mesh
+from shardtune.core.model.peft_wrapper import unwrap_copies
 from shardtune.core.model.shape import ModelShape
-from shardtune.core.peft_wrapper import unwrap_copies
 from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.errors import ModelError, Problem
 
