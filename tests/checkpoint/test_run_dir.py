@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardtune.checkpoint import run_logs
 from shardtune.checkpoint.run_dir import RunDir
 from shardtune.checkpoint.run_guards import (
     notes_on,
@@ -285,7 +286,7 @@ def limited_files(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No file can grow beyond `size`; the system's word for that is another, which we translate."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    monkeypatch.setattr(errno, "EDQUOT", errno.EFBIG)
+    monkeypatch.setattr(run_logs, "DISK_FULL", (errno.ENOSPC, errno.EFBIG))
     try:
         yield
     finally:
