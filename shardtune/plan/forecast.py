@@ -269,6 +269,7 @@ def workload(job: Job, shape: ModelShape, mesh: Mesh) -> Workload:
         pair=pair,
         scored=1.0 if pair is None else pair.target / pair.mean(read, pair.target),
         microbatches=microbatches,
+        step_rows=train.global_batch,
         widths=widths(job, microbatches, split_fp32=split),
         adapter=adapter(job, shape),
         packed_bits=packed,

@@ -56,3 +56,14 @@ def test_engines_of_others_have_a_wider_band() -> None:
         assert band.lower < needed < band.upper
         widths[each.name] = band.upper / needed
     assert widths["zero3"] > widths["fsdp"]
+
+
+def test_rows_are_counted_once_where_ranks_share_them_unevenly() -> None:
+    """Eight rows on three ranks are 3, 3 and 2: two micro-batches of up to two rows on each."""
+    name = "llama-3.1-8b"
+    what = job(name, adapter=LORA, train={"global_batch": 8, "micro_batch": 2})
+    even, uneven = (
+        forecast(what, known_model(name), parse_cluster(spec)).speed for spec in ("4xA40", "3xA40")
+    )
+    assert uneven.tokens == even.tokens == 8 * 2048
+    assert uneven.flops == even.flops

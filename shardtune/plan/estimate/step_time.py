@@ -162,7 +162,7 @@ class _Step:
         )
         return SpeedEstimate(
             step,
-            work.micro_batch * work.row_tokens * micro * self._replicas,
+            self._step_rows * work.row_tokens,
             self.mesh.size,
             self._flops(),
             self.on.peak * (EIGHT_BIT_PEAK if self._in_eight_bits else 1.0),
@@ -176,8 +176,13 @@ class _Step:
         return (self.shape.layers + self.shape.encoder_layers) / self.cut.pipeline
 
     @property
-    def _replicas(self) -> int:
-        return self.mesh.size // (self.cut.tensor * self.cut.pipeline * self.cut.context)
+    def _step_rows(self) -> int:
+        """On all ranks. The fullest rank has as many as any other or one more."""
+        work, cut = self.work, self.cut
+        if work.step_rows is not None:
+            return work.step_rows
+        replicas = self.mesh.size // (cut.tensor * cut.pipeline * cut.context)
+        return work.micro_batch * work.microbatches * replicas
 
     @property
     def _passes(self) -> int:
@@ -413,9 +418,8 @@ class _Step:
 
     def _flops(self) -> float:
         work = self.work
-        rows = work.micro_batch * work.microbatches * self._replicas
-        once = rows * matmul_flops(self.shape, work.sequence, work.target)
-        pairs = rows * attention_flops(self.shape, work.sequence, work.target)
+        once = self._step_rows * matmul_flops(self.shape, work.sequence, work.target)
+        pairs = self._step_rows * attention_flops(self.shape, work.sequence, work.target)
         passes = 3 if self.work.adapter is None else 2
         return passes * once + 3 * pairs
 

@@ -133,6 +133,8 @@ class Workload:
     """Tokens of a row; of a model with an encoder those that it reads."""
     microbatches: int = 1
     """Forward passes of a step on each rank."""
+    step_rows: int | None = None
+    """Rows of a step on all ranks, where they may be fewer than would fill all micro-batches."""
     widths: Widths = MIXED
     adapter: AdapterSize | None = None
     packed_bits: float | None = None
