@@ -17,7 +17,7 @@ from shardtune.config.foreign_keys import (
     OTHERS_VALUES,
 )
 from shardtune.config.job import Job
-from shardtune.config.job_keys import all_keys, sections_at, type_of, types_at
+from shardtune.config.job_keys import all_keys, sections_at, type_of, types_at, words_at
 from shardtune.config.ludwig import translated
 from shardtune.config.override_effects import apply_override_effects
 from shardtune.config.published_words import understand
@@ -197,7 +197,10 @@ def _real_path(item: Any, value: Any) -> KeyPath:
     return tuple(path)
 
 
-_DEGREE: KeyPath = ("strategy", "degree")
+_DIVIDES: dict[KeyPath, str] = {
+    ("strategy", "degree"): "how many ranks divide each layer",
+    ("strategy", "stages"): "over how many ranks the layers are divided",
+}
 
 _WANTED = {
     "int_type": "a whole number",
@@ -242,10 +245,12 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     if first == "extra_forbidden":
         return _unknown_key(path, value)
     if first == "missing" and isinstance(items[0]["loc"][-1], str):
-        if path == _DEGREE:
-            return "is missing", _degree_fix(value)
+        if path in _DIVIDES:
+            return "is missing", _division_fix(path, value)
         if path == ("model",) and (name := _model_elsewhere(value)):
             return "is missing", f"add `model: {{name: {name}}}`"
+        if words := words_at(path):
+            return "is missing", f"add `{key}:` with one of {', '.join(map(repr, words))}"
         return "is missing", f"add `{key}:`; `shardtune schema` says what it takes"
     if first in ("union_tag_invalid", "union_tag_not_found"):
         expected = items[0].get("ctx", {}).get("expected_tags")
@@ -302,13 +307,13 @@ def _sections(value: dict[str, Any]) -> list[str]:
     return [key for key, inner in value.items() if isinstance(inner, dict)]
 
 
-def _degree_fix(value: Any) -> str:
+def _division_fix(path: KeyPath, value: Any) -> str:
     """Over how many ranks: all of them, where the job says how many there are."""
-    launch = value.get("launch")
+    key, launch = path[-1], value.get("launch")
     ranks = launch.get("processes") if isinstance(launch, dict) else None
     if type(ranks) is int and ranks > 1:
-        return f"add `degree: {ranks}`, all of launch.processes, or a divisor of it"
-    return "add `degree: 2` or more: how many ranks divide each layer, a divisor of all there are"
+        return f"add `{key}: {ranks}`, all of launch.processes, or a divisor of it"
+    return f"add `{key}: 2` or more: {_DIVIDES[path]}, a divisor of all there are"
 
 
 def _show(given: Any) -> str:

@@ -48,6 +48,15 @@ def types_at(path: KeyPath) -> set[str]:
     return {word for model in sections_at(path) if (word := type_of(model))}
 
 
+def words_at(path: KeyPath) -> tuple[str, ...]:
+    """The words that a key may have, where it has nothing else."""
+    for section in sections_at(path[:-1]):
+        field = section.model_fields.get(str(path[-1]))
+        if field is not None and typing.get_origin(field.annotation) is typing.Literal:
+            return tuple(map(str, typing.get_args(field.annotation)))
+    return ()
+
+
 def all_keys(model: type[BaseModel] = Job, path: KeyPath = ()) -> Iterable[KeyPath]:
     """Every key of a section and of those inside, whatever `type:` may choose."""
     for key, info in model.model_fields.items():

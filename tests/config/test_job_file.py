@@ -388,7 +388,8 @@ MISTAKES = [
      f'data.train.0: is "a.jsonl"; it must be {A_SECTION}\n    fix: give {A_SECTION}'),
     ("data", "{train: [{path: a}]}",
      "data.train.0.format: is missing\n"
-     "    fix: add `format:`; `shardtune schema` says what it takes"),
+     "    fix: add `format:` with one of 'instruction', 'chat', 'completion', 'pretokenized', "
+     "'source_target'"),
     ("data", "{train: [{path: a, format: chat, name: a b}]}",
      "data.train.0.name: is \"a b\"; it must be 'auto' or a short name of letters, digits, '.', '_'"
      " and '-'\n    fix: give 'auto' or a short name of letters, digits, '.', '_' and '-'"),
@@ -397,6 +398,10 @@ MISTAKES = [
     ("strategy", "{type: tensor}",
      "strategy.degree: is missing\n"
      "    fix: add `degree: 2` or more: how many ranks divide each layer, a divisor "
+     "of all there are"),
+    ("strategy", "{type: pipeline}",
+     "strategy.stages: is missing\n"
+     "    fix: add `stages: 2` or more: over how many ranks the layers are divided, a divisor "
      "of all there are"),
     ("strategy", "{type: ddp, stage: 2}",
      "strategy.stage: unknown key here\n    fix: did you mean 'strategy.zero_optimization.stage'?"),
