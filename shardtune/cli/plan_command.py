@@ -15,6 +15,7 @@ from shardtune.cli.states_tables import add_states_options, asked_tables, print_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardtune.config.job import Job
     from shardtune.config.job_file import LoadedJob
     from shardtune.core.files.yaml_document import KeyPath
     from shardtune.core.model.shape import ModelShape
@@ -91,7 +92,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     from shardtune.config.rules import check
     from shardtune.plan.forecast import forecast
     from shardtune.plan.on_cluster import chosen_precision, chosen_values, resolve_as_asked
-    from shardtune.plan.this_machine import offer, shortage
+    from shardtune.plan.this_machine import shortage
 
     if (option := asked_tables(arguments)) is not None:
         print_states_tables(option, getattr(arguments, option.key), _cluster(arguments))
@@ -104,8 +105,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     found = forecast(resolved.job, shape, cluster)
     chosen = chosen_values(loaded.job, resolved)
     seen = _dry_run(found) if arguments.dry_run else None
-    told = _rows_told(loaded, cluster)
-    fix = "" if found.fits else offer(found.job, shape, cluster, rows_told=told)
+    fix = "" if found.fits else _offer(loaded, found.job, shape, cluster)
     if arguments.json:
         noted = replace(found, reasons=(*chosen_precision(resolved), *found.reasons))
         print(_result(noted, chosen, fix, seen).to_json(indent=2, ascii_only=True))
@@ -223,7 +223,6 @@ def plan(arguments: argparse.Namespace) -> int:
         resolve_on,
     )
     from shardtune.plan.search import rank
-    from shardtune.plan.this_machine import offer
     from shardtune.report.plan_plots import ranking_drawings
     from shardtune.report.plot_file import require_plot, write_plot
 
@@ -239,7 +238,7 @@ def plan(arguments: argparse.Namespace) -> int:
         if not any(each.found for each in ranking.candidates):  # it isn't memory that is lacking
             check(as_asked, _place(loaded))
             forecast(as_asked, shape, cluster)
-        fix = offer(as_asked, shape, cluster, rows_told=_rows_told(loaded, cluster))
+        fix = _offer(loaded, as_asked, shape, cluster)
     if arguments.json:
         from shardtune.plan.ranking_summary import summarise
 
@@ -320,10 +319,13 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def _rows_told(loaded: LoadedJob, cluster: Cluster) -> bool:
-    """Whether the strategy's own file says the micro-batch."""
-    job = loaded.job
-    return job.strategy.micro_batch(job.train.global_batch, cluster.gpus) is not None
+def _offer(loaded: LoadedJob, job: Job, shape: ModelShape, cluster: Cluster) -> str:
+    """What fits, to be pasted behind the command."""
+    from shardtune.plan.this_machine import offer
+
+    written = loaded.job
+    rows = written.strategy.micro_batch(written.train.global_batch, cluster.gpus)
+    return offer(job, shape, cluster, written=written, rows_told=rows is not None)
 
 
 def _place(loaded: LoadedJob) -> Callable[[KeyPath], str]:

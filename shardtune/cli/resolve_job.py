@@ -61,14 +61,20 @@ def resolve_here(
 
 
 def fitting_forecast(
-    arguments: argparse.Namespace, job: Job, nodes: int, *, rows_told: bool = False
+    arguments: argparse.Namespace,
+    job: Job,
+    nodes: int,
+    *,
+    written: Job | None = None,
+    rows_told: bool = False,
 ) -> Forecast | None:
     """What the run will take here; refuses what doesn't fit, before anything is opened.
-    `rows_told`: the strategy's own file says the micro-batch."""
+    `written` is the job before `auto` was replaced. `rows_told`: the strategy's own file says the
+    micro-batch."""
     from shardtune.core.host.machine import Machine
     from shardtune.plan.this_machine import forecast_here, require_fit
 
     found = forecast_here(job, Machine.here(), nodes)
     if found is not None and not arguments.ignore_forecast:
-        require_fit(found, rows_told=rows_told)
+        require_fit(found, written=written, rows_told=rows_told)
     return found

@@ -193,7 +193,7 @@ def _planned(text: str, target: str, shape: ModelShape | None, machine: Machine)
     best = rank(_open_to_change(job), shape, cluster, installed_only=True).best
     if best is None or best.found is None:
         yield from _comment(f"It doesn't fit: {shortage(found)}.")
-        yield from _comment(f"What would: {offer(found.job, shape, cluster)}")
+        yield from _comment(f"What would: {offer(found.job, shape, cluster, written=written)}")
         return
     strategy = best.found.job.strategy
     if cluster.gpus > 1 or strategy != DEFAULT:

@@ -120,7 +120,8 @@ def _ranked(asked: PlanRequest) -> tuple[Ranking, PlanResult]:
     ranking = rank(resolved.job, shape, cluster)
     fix = ""
     if ranking.best is None:
-        fix = offer(resolve_as_asked(job, shape, cluster).job, shape, cluster)
+        as_asked = resolve_as_asked(job, shape, cluster).job
+        fix = offer(as_asked, shape, cluster, written=job)
     return ranking, summarise(ranking, fix, chosen_precision(resolved))
 
 

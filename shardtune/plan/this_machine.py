@@ -29,8 +29,8 @@ from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import LinkKind
-from shardtune.plan.on_cluster import as_planned
-from shardtune.plan.remedies import in_words, overrides, smallest_change, smallest_cluster
+from shardtune.plan.on_cluster import as_planned, resolve_as_asked
+from shardtune.plan.remedies import Change, in_words, overrides, smallest_change, smallest_cluster
 from shardtune.plan.search import rank
 
 CPU_TFLOPS, CPU_GBS = 0.1, 10.0
@@ -107,11 +107,13 @@ def forecast_here(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None
         return None  # a GPU or a family that isn't in the catalogue is no reason to refuse a run
 
 
-def require_fit(found: Forecast, *, rows_told: bool = False) -> None:
+def require_fit(
+    found: Forecast, *, written: Job | None = None, rows_told: bool = False
+) -> None:
     """Refuses a job that will not fit, before any weight is loaded, and offers what will."""
     if found.fits:
         return
-    fix = offer(found.job, found.shape, found.cluster, rows_told=rows_told)
+    fix = offer(found.job, found.shape, found.cluster, written=written, rows_told=rows_told)
     fix += "; --ignore-forecast runs it as it is"
     raise JobError(Problem("memory", shortage(found), fix))
 
@@ -129,14 +131,22 @@ def shortage(found: Forecast) -> str:
     return f"{needed} and there are {room:.1f}{told}: {parts}"
 
 
-def offer(job: Job, shape: ModelShape, cluster: Cluster, *, rows_told: bool = False) -> str:
-    """The smallest change that fits, or the smallest cluster. `rows_told`: the strategy's own file
-    says the micro-batch."""
+def offer(
+    job: Job,
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    written: Job | None = None,
+    rows_told: bool = False,
+) -> str:
+    """The smallest change that fits, or the smallest cluster. `written` is the job before `auto`
+    was replaced: behind it the change is pasted. `rows_told`: the strategy's own file says the
+    micro-batch."""
     change = smallest_change(job, shape, cluster, rows_told=rows_told)
     if change is not None:
         how = "the same result" if change.same_result else "another result"
-        left = -change.found.over / GIB
-        return f"{change}  ({how}; leaves {left:.1f} GiB{provided(change.found)})"
+        found = change.found if written is None else _as_pasted(change, written)
+        return f"{change}  ({how}; leaves {-found.over / GIB:.1f} GiB{provided(found)})"
     larger = smallest_cluster(job, shape, cluster)
     if larger is not None and larger.found is not None:
         values = overrides(job, larger.found.job)
@@ -144,6 +154,22 @@ def offer(job: Job, shape: ModelShape, cluster: Cluster, *, rows_told: bool = Fa
         written = f"--cluster {larger.found.cluster.name} {in_words(values)}".strip()
         return f"{written}  (a larger cluster; {how}; {larger.name} {larger.why})"
     return "no cluster of such devices that we know of would do"
+
+
+def _as_pasted(change: Change, written: Job) -> Forecast:
+    """What the changed job takes with the micro-batch and the recomputation that stand in place of
+    its `auto` then: they may be others than those that fitted first."""
+    found = change.found
+    auto = {
+        key: "auto"
+        for key in ("micro_batch", "gradient_checkpointing")
+        if getattr(written.train, key) == "auto" and f"train.{key}" not in change.values
+    }
+    if not auto or found.cluster.gpu.name == "CPU":  # where no forecast chooses
+        return found
+    job = found.job.model_copy(update={"train": found.job.train.model_copy(update=auto)})
+    chosen = resolve_as_asked(job, found.shape, found.cluster).job
+    return forecast(chosen, found.shape, found.cluster)
 
 
 def planner_here(machine: Machine, nodes: int = 1, begun: Job | None = None) -> Planner:

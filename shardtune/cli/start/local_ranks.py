@@ -53,7 +53,7 @@ def start_ranks(arguments: argparse.Namespace, node: Node | None) -> int:
     run = claim_directory(arguments, loaded, job, first=first)
     ranks = int(job.launch.processes)
     told = loaded.job.strategy.micro_batch(job.train.global_batch, ranks) is not None
-    predicted = fitting_forecast(arguments, job, nodes, rows_told=told)
+    predicted = fitting_forecast(arguments, job, nodes, written=loaded.job, rows_told=told)
 
     with paused_collector():
         from shardtune.checkpoint.overwrite import overwriting
