@@ -126,7 +126,6 @@ def estimate(arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     """The job with every choice of the swept values. Exit code 1 if none of them fits."""
-    from shardtune.config.job import Job
     from shardtune.config.job_file import load_job
     from shardtune.config.model_config import shape_of
     from shardtune.errors import JobError, Problem

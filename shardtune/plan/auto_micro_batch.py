@@ -59,10 +59,12 @@ def filled(found: Forecast) -> Forecast:
     level = found.job.train.gradient_checkpointing
     if not has_room(found) or level not in BETWEEN:
         return found
-    best, fits, too_many = found, 0, found.shape.layers
+    layers = found.shape.layers
+    best, fits, too_many = found, 0, layers + 1
     while too_many - fits > 1:
         kept = (fits + too_many) // 2
-        tried = forecast(at_level(found.job, level, kept), found.shape, found.cluster)
+        exempt = at_level(found.job, level, kept) if kept < layers else at_level(found.job, "none")
+        tried = forecast(exempt, found.shape, found.cluster)
         if has_room(tried):
             best, fits = tried, kept
         else:

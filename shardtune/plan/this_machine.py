@@ -107,9 +107,7 @@ def forecast_here(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None
         return None  # a GPU or a family that isn't in the catalogue is no reason to refuse a run
 
 
-def require_fit(
-    found: Forecast, *, written: Job | None = None, rows_told: bool = False
-) -> None:
+def require_fit(found: Forecast, *, written: Job | None = None, rows_told: bool = False) -> None:
     """Refuses a job that will not fit, before any weight is loaded, and offers what will."""
     if found.fits:
         return

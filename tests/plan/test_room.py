@@ -35,6 +35,16 @@ def test_the_best_leaves_the_reserve_and_is_the_roomiest_of_the_fast(seed: int, 
         assert best.memory.required <= least + SPARE * best.capacity
 
 
+def test_no_layer_is_recomputed_where_all_may_keep_what_they_save() -> None:
+    """Where recomputation costs a small model less than 2 % of a step, the level that takes least
+    is filled up with layers that are exempt from it, to the last one."""
+    name = "smollm2-135m"
+    what = job(name, length=256, adapter=LORA, train={"global_batch": 8})
+    for each in rank(what, known_model(name), parse_cluster("8xH100-80GB")).candidates:
+        if each.found is not None and each.found.memory.required < 0.1 * each.found.capacity:
+            assert each.found.checkpointing == "none", each.name
+
+
 def test_a_job_near_the_limit_is_tight() -> None:
     """It fits by what is expected; the upper end of its band is above what the card has."""
     name = "llama-3.1-8b"
