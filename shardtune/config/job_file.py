@@ -197,6 +197,7 @@ def _real_path(item: Any, value: Any) -> KeyPath:
     return tuple(path)
 
 
+_SOURCES = ("data", "train"), ("data", "eval")
 _DIVIDES: dict[KeyPath, str] = {
     ("strategy", "degree"): "how many ranks divide each layer",
     ("strategy", "stages"): "over how many ranks the layers are divided",
@@ -249,8 +250,8 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
             return "is missing", _division_fix(path, value)
         if path == ("model",) and (name := _model_elsewhere(value)):
             return "is missing", f"add `model: {{name: {name}}}`"
-        if words := words_at(path):
-            return "is missing", f"add `{key}:` with one of {', '.join(map(repr, words))}"
+        if choice := words_at(path):
+            return "is missing", f"add `{key}:` with one of {', '.join(map(repr, choice))}"
         return "is missing", f"add `{key}:`; `shardtune schema` says what it takes"
     if first in ("union_tag_invalid", "union_tag_not_found"):
         expected = items[0].get("ctx", {}).get("expected_tags")
@@ -268,6 +269,10 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     fix = f"give {wanted}"
     if path == ("model",) and isinstance(given, str):
         return f"is {_show(given)}; it must be {wanted}", f"write model: {{name: {given}}}"
+    if path[:2] in _SOURCES and len(path) <= 3 and isinstance(given, str):
+        source = f"{{path: {given}, format: instruction}}"
+        source = f"[{source}]" if len(path) == 2 else source
+        return f"is {_show(given)}; it must be {wanted}", f"write {source}, with its own format"
     if wanted == "text" and isinstance(given, (int, float)):
         fix = "put it in quotes"
     if isinstance(given, str):

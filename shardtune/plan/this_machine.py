@@ -149,8 +149,8 @@ def offer(
     if larger is not None and larger.found is not None:
         values = overrides(job, larger.found.job)
         how = "another result" if "train.global_batch" in values else "the same result"
-        written = f"--cluster {larger.found.cluster.name} {in_words(values)}".strip()
-        return f"{written}  (a larger cluster; {how}; {larger.name} {larger.why})"
+        words = f"--cluster {larger.found.cluster.name} {in_words(values)}".strip()
+        return f"{words}  (a larger cluster; {how}; {larger.name} {larger.why})"
     return "no cluster of such devices that we know of would do"
 
 

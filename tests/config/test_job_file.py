@@ -385,7 +385,11 @@ MISTAKES = [
     ("data", "{train: {path: a, format: chat}}",
      "data.train: is a section; it must be a list\n    fix: give a list"),
     ("data", "{train: [a.jsonl]}",
-     f'data.train.0: is "a.jsonl"; it must be {A_SECTION}\n    fix: give {A_SECTION}'),
+     f'data.train.0: is "a.jsonl"; it must be {A_SECTION}\n'
+     "    fix: write {path: a.jsonl, format: instruction}, with its own format"),
+    ("data", "{train: a.jsonl}",
+     'data.train: is "a.jsonl"; it must be a list\n'
+     "    fix: write [{path: a.jsonl, format: instruction}], with its own format"),
     ("data", "{train: [{path: a}]}",
      "data.train.0.format: is missing\n"
      "    fix: add `format:` with one of 'instruction', 'chat', 'completion', 'pretokenized', "
