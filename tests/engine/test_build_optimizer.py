@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import get_parameter_names
 
+from shardtune.config.job import IA3, Adapter, NoAdapter
 from shardtune.core.setup import OptimizerSetup
 from shardtune.engine.optim.build_optimizer import make_optimizer, take_step
+from shardtune.models.peft_adapters import insert_adapters
+from tests.models.families import config
 
 RATE = 1e-2
 RULES = {
@@ -18,6 +23,8 @@ RULES = {
     "momentum": OptimizerSetup("sgd", momentum=0.9),
 }
 LIMIT = 1.0
+EXEMPT = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Names that transformers' Trainer takes no weight decay for."""
 
 
 def weights(device: str) -> dict[str, nn.Parameter]:
@@ -83,6 +90,31 @@ def left_out(rule: str, device: str) -> None:
         one, two = optimizer.state[weight], other.state[theirs[name]]
         assert one.keys() == two.keys()
         assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+VECTORS: dict[str, tuple[dict[str, Any], Adapter]] = {
+    "llama": ({"attention_bias": True}, NoAdapter()),
+    "cohere": ({"use_qk_norm": True}, NoAdapter()),  # norms with weights for each head
+    "gpt_oss": ({}, NoAdapter()),  # biases of all experts in one
+    "mistral": ({}, IA3()),  # factors with a dimension of one
+}
+"""Families by what of theirs is no matrix, some of it in two dimensions."""
+
+
+@pytest.mark.parametrize("family", VECTORS)
+def test_only_matrices_decay(family: str) -> None:
+    """transformers' own Trainer leaves out norms and biases by their names; IA3 has nothing else
+    that is trained, and its factors would be pulled from 1 to 0."""
+    changes, adapter = VECTORS[family]
+    model = AutoModelForCausalLM.from_config(config(family, **changes))
+    adapted = insert_adapters(model, adapter)
+    named = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+    optimizer = make_optimizer(named, RULES["adamw"], RATE)
+    groups = [set(group["params"]) for group in optimizer.param_groups if group["weight_decay"]]
+    left = {name for name, each in named.items() if not any(each in group for group in groups)}
+    expected = set(named) - set(get_parameter_names(model, [nn.LayerNorm], EXEMPT))
+    expected |= {name for name in named if "ia3_l" in name or name.endswith("sinks")}
+    assert left == expected
 
 
 @pytest.mark.parametrize("rule", RULES)

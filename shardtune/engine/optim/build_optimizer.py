@@ -17,9 +17,10 @@ from shardtune.engine.optim.adamw_8bit import adamw_8bit, is_8bit
 def make_optimizer(
     trained: Mapping[str, nn.Parameter], setup: OptimizerSetup, rate: float
 ) -> torch.optim.Optimizer:
-    """Weight decay pulls matrices to zero, never norms and biases: those have no surplus."""
-    matrices = [p for p in trained.values() if _dims(p) >= 2]
-    others = [p for p in trained.values() if _dims(p) < 2]
+    """Weight decay pulls matrices to zero, never norms, biases and factors: those have no
+    surplus."""
+    matrices = [p for name, p in trained.items() if _is_matrix(name, p)]
+    others = [p for name, p in trained.items() if not _is_matrix(name, p)]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": setup.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -101,6 +102,9 @@ def moment_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ]
 
 
-def _dims(parameter: nn.Parameter) -> int:
-    """Dimensions of the whole weight; ZeRO-3 leaves an empty one in its place."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Some vectors are stored in two dimensions: biases of all experts of a layer, weights of norms
+    by head (Cohere), IA3's factors. ZeRO-3 leaves an empty weight in the place of the whole."""
+    *modules, leaf = name.split(".")
+    vector = leaf.endswith("bias") or any(each.endswith(("norm", "ia3_l")) for each in modules)
+    return not vector and len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
