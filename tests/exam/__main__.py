@@ -23,7 +23,7 @@ from rich.table import Table
 from tests.exam import artefacts, ownership, page, peer, read_files, saves, supervision, values
 from tests.exam.case import Findings, Verdict
 from tests.exam.harness import Lab
-from tests.exam.proofs import Proofs, run_tests
+from tests.exam.proofs import Proofs, require_collected, run_tests
 from tests.exam.slots import Slots, at, of_forked_ranks
 from tests.exam.table import ROWS, Check, Row, count
 
@@ -45,6 +45,7 @@ def main() -> int:
     arguments = _arguments()
     rows = [row for row in ROWS if not arguments.only or row.number in arguments.only]
     begun = time.monotonic()
+    require_collected(all_tests(rows))
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder), _slots(rows))
         lab.prepare()
@@ -82,13 +83,17 @@ def sit(
     # A thread each: what keeps a check waiting is a slot, or another's run, which needs one.
     with ThreadPoolExecutor(max_workers=len(checks) + 3) as pool:
         struck = pool.submit(_in_turn, timed, lab)
-        tests = pool.submit(run_tests, sorted({test for row in rows for test in row.tests}), lab)
+        tests = pool.submit(run_tests, all_tests(rows), lab)
         theirs = pool.submit(peer.sit, lab) if with_peer else None
         others = {check: pool.submit(_findings, check, lab) for check in checks
                   if check not in timed}  # fmt: skip
     seen = struck.result() | {check: each.result() for check, each in others.items()}
     verdicts = {row.number: _verdict(row, tests.result(), seen) for row in rows}
     return verdicts, theirs.result() if theirs else {}
+
+
+def all_tests(rows: Sequence[Row]) -> list[str]:
+    return sorted({test for row in rows for test in row.tests})
 
 
 def _checks(rows: Sequence[Row]) -> list[Check]:

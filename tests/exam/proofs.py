@@ -36,6 +36,16 @@ class Proofs:
         return sum(self.passed.get(name, 0) for name in names)
 
 
+def require_collected(names: Sequence[str]) -> None:
+    """RuntimeError where pytest finds no such test: better now than after ten minutes of cases."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", *(f"tests/{n}" for n in names)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if names and done.returncode != pytest.ExitCode.OK:
+        raise RuntimeError(
+            f"the exam's tests can't be collected: {(done.stdout + done.stderr)[-2000:]}"
+        )
+
+
 def run_tests(names: Sequence[str], lab: Lab) -> Proofs:
     """`names` are files, functions or cases of them under tests/, as pytest takes them."""
     if not names:  # pytest would run all there are
@@ -57,7 +67,7 @@ def run_tests(names: Sequence[str], lab: Lab) -> Proofs:
             lab.slots.charge(process)
             process.wait()
         if process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            raise RuntimeError(f"the exam's tests didn't run: {said.read_text('utf-8')[-2000:]}")
+            raise RuntimeError(f"the exam's tests broke off: {said.read_text('utf-8')[-2000:]}")
         cases = list(ElementTree.parse(report).iter("testcase"))
     _say_longest(cases)
     passed: dict[str, int] = {}

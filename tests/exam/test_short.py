@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.exam import artefacts
+from tests.exam.__main__ import all_tests
 from tests.exam.case import Findings
 from tests.exam.faults import Fault
 from tests.exam.harness import Lab
+from tests.exam.proofs import require_collected
 from tests.exam.table import ROWS
 
 pytestmark = pytest.mark.slow
@@ -37,13 +37,9 @@ def test_every_case_is_answered_or_says_why_not() -> None:
 
 def test_cases_of_tests_are_called_as_pytest_calls_them() -> None:
     """One that it doesn't find keeps it from all the others."""
-    names = sorted({f"tests/{name}" for row in ROWS for name in row.tests if "[" in name})
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", *names],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert names
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    require_collected([name for name in all_tests(ROWS) if "[" in name])
+    with pytest.raises(RuntimeError, match="not found"):
+        require_collected(["exam/test_short.py::test_nothing_of_that_name"])
 
 
 def test_nothing_in_the_package_knows_of_the_faults() -> None:
