@@ -261,7 +261,7 @@ def _whole_names(model: nn.Module, wanted: tuple[str, ...]) -> list[str]:
     """The modules to save as peft is told them. It takes whatever ends so (`input_layernorm` for
     `norm`, `shared_expert_gate` for `gate`): where that is more than is called so, whole names."""
     every = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    found = []
+    found: list[str] = []
     for each in wanted:
         called = [name for name in every if _is_called(name, each)]
         ambiguous = len(called) < sum(name.endswith(each) for name in every)
