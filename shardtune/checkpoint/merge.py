@@ -75,7 +75,7 @@ def merge_adapter(
     """
     inputs = tokenize_prompts(tokenizer, prompts, model)
     adapted = fp32_logits(model, inputs)
-    merged = model.merge_and_unload()
+    merged = merge_weights(model)
     same = compare_merged(adapted, merged, inputs)
     in_bf16 = cost_of_bf16(merged, inputs) if dtype == torch.float32 else None
     rounded = round_weights(merged, inputs, dtype)
@@ -91,6 +91,20 @@ def merge_adapter(
             )
         require_read_back(merged, partial)
     return MergedModel(_word(dtype), same, rounded, in_bf16)
+
+
+def merge_weights(adapted: Any) -> Any:
+    """The model with its adapter added to its weights. A head that is the embedding, too, gets a
+    weight of its own where it is adapted: the correction is none of the embedding."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # peft is slow to import
+
+    causal = adapted.get_base_model()
+    head, text = causal.get_output_embeddings(), causal.config.get_text_config()
+    if isinstance(head, BaseTunerLayer) and text.tie_word_embeddings:
+        linear: Any = head.get_base_layer()
+        linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+        text.tie_word_embeddings = causal.config.tie_word_embeddings = False
+    return adapted.merge_and_unload()
 
 
 def tokenize_prompts(tokenizer: Any, prompts: Sequence[str], model: Any) -> ModelCalls:

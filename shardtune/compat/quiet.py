@@ -58,7 +58,9 @@ def quiet_flash_attention() -> None:
     warnings.filterwarnings("ignore", message="Argument aux_data")
 
 
-def quiet_expert_patterns() -> None:
+def quiet_adapter_warnings() -> None:
     """peft gives a fused weight of experts its rank by a pattern, and then looks for it among
-    modules alone: it warns that the pattern was ignored, which it wasn't."""
+    modules alone: it warns that the pattern was ignored, which it wasn't. It warns of adapters on a
+    head that is the embedding, too, which our merge keeps apart."""
     warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not")
+    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied")

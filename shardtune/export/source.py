@@ -16,6 +16,7 @@ from shardtune.checkpoint.manifest import MANIFEST_FILE
 from shardtune.checkpoint.merge import (
     LogitDifference,
     compare_merged,
+    merge_weights,
     tokenize_prompts,
 )
 from shardtune.checkpoint.model_card import CARD_FILE, card_of_merged
@@ -108,7 +109,7 @@ class ExportSource:
         model = load_to_merge(result, self.files, self.job.train.compute_precision)
         inputs = tokenize_prompts(self.tokenizer, self.prompts, model)
         adapted = fp32_logits(model, inputs)
-        merged = model.merge_and_unload().eval()
+        merged = merge_weights(model).eval()
         return WholeModel(merged, inputs, compare_merged(adapted, merged, inputs))
 
     def require_decoder(self, to: str) -> None:

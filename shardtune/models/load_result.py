@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from shardtune.compat.quiet import quiet_expert_patterns
+from shardtune.compat.quiet import quiet_adapter_warnings
 from shardtune.config.job import ModelSection
 from shardtune.core.setup import Precision
 from shardtune.models.experts.expert_lora import hand_over_factors
@@ -50,7 +50,7 @@ def _with_adapter(model: Any, folder: str) -> Any:
     from transformers import GenerationConfig
 
     with explaining(folder, folder, _FIX), warnings.catch_warnings():
-        quiet_expert_patterns()
+        quiet_adapter_warnings()
         # The result knows better than its model where answers end.
         model.generation_config = GenerationConfig.from_pretrained(folder)
         with shown_unpacked(model):
@@ -64,7 +64,7 @@ def attach_adapter(model: Any, folder: str, name: str) -> Any:
     from peft import PeftModel
 
     with explaining(folder, folder, _FIX), warnings.catch_warnings():
-        quiet_expert_patterns()
+        quiet_adapter_warnings()
         with shown_unpacked(model):
             adapted = model
             if isinstance(model, PeftModel):

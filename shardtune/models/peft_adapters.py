@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardtune.compat.quiet import quiet_expert_patterns
+from shardtune.compat.quiet import quiet_adapter_warnings
 from shardtune.config.job import IA3, Adapter, LoRA, NoAdapter
 from shardtune.core.model.active_experts import active_experts
 from shardtune.core.model.adapter_size import require_plain_experts
@@ -39,7 +39,7 @@ def insert_adapters(model: nn.Module, adapter: Adapter) -> nn.Module:
 
     config = _lora(model, adapter) if isinstance(adapter, LoRA) else _ia3(model, adapter)
     with warnings.catch_warnings():
-        quiet_expert_patterns()
+        quiet_adapter_warnings()
         adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
     _tie_copies(adapted)
     if isinstance(adapter, LoRA) and adapter.variant == "pissa":

@@ -86,6 +86,16 @@ def test_the_merged_model_computes_the_same(tmp_path: Path) -> None:
     assert run.result.is_dir()
 
 
+def test_an_adapted_head_is_merged_apart_from_the_embedding(tmp_path: Path) -> None:
+    """Both are one weight of the tiny model; the adapter corrects what comes out of it alone."""
+    adapter = LoRA(rank=4, targets=("q_proj", "lm_head"))
+    finished_run(tmp_path / "run", adapter)
+    expected = logits(changed(adapter))
+    merge(tmp_path / "run", tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
 RUNS = {
     "fp32": (TINY, FP32),
     "bf16": (TINY, TrainSection(precision="bf16")),

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from shardtune.compat.quiet import quiet_expert_patterns
+from shardtune.compat.quiet import quiet_adapter_warnings
 from shardtune.config.job import LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import ModelError
 from shardtune.models.builder import PretrainedModelBuilder
@@ -263,7 +263,7 @@ def test_adapters_that_are_active_together_all_correct(quantization: str, tmp_pa
     known: Any = model.peft_config["default"]
     further = replace(known, r=2, lora_alpha=24, init_lora_weights=False)
     with shown_unpacked(model), torch.random.fork_rng(), warnings.catch_warnings():
-        quiet_expert_patterns()
+        quiet_adapter_warnings()
         torch.manual_seed(3)
         model.add_adapter("further", further)
     together = [["default", "further"], ["further"], ["default"]]
