@@ -155,8 +155,6 @@ def _forecast(what: Job, spec: str) -> Forecast:
 def thirteen_billion() -> list[str]:
     """A 13 B model on 4xA40: ZeRO-1 or ZeRO-2?"""
     name = "meta-llama/Llama-2-13b-hf"
-    full = _forecast(job(name, strategy=zero(1)), "4xA40")
-    params, grads = (full.memory.gpu[key] / GIB for key in ("params", "gradients"))
     rows = {
         f"{kind}, ZeRO-{stage}, micro-batch {micro}": (
             job(
@@ -170,6 +168,8 @@ def thirteen_billion() -> list[str]:
         for micro in (1, 2, 4)
     }  # fmt: skip
     found = {key: _forecast(*each) for key, each in rows.items()}
+    full = found["full, ZeRO-1, micro-batch 1"]
+    params, grads = (full.memory.gpu[key] / GIB for key in ("params", "gradients"))
     sent = [
         found[f"full, ZeRO-{stage}, micro-batch 1"].speed.step.communication for stage in (1, 2)
     ]

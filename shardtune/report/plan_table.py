@@ -117,10 +117,12 @@ def _memory(found: Forecast) -> Table:
     table.add_column()
     memory = found.memory
     sizes: dict[str, float] = dict(memory.gpu.items())
-    sizes["overhead"] = memory.overhead
+    sizes["overhead"] = memory.required - memory.allocated
     for name, size in sizes.items():
         bar = "█" * round(BAR * size / max(found.capacity, memory.required))
         table.add_row(name, f"{size / GIB:.2f}", bar)
+    if memory.cached:
+        table.add_row("cached, if there is room", f"{memory.cached / GIB:.2f}", "")
     table.add_row("CPU memory of a node", f"{found.host / GIB:.2f}", "")
     if memory.nvme:
         table.add_row("disk of a rank", f"{memory.nvme / GIB:.2f}", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -277,6 +278,23 @@ def test_what_fits_is_shown_below_the_room(job: Path, capsys: pytest.CaptureFixt
     sizes = [(each["fits"], each["gpu_gib"]) for each in found["candidates"] if each["gpu_gib"]]
     assert any(fits for fits, _ in sizes)
     assert all((size <= room) == fits for fits, size in sizes)
+
+
+def test_the_classes_of_memory_add_up_to_what_is_needed(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks that torch keeps for later, and would give back, have a line of their own."""
+    words = ["adapter.type=none", "strategy.type=fsdp", "train.gradient_checkpointing=full"]
+    words += ["train.micro_batch=4", "data.sequence_length=8192"]
+    assert main(["estimate", str(job), "--cluster", "8xA100-80GB", *words]) == 0
+    told = capsys.readouterr().out
+    needed = re.search(r"fits: ([\d.]+) ", told)
+    table = re.search(r"on a GPU, GiB\s+(.+)\ncached, if there is room +[\d.]+", told, re.DOTALL)
+    assert needed is not None
+    assert table is not None
+    sizes = [float(line.split()[1]) for line in table[1].splitlines()]
+    assert len(sizes) == 7
+    assert sum(sizes) == pytest.approx(float(needed[1]), abs=0.1)
 
 
 def test_words_that_slurm_would_misread_are_refused(
