@@ -82,7 +82,8 @@ def provided(found: Forecast) -> str:
     states = found.memory.host * min(found.mesh.size, found.cluster.gpus_per_node)
     if not states or found.cluster.host_gib is not None:
         return ""
-    return f", if a node has {found.host / GIB:,.0f} GiB of CPU memory"
+    needed = found.host / GIB
+    return f", if a node has {needed:,.{int(needed < 10)}f} GiB of CPU memory"
 
 
 # Time --------------------------------------------------------------------------------------------

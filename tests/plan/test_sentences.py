@@ -84,7 +84,7 @@ def checked(why: str, found: Forecast, best: Forecast | None, aim: Aim) -> str:
     states = found.fits and found.memory.host > 0 and found.cluster.host_gib is None
     assert bool(provided) == states
     if provided:
-        assert figure(provided[1]) == pytest.approx(found.host / GIB, abs=0.5)
+        assert figure(provided[1]) == pytest.approx(found.host / GIB, rel=0.05, abs=0.01)
     if over := OVER.fullmatch(sentence):
         assert figure(over[1]) == pytest.approx(found.over / GIB, abs=0.051)
         assert int(over[2]) == found.work.micro_batch
