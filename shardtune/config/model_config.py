@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from socket import getaddrinfo
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from shardtune.config.job import ModelSection
 from shardtune.core.files.regular_file import read_regular
@@ -62,13 +65,34 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _from_hub(section: ModelSection) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    reachable = constants.HF_HUB_OFFLINE or _has_address(constants.ENDPOINT)
     try:
-        return Path(hf_hub_download(section.name, "config.json", revision=section.revision))
+        return Path(
+            hf_hub_download(
+                section.name,
+                "config.json",
+                revision=section.revision,
+                local_files_only=not reachable,
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if not reachable and isinstance(error, LocalEntryNotFoundError):
+            reason = f"{constants.ENDPOINT} has no address here, and it isn't in the cache"
         fact = f"{section.name!r} is neither in the catalogue nor to be had from the hub: {reason}"
         fix = "download its config.json, and name that file or its folder"
         raise ModelError(Problem(MODEL_NAME, fact, fix)) from None
+
+
+def _has_address(url: str) -> bool:
+    """Whether the name of a host can be looked up, or a proxy does it: where it can't, the hub's
+    own client tries six times, in 24 seconds."""
+    if getproxies():
+        return True
+    try:
+        return bool(getaddrinfo(urlsplit(url).hostname, None))
+    except OSError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -180,6 +181,23 @@ def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFix
     arguments = ["plan", str(job), "--cluster", "4xA40", "model.name=llama-3.1-8c"]
     assert main(arguments) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_where_there_is_no_network_a_model_of_the_hub_is_refused_at_once(job: Path) -> None:
+    """As on most compute nodes. The hub's own client tries for 24 seconds, a line each time."""
+    words = ["estimate", str(job), "--cluster", "4xA40", "model.name=nobody/nothing"]
+    unset = ("http_proxy", "https_proxy", "all_proxy", "hf_hub_offline")
+    kept = {name: value for name, value in os.environ.items() if name.lower() not in unset}
+    done = subprocess.run(
+        [sys.executable, "-m", "shardtune", *words],
+        env=kept | {"HF_ENDPOINT": "https://hub.invalid"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "https://hub.invalid has no address here, and it isn't in the cache" in done.stderr
+    assert "Retrying" not in done.stderr
 
 
 @pytest.mark.long
