@@ -13,7 +13,12 @@ from shardtune.config.job import ModelSection
 from shardtune.core.files.regular_file import read_regular
 from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.kind import ModelKind, kind_of
-from shardtune.core.model.known_models import MODEL_NAME, find_model, is_known
+from shardtune.core.model.known_models import (
+    MODEL_NAME,
+    copied_model,
+    find_model,
+    is_known,
+)
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.model.tiny_config import TINY_CONFIG
 from shardtune.errors import ModelError, Problem
@@ -84,6 +89,8 @@ def _from_hub(section: ModelSection) -> Path:
             reason = f"{constants.ENDPOINT} has no address here, and it isn't in the cache"
         fact = f"{section.name!r} is neither in the catalogue nor to be had from the hub: {reason}"
         fix = "download its config.json, and name that file or its folder"
+        if (same := copied_model(section.name)) is not None:
+            fix = f"the catalogue has {same}; or {fix}"
         raise ModelError(Problem(MODEL_NAME, fact, fix)) from None
 
 

@@ -185,7 +185,7 @@ def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFix
 
 def test_where_there_is_no_network_a_model_of_the_hub_is_refused_at_once(job: Path) -> None:
     """As on most compute nodes. The hub's own client tries for 24 seconds, a line each time."""
-    words = ["estimate", str(job), "--cluster", "4xA40", "model.name=nobody/nothing"]
+    words = ["estimate", str(job), "--cluster", "4xA40", "model.name=unsloth/Llama-3.1-8B-Instruct"]
     unset = ("http_proxy", "https_proxy", "all_proxy", "hf_hub_offline")
     kept = {name: value for name, value in os.environ.items() if name.lower() not in unset}
     done = subprocess.run(
@@ -198,6 +198,7 @@ def test_where_there_is_no_network_a_model_of_the_hub_is_refused_at_once(job: Pa
     assert done.returncode == 2
     assert "https://hub.invalid has no address here, and it isn't in the cache" in done.stderr
     assert "Retrying" not in done.stderr
+    assert "fix: the catalogue has meta-llama/Llama-3.1-8B; or download" in done.stderr
 
 
 @pytest.mark.long

@@ -53,6 +53,12 @@ def find_model(name: str) -> KnownModel:
     return found
 
 
+def copied_model(name: str) -> str | None:
+    """The model of the catalogue that has this name behind the slash, whoever published a copy."""
+    found = _names().get(_untuned(name).rpartition("/")[2])
+    return found.name if found else None
+
+
 def hub_id(name: str) -> str:
     """The full name of a model of the catalogue. One that was tuned keeps the word that says so:
     its weights are others."""
