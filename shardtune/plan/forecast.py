@@ -32,6 +32,7 @@ from shardtune.core.units import GIB
 from shardtune.errors import JobError, Problem
 from shardtune.plan.cluster import Cluster
 from shardtune.plan.estimate.comms import leaving
+from shardtune.plan.estimate.constants import speed_assumption
 from shardtune.plan.estimate.expert_load import imbalance, load_assumption
 from shardtune.plan.estimate.memory import Memory, estimate_memory, held_by
 from shardtune.plan.estimate.memory_band import MemoryBand, Verdict, memory_band
@@ -229,6 +230,8 @@ def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
     memory = estimate_memory(layout, shape, mesh, work)
     speed = estimate_speed(layout, shape, mesh, cluster, work)
     reasons = [*cluster.assumptions, *load_assumption(shape, mesh.size_of("expert"))]
+    if not cluster.measured.matmul and cluster.gpu.name != "CPU":
+        reasons += speed_assumption(cluster.gpu.name)
     if job.train.steps is None:
         reasons.append(
             "hours: only the data tells how many steps the epochs have; give train.steps"

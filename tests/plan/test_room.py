@@ -57,6 +57,28 @@ def test_a_job_near_the_limit_is_tight() -> None:
     assert verdicts == ["does not fit", "tight", "fits"]
 
 
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("1xL4", "the share of its data sheet that runs on RTX4090 reached"),
+        ("4xA40", "the share of its data sheet that runs on A5000 reached"),
+        ("1xT4", "a guess"),
+        ("1xH200", None),
+        ("8xA100-40GB", None),
+        ("1xRTX3090", None),
+    ],
+)
+def test_times_on_a_card_that_nobody_measured_are_said_to_be_so(
+    spec: str, told: str | None
+) -> None:
+    name = "qwen2.5-0.5b"
+    what = job(name, adapter=LORA, train={"precision": "fp16"})
+    reasons = forecast(what, known_model(name), parse_cluster(spec)).reasons
+    assert [
+        each.split("its times are ")[1].split(";")[0] for each in reasons if "times" in each
+    ] == ([told] if told else [])
+
+
 def test_engines_of_others_have_a_wider_band() -> None:
     name, cluster = "llama-3.1-8b", parse_cluster("8xH100-80GB")
     widths = {}

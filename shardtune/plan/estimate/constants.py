@@ -183,11 +183,33 @@ LIKE = {
 """GPUs of which there are too few measurements: the nearest that has some."""
 
 
+MEASURED = {
+    "A100": "A100",
+    "A5000": "A5000",
+    "H100": "H100",
+    "H200": "H200",
+    "RTX30": "RTX3090",
+    "RTX40": "RTX4090",
+    "RTX6000Ada": "RTX6000Ada",
+}
+"""GPUs whose own runs stand behind their entry, by how the name begins; the card of these runs."""
+
+
 def beginning_of(gpu: str) -> str:
     """The entry of CHIPS for a GPU; one that we don't know at all is taken for an H100."""
     known = [name for name in (*CHIPS, *LIKE) if gpu.startswith(name)]
     nearest = max(known, key=len, default="H100")
     return LIKE.get(nearest, nearest)
+
+
+def speed_assumption(gpu: str) -> list[str]:
+    """What the time of a step on a GPU goes by, where no run on one was known."""
+    if gpu.startswith(tuple(MEASURED)):
+        return []
+    chip = chip_of(gpu)
+    like = next((card for card in MEASURED.values() if chip_of(card) == chip), None)
+    share = f"the share of its data sheet that runs on {like} reached" if like else "a guess"
+    return [f"no run on {gpu} is known: its times are {share}; `shardtune bench` measures them"]
 
 
 def chip_of(gpu: str) -> Chip:
