@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def verify_run(run: RunDir) -> list[Verification]:
     if run.result.exists():
         found.append(_result(run.result))
     elif (report := run.read_report()) is not None and report.finished:
-        fault = f"is missing; `shardtune train {run.job} --resume` writes it again"
+        fault = f"is missing; `{_resumed(run)}` writes it again"
         found.append(Verification(run.result.name, faults=(fault,)))
     return found
 
@@ -51,8 +52,13 @@ def require_sound_result(run: RunDir) -> None:
     found = _result(run.result)
     if found.faults:
         fix = "put a good copy back, or write it again from the last checkpoint: "
-        fix += f"shardtune train {run.job} --resume"
+        fix += _resumed(run)
         raise RunError([Problem(str(run.result), fault, fix) for fault in found.faults[:5]])
+
+
+def _resumed(run: RunDir) -> str:
+    """The command that goes on with it."""
+    return f"shardtune train {shlex.quote(str(run.job))} --resume"
 
 
 def _checkpoint(path: Path, run: str | None) -> Verification:

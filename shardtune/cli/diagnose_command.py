@@ -53,10 +53,12 @@ def diagnose_run(arguments: argparse.Namespace) -> int:
 def read_facts(directory: Path) -> tuple[RunFacts, RunHistory]:
     """What the run directory tells; RunError where that is too little."""
     from shardtune.checkpoint.run_dir import RunDir
+    from shardtune.checkpoint.run_guards import require_run
     from shardtune.core.runs.run_history import read_run_history
     from shardtune.core.runs.step_parts import total_parts
     from shardtune.plan.measured_run import RunFacts, without_outliers
 
+    require_run(RunDir(directory))
     job = RunDir(directory).read_job()
     history = read_run_history(directory)
     accounts = [line.parts for line in history.steps if line.parts is not None]

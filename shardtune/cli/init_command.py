@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from shardtune.cli.arguments import Commands, add_command
@@ -53,8 +54,9 @@ def init(arguments: argparse.Namespace) -> int:
         fact = f"{target} can't be written: {error.strerror}"
         raise JobError(Problem("--out", fact, "name a file in a folder that is there")) from None
     print(f"wrote {target}: read its comments, then")
-    print(f"  shardtune data {target}     which tokens are trained")
-    print(f"  shardtune train {target}")
+    quoted = shlex.quote(str(target))
+    print(f"  shardtune data {quoted}     which tokens are trained")
+    print(f"  shardtune train {quoted}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,7 +202,7 @@ def open_result(directory: Path) -> tuple[RunDir, Job]:
     require_run(run)
     if not run.result.is_dir():
         fact = "the run has no result: it ended before it was saved"
-        fix = f"go on with it: shardtune train {run.job} --resume"
+        fix = f"go on with it: shardtune train {shlex.quote(str(run.job))} --resume"
         raise RunError(Problem(str(directory), fact, fix))
     require_sound_result(run)
     return run, load_job(run.job).job

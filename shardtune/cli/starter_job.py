@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +56,9 @@ def _opening(model: StarterModel, data: StarterData, target: Path) -> Iterator[s
     yield from _comment("A first job, written by `shardtune init` after a look at:")
     yield from _comment(f"  model: {model}")
     yield from _comment(f"  data: {rows}{', '.join(map(repr, list(source.columns)[:12]))}")
-    yield from _comment(f"See what is trained with `shardtune data {target}`, every value with")
-    yield from _comment(f"`shardtune show {target}`; then `shardtune train {target}`.")
+    quoted = shlex.quote(str(target))
+    yield from _comment(f"See what is trained with `shardtune data {quoted}`, every value with")
+    yield from _comment(f"`shardtune show {quoted}`; then `shardtune train {quoted}`.")
 
 
 def _sections(model: StarterModel, data: StarterData, ranks: int) -> Iterator[str]:

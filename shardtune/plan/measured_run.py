@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,12 +42,13 @@ class RunFacts:
 
     @property
     def job_file(self) -> str:
-        return f"{self.directory}/job.yaml"
+        """As it stands in a command."""
+        return shlex.quote(f"{self.directory}/job.yaml")
 
     @property
     def elsewhere(self) -> str:
         """For a run beside it."""
-        return f"save.directory={self.directory}-faster"
+        return shlex.quote(f"save.directory={self.directory}-faster")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from shardtune.cli.diagnose_command import read_facts
 from shardtune.core.record import Record
 from shardtune.core.runs.metrics import TaskMetrics
 from shardtune.core.runs.step_parts import PARTS, RankParts, StepParts
+from shardtune.errors import RunError
 from tests.jobs import write_job
 from tests.reports import step_line
 
@@ -33,3 +34,10 @@ def test_tasks_count_where_they_hold_up_steps(tmp_path: Path) -> None:
     write_job(tmp_path)
     facts, _ = read_facts(tmp_path)
     assert facts.task_seconds == {"sums": pytest.approx(6.0 / 4)}
+
+
+def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is no run directory: no such folder"):
+        read_facts(tmp_path / "none")
+    with pytest.raises(RunError, match=r"is no run directory: no job\.yaml in it"):
+        read_facts(tmp_path)

@@ -206,6 +206,14 @@ def test_a_full_disk_takes_nothing_and_costs_nothing(
     assert target.read_text() == "mine"
 
 
+def test_what_it_says_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my jobs").mkdir()
+    data = write_rows("qa.jsonl", *questions(9))
+    assert cli.main(["init", "tiny", data, "--out", "my jobs/a.yaml"]) == 0
+    assert "  shardtune train 'my jobs/a.yaml'\n" in capsys.readouterr().out
+    assert "`shardtune train 'my jobs/a.yaml'`" in Path("my jobs/a.yaml").read_text()
+
+
 def test_a_missing_model_or_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     data = write_rows("qa.jsonl", *questions(9))
     assert "did you mean qa.jsonl?" in refused(capsys, "tiny", "qs.jsonl")

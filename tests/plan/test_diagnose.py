@@ -37,13 +37,14 @@ def told(
     asked: Job | None = None,
     device: RunDevice = UNKNOWN,
     imbalance: float = 1.0,
+    directory: str = "runs/a",
     **facts: Any,
 ) -> Diagnosis:
     ranks = ranks or (rank(), rank())
     parts = StepParts(steps=10, ranks=ranks, imbalance=imbalance)
     tokens = sum(each.positions for each in ranks)
     given = {"tokens": tokens, "slow_ranks": {}, **facts}
-    return diagnose(RunFacts("runs/a", asked or job(), parts, **given), device)
+    return diagnose(RunFacts(directory, asked or job(), parts, **given), device)
 
 
 def test_a_run_that_computes_is_healthy() -> None:
@@ -87,6 +88,14 @@ def test_what_happens_between_steps_gets_rarer() -> None:
     assert found.remedies[0].line == (
         "shardtune train runs/a/job.yaml save.every=30 save.directory=runs/a-faster"
     )
+
+
+def test_commands_can_be_pasted_whatever_the_run_is_called() -> None:
+    asked = job(save={"every": 1, "directory": "my runs/a"})
+    found = told(rank(save=3.0), asked=asked, directory="my runs/a")
+    line = found.remedies[0].line
+    assert "shardtune train 'my runs/a/job.yaml' save.every=" in line
+    assert line.endswith(" 'save.directory=my runs/a-faster'")
 
 
 def test_the_verdict_is_one_sentence() -> None:
