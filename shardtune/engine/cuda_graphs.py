@@ -32,6 +32,7 @@ from shardtune.core.world import World
 from shardtune.engine.graph_pool import GraphPool
 from shardtune.engine.host_to_device import Staged
 from shardtune.engine.optimizer_update import OptimizerUpdate
+from shardtune.engine.row_lengths import TakesRowLengths
 from shardtune.engine.trained_parameters import TrainedParameters
 
 MOST_GRAPHS = 32
@@ -61,6 +62,10 @@ def why_not(
         (not takes_boundaries(model), "transformers asks the GPU which mask attention needs"),
         (setup.precision == "fp16", "the loss scale changes under fp16"),
         (bool(setup.router_aux_loss_coef + setup.router_z_loss_coef), "routers have own losses"),
+        (
+            any(isinstance(module, TakesRowLengths) for module in model.modules()),
+            "rotary frequencies go by the length of each document",
+        ),
         (setup.offload_activations, "activations wait in CPU memory"),
         (recomputes, "whole layers are recomputed, and ask for the generator's state"),
         (

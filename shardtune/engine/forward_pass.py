@@ -15,6 +15,7 @@ from shardtune.engine.activation_offload import Offload
 from shardtune.engine.host_to_device import Staged, Staging
 from shardtune.engine.loss import forward, loss_sum, model_inputs, selects_logits
 from shardtune.engine.router_losses import RouterLosses
+from shardtune.engine.row_lengths import TakesRowLengths
 from shardtune.engine.unsharded import Unsharded
 from shardtune.kernels.linear_cross_entropy import fused_loss
 
@@ -56,6 +57,7 @@ class ForwardPass:
                 z=setup.router_z_loss_coef,
                 device=device,
             )
+        self._told_lengths = [m for m in model.modules() if isinstance(m, TakesRowLengths)]
         self.staging = Staging(device, told=takes_boundaries(model))
 
     def loss(self, batch: MicroBatch) -> Tensor:
@@ -79,6 +81,7 @@ class ForwardPass:
         here = self.staging.receive(batch)
         assert self.router_losses is not None
         self.router_losses.begin_batch(here.lengths, here.input_ids.shape[1])
+        self._tell_lengths(here)
         kept = torch.zeros(1, dtype=torch.long, device=self._device) if self._selects else None
         forward(self.model, model_inputs(self.model, here), kept)
 
@@ -96,9 +99,14 @@ class ForwardPass:
         """What the model is given, the positions at which the batch has labels, and those
         labels."""
         inputs = model_inputs(self.model, here)
+        self._tell_lengths(here)
         if not self._selects:
             return inputs, None, here.targets
         return inputs, here.kept, here.targets[:, here.kept]
+
+    def _tell_lengths(self, here: Staged) -> None:
+        for module in self._told_lengths:
+            module.row_lengths = here.lengths
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Mixed precision, unless the weights themselves are in the precision of compute."""

@@ -58,6 +58,7 @@ from shardtune.models.required_weights import (
     shared_names,
     some_names,
 )
+from shardtune.models.rope_by_document import rotate_by_document
 from shardtune.models.weight_files import NoFiles, WeightFiles
 from shardtune.parallel import strategies_that
 
@@ -96,6 +97,7 @@ def build_model(
     use_varlen_attention(model, device, compute)
     route_in_fp32(model)
     isolate_documents(model)
+    rotate_by_document(model)
     in_layers = divide is not None or quantized or speed.changes_layers
     layers = decoder_layers(model) if in_layers else []
     frame = Frame.of(model, layers, names, files.section, adapter, compute=compute, speed=speed)
