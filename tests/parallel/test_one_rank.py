@@ -40,6 +40,37 @@ def test_one_rank_needs_no_others(strategy: str, tmp_path: Path) -> None:
     assert (tmp_path / "runs/bad/result").is_dir()
 
 
+@pytest.mark.process
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_weights_that_stay_whole_are_held_as_predicted(ranks: int, tmp_path: Path) -> None:
+    """ZeRO-3 keeps weights of up to 4,096 numbers whole: two ranks beside their shares of them, one
+    in the very memory of its share."""
+    pytest.importorskip("deepspeed")
+    rows = "".join(json.dumps({"text": "b" * n}) + "\n" for n in range(1, 9))
+    (tmp_path / "good.jsonl").write_text(rows, encoding="utf-8")
+    kept = "{stage: 3, stage3_param_persistence_threshold: 4096}"
+    job = write_job(
+        tmp_path,
+        adapter="{type: none}",
+        strategy=f"{{type: deepspeed, zero_optimization: {kept}}}",
+        train="{steps: 2, global_batch: 2, precision: fp32}",
+        launch=f"{{processes: {ranks}, threads: 1}}",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "shardtune", "train", job.name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "runs/bad/report.json").read_text(encoding="utf-8"))
+    held = report["forecast"]["held_bytes"]["params"]
+    assert held["predicted"] == held["measured"]
+
+
 def groups_left(world: World, folder: Path, strategy: dict[str, str]) -> list[tuple[bool, bool]]:
     """Of three runs in this process: whether each came to its end, and left torch a group. The
     first fails, because its weights overflow."""

@@ -206,9 +206,13 @@ class Partitions(States):
         weights = list(self.engine.module.parameters())
         home = self.layout.home.get("params", "gpu")
         shares = [w.ds_tensor for w in weights if w.ds_tensor.status.name == "AVAILABLE"]
-        found["params", "cpu" if home == "nvme" else home] += stored(shares)
-        # Small ones may stay whole.
-        found["params", "gpu"] += stored(w.data for w in weights if w.ds_status.name == "AVAILABLE")
+        # Small ones may stay whole: on a single rank in the very memory of its shares.
+        whole = [w.data for w in weights if w.ds_status.name == "AVAILABLE"]
+        if home == "gpu":
+            found["params", "gpu"] += stored([*shares, *whole])
+        else:
+            found["params", "cpu"] += stored(shares)
+            found["params", "gpu"] += stored(whole)
         if home == "nvme":
             files = self.swap["params"].rglob("*.swp")
             found["params", "nvme"] += sum(file.stat().st_size for file in files)

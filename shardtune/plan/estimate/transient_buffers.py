@@ -135,7 +135,8 @@ def updating_bytes(
 
 
 def persistent_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload) -> float:
-    """What small weights take beyond a rank's share of them, where each keeps them whole."""
+    """What small weights take where each rank keeps them whole, beside its share of them. The only
+    rank of all keeps them in the memory of its share."""
     shares = layout.divisor("params", mesh)
     if work.buckets is None or not work.buckets.persistent or shares == 1:
         return 0.0
@@ -147,8 +148,7 @@ def persistent_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Worklo
             for features in weight.features
         ]
     small = sum(size * times for size, times in sizes if work.buckets.stays_whole(size))
-    whole = min(small, work.buckets.most_persistent)
-    return whole * work.widths.gathered * (1 - 1 / shares)
+    return min(small, work.buckets.most_persistent) * work.widths.gathered
 
 
 def scale_bytes(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload) -> float:
