@@ -176,7 +176,7 @@ def _wrong_columns(checked: CheckedSource) -> list[Problem]:
 def _nearest(name: str, key: str, seen: list[str]) -> str:
     if near := did_you_mean(name, seen):
         return near
-    return next((usual for usual in USUAL_NAMES.get(key, ()) if usual in seen), "")
+    return next((usual for usual in (key, *USUAL_NAMES.get(key, ())) if usual in seen), "")
 
 
 def _nothing_left(checked: CheckedSource, length: int) -> Problem:

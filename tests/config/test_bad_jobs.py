@@ -432,6 +432,11 @@ INPUTS = {
         "good.jsonl", "no row has the column 'txet'", "columns: {text: text}",
         data("good.jsonl", "completion", ", columns: {text: txet}"),
     ),
+    "a column map beside the usual names": Bad(
+        "a.jsonl", "no row has the column 'foo'", "columns: {instruction: instruction}",
+        data("a.jsonl", "instruction", ", columns: {instruction: foo}"),
+        {"a.jsonl": rows({"instruction": "a", "input": "c", "output": "b"})},
+    ),
     "a number for an answer": Bad(
         "a.jsonl:1", "'output' is int 3, not text", NONE_LEFT,
         data("a.jsonl", "instruction"), {"a.jsonl": rows({"instruction": "a", "output": 3})},
