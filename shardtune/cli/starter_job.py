@@ -49,13 +49,20 @@ def starter_job(model: str, data: str, target: Path) -> str:
 # The text ----------------------------------------------------------------------------------------
 
 
+_UNREAD = ("image", "images", "audio", "audios", "video", "videos", "rejected")
+"""Columns for another kind of training than ours; beside `rejected`, `chosen` may be the answer."""
+
+
 def _opening(model: StarterModel, data: StarterData, target: Path) -> Iterator[str]:
     source = data.source
     about = "" if source.exact else "about "
-    rows = f"{about}{source.rows:,} rows; {data.found.format}, by the columns "
+    rows = f"{about}{source.rows:,} rows; {data.found.format}, found among the columns "
     yield from _comment("A first job, written by `shardtune init` after a look at:")
     yield from _comment(f"  model: {model}")
     yield from _comment(f"  data: {rows}{', '.join(map(repr, list(source.columns)[:12]))}")
+    if unread := [name for name in source.columns if name.lower() in _UNREAD]:
+        named = ", ".join(map(repr, unread))
+        yield from _comment(f"  not read: {named}. Texts are trained on: no media, no preferences")
     quoted = shlex.quote(str(target))
     yield from _comment(f"See what is trained with `shardtune data {quoted}`, every value with")
     yield from _comment(f"`shardtune show {quoted}`; then `shardtune train {quoted}`.")

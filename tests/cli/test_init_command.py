@@ -92,7 +92,7 @@ def test_the_file_says_what_was_seen_and_why() -> None:
     job = init("tiny", write_rows("qa.jsonl", *questions(120)))
     text = Path("job.yaml").read_text(encoding="utf-8")
     assert "#   model: llama, a decoder, 109 thousand parameters, context 4,096 tokens" in text
-    assert "#   data: 120 rows; instruction, by the columns 'Question', 'Answer'" in text
+    assert "#   data: 120 rows; instruction, found among the columns 'Question', 'Answer'" in text
     assert "columns: {instruction: Question, output: Answer}" in text
     assert "# Tokens of 120 sampled rows: half have up to 41, 95 % up to 43, the longest 43" in text
     assert "# Forecast on this machine: a rank takes " in text
@@ -204,6 +204,18 @@ def test_a_full_disk_takes_nothing_and_costs_nothing(
     assert "No space left" in refused(capsys, "tiny", data, "--out", str(small_disk / "other.yaml"))
     assert sorted(each.name for each in small_disk.iterdir()) == ["filler", "job.yaml"]
     assert target.read_text() == "mine"
+
+
+def test_columns_for_another_kind_of_training_are_said_not_to_be_read() -> None:
+    row = {"text": "What is this? <image>", "image": "a.png"}
+    assert cli.main(["init", "tiny", write_rows("seen.jsonl", *[row] * 9)]) == 0
+    text = Path("job.yaml").read_text()
+    assert "not read: 'image'. Texts are trained on: no media, no preferences" in text
+    row = {"instruction": "a", "output": "b", "chosen": "b", "rejected": "c"}
+    assert cli.main(["init", "tiny", write_rows("dpo.jsonl", *[row] * 9), "--force"]) == 0
+    assert "not read: 'rejected'." in Path("job.yaml").read_text()
+    assert cli.main(["init", "tiny", write_rows("qa.jsonl", *questions(9)), "--force"]) == 0
+    assert "not read" not in Path("job.yaml").read_text()
 
 
 def test_what_it_says_to_run_next_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
