@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from shardtune.cli.arguments import Commands, add_command
@@ -71,5 +72,6 @@ def _bench_as_rank(target: Path) -> int:
             atomic_write(target, dump_document(profile.model_dump(mode="json")))
             if profile.measured.collectives:
                 draw_bench(profile, target.with_suffix(".svg"))
-            print(f"wrote {target}; `shardtune plan JOB --cluster {target}` uses it")
+            quoted = shlex.quote(str(target))
+            print(f"wrote {target}; `shardtune plan JOB --cluster {quoted}` uses it")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -89,7 +90,8 @@ def _adapters(adapters: Sequence[ModelSource]) -> list[str]:
             raise _refuse(f"{each.name} learnt plain headings, which vLLM's chats don't write")
         if adapts_experts(source):
             fact = f"{each.name} adapts experts, in peft's layout; vLLM has its own"
-            fix = f"shardtune export {source.run.path} --to vllm writes it; start what it prints"
+            run = shlex.quote(str(source.run.path))
+            fix = f"shardtune export {run} --to vllm writes it; start what it prints"
             raise RunError(Problem(_PLACE, fact, fix))
         _ = source.parity  # refuses a template or stop tokens other than those of training
         sources.append(source)

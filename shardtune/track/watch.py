@@ -7,6 +7,7 @@ costs the run one line on the screen, and `finish_seconds` at its end.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -196,7 +197,8 @@ class Trackers:
         return min(section.finish_seconds, HURRIED_SECONDS if self.hurried else float("inf"))
 
     def _tell(self, label: str, fact: str) -> None:
-        later = f"`shardtune track {self.run_dir} --to {label}` sends the rest later"
+        run = shlex.quote(str(self.run_dir))
+        later = f"`shardtune track {run} --to {label}` sends the rest later"
         with suppress(OSError):
             self.say(f"track: {label} stopped: {fact}; the run goes on, and {later}")
 

@@ -111,3 +111,12 @@ def test_a_run_that_fails_waits_for_no_tracker(tmp_path: Path) -> None:
         raise RuntimeError("a rank is lost")
     assert not each.is_alive()
     assert time.monotonic() - begun < PATIENCE
+
+
+def test_the_command_that_sends_the_rest_can_be_pasted(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    run.write_text("a file, so no folder of a tracker can be made", encoding="utf-8")
+    said: list[str] = []
+    with Trackers((CSVFiles(),), {}, run, RUN, said.append):
+        pass
+    assert said[0].endswith(f"and `shardtune track '{run}' --to csv` sends the rest later")
