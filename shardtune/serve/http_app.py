@@ -172,8 +172,12 @@ class OpenAIServer:
     async def _vote(self, request: Request) -> Response:
         body = await self._read(request, VoteBody)
         line = json.dumps({"time": int(time.time()), **body.model_dump()}, ensure_ascii=False)
-        with self._votes.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        try:
+            with self._votes.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            fact = f"the vote can't be written to {self._votes}: {error.strerror}"
+            raise ApiError(500, fact, "vote_not_written") from None
         return json_reply({"written": str(self._votes)})
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:

@@ -297,6 +297,13 @@ def test_a_vote_is_a_line_of_the_file(here: Running) -> None:
     assert line.pop("time") > 0
     assert line == vote
     assert httpx.post(f"{here.url}/votes", json=vote | {"choice": "?"}).status_code == 400
+    Path(written).unlink()
+    Path(written).mkdir()
+    refused = httpx.post(f"{here.url}/votes", json=vote)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (500, "vote_not_written")
+    assert refused.json()["error"]["message"].endswith("votes.jsonl: Is a directory")
+    Path(written).rmdir()
+    assert httpx.post(f"{here.url}/votes", json=vote).status_code == 200
 
 
 @pytest.mark.slow
