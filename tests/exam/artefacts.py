@@ -39,7 +39,8 @@ def two_jobs(lab: Lab, found: Findings) -> None:
     assert holder.stdout is not None
     holder.stdout.readline()
     refused = lab.run("taken", "train.steps=1", "launch.processes=1", "--overwrite")
-    found.expect("the second is refused", refused.code == 2)
+    told = f"code {refused.code}: {refused.error[-300:]!r}"
+    found.expect(f"the second is refused ({told})", refused.code == 2)
     found.expect("with the reason", "another run is writing to this folder now" in refused.error)
     found.expect("and no traceback", "Traceback" not in refused.error)
     holder.kill()
