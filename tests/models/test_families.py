@@ -111,6 +111,15 @@ def test_two_ranks(
     assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_two_ranks_train_the_text_part_of_a_model_that_sees(adapter: str, tmp_path: Path) -> None:
+    """Its encoder of pictures has weights that are trained, by name, and never has a gradient."""
+    write_family(tmp_path, "gemma4")
+    job = family_job(tmp_path, "gemma4", adapter, "ddp", 2)
+    for found in on_ranks(2, run, job):
+        assert found.losses == pytest.approx(plain_losses(job), rel=SAME)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", sorted(MIXTURES))

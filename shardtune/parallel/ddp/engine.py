@@ -16,6 +16,7 @@ from shardtune.core.setup import EngineSetup
 from shardtune.core.step import MicroBatch
 from shardtune.core.world import World
 from shardtune.engine.native import NativeEngine
+from shardtune.engine.text_part import weights_beside_text
 from shardtune.parallel.ddp.single_gpu import SplitWeightEngine
 
 
@@ -26,7 +27,8 @@ class DDPEngine(NativeEngine):
         super().__init__(model, setup, world)
         small = self._spread_small(model)
         leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        leave_out(model, small)
+        # What text never reaches is the same on every rank, and has no gradient to wait for.
+        leave_out(model, [*small, *weights_beside_text(model)])
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
             model, gradient_as_bucket_view=True
         )
