@@ -82,6 +82,7 @@ def chat(lab: AfterLab, findings: Findings) -> None:
         terminal.type(line)
         said.append(terminal.until("\n> ", 600))
     file = lab.folder / "chat.jsonl"
+    file.unlink(missing_ok=True)  # of an exam before, in a folder that was kept
     terminal.type(f"/save {file}")
     terminal.until("wrote 2 dialogues")
     terminal.until("> ")
