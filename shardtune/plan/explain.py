@@ -83,7 +83,8 @@ def provided(found: Forecast) -> str:
     if not states or found.cluster.host_gib is not None:
         return ""
     needed = found.host / GIB
-    return f", if a node has {needed:,.{int(needed < 10)}f} GiB of CPU memory"
+    words = f"{needed:.2g}" if needed < 10 else f"{needed:,.0f}"
+    return f", if a node has {words} GiB of CPU memory"
 
 
 # Time --------------------------------------------------------------------------------------------
