@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -174,25 +175,23 @@ def test_rank_0_starts_them_where_others_start_the_ranks(place: Place) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_step_takes_as_long_as_without_them(place: Place) -> None:
-    """Runs with and without trackers that hang, raise, fill the disk, print and spin, in turn. The
-    time of a step is the median of a run; of several runs the least is taken, so that what else the
-    machine does falls out."""
+    """Short runs with and without trackers that hang, raise, fill the disk, print and spin, in
+    turn: a shared machine's own speed drifts by 15 % within minutes. The time of a step is the
+    lower quartile of all steps of the runs of a kind; what else the machine does falls out."""
     harmful = ", ".join(
         f"{{type: hostile, how: {way}, disk_mib: 64, finish_seconds: 0}}"
         for way in ("hang", "raise", "fill", "chatter", "spin")
     )
-    long = ("train.steps=400", "data.sequence_length=256", "save.every=0", "evaluate.every=0")
-    long += ("train.global_batch=16", "launch.threads=1", "--overwrite")
+    job = ("train.steps=140", "data.sequence_length=256", "save.every=0", "evaluate.every=0")
+    job += ("train.global_batch=4", "launch.threads=1", "--overwrite")
     seconds: dict[str, list[float]] = {"track=[]": [], f"track=[{harmful}]": []}
     begun = time.monotonic()
-    while len(seconds["track=[]"]) < 3 or (not _near(seconds) and time.monotonic() < begun + 200):
+    for pair in itertools.count():
         for track, found in seconds.items():
-            place.train("timed", track, *long)
+            place.train("timed", track, *job)
             steps = [each for each in lines(place.path / "timed/metrics.jsonl") if "busy" in each]
-            found.append(statistics.median(each["seconds"] for each in steps[50:]))
-    assert _near(seconds), seconds
-
-
-def _near(seconds: dict[str, list[float]]) -> bool:
-    alone, tracked = (min(each) for each in seconds.values())
-    return tracked <= 1.01 * alone
+            found += [each["seconds"] for each in steps[20:]]
+        alone, tracked = (statistics.quantiles(found, n=4)[0] for found in seconds.values())
+        if pair >= 5 and (tracked <= 1.01 * alone or time.monotonic() > begun + 400):
+            break
+    assert tracked <= 1.01 * alone
