@@ -28,15 +28,7 @@ def test_one_rank_needs_no_others(strategy: str, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": "b" * n}) + "\n" for n in range(1, 9))
     (tmp_path / "good.jsonl").write_text(rows, encoding="utf-8")
     job = write_job(tmp_path, strategy=strategy, train="{steps: 1, global_batch: 2}")
-    done = subprocess.run(
-        [sys.executable, "-m", "shardtune", "train", job.name],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    _train(job)
     assert (tmp_path / "runs/bad/result").is_dir()
 
 
@@ -57,15 +49,7 @@ def test_weights_that_stay_whole_are_held_as_predicted(ranks: int, tmp_path: Pat
         train="{steps: 2, global_batch: 2, precision: fp32}",
         launch=f"{{processes: {ranks}, threads: 1}}",
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "shardtune", "train", job.name],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    _train(job)
     report = json.loads((tmp_path / "runs/bad/report.json").read_text(encoding="utf-8"))
     held = report["forecast"]["held_bytes"]["params"]
     assert held["predicted"] == held["measured"]
@@ -118,3 +102,11 @@ def test_a_run_leaves_the_next_one_no_process_group(
     (tmp_path / "good.jsonl").write_text(rows, encoding="utf-8")
     (found,) = on_ranks(1, groups_left, tmp_path, strategy)
     assert found == [(False, False), (True, False), (True, False)]
+
+
+def _train(job: Path) -> None:
+    command = [sys.executable, "-m", "shardtune", "train", job.name]
+    done = subprocess.run(
+        command, cwd=job.parent, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
