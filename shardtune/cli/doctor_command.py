@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
 from shardtune.cli.say import say
 from shardtune.core.host.network import listen, own_address
-from shardtune.errors import LaunchError, Problem, ShardtuneError
+from shardtune.errors import JobError, LaunchError, Problem, ShardtuneError
 from shardtune.measure.bandwidth import MeasuredLink, receive, send
 from shardtune.measure.node_checks import CLOCK_TOLERANCE, Finding, NodeFacts, findings, local_facts
 
@@ -51,6 +51,7 @@ def add_parser(commands: Commands) -> None:
         """\
   shardtune doctor
   shardtune doctor recipes/quickstart.yaml --json
+  shardtune doctor recipes/quickstart.yaml --nodes 2
   shardtune doctor --nodes 2 --node-rank 0 --head host:29400 --expected 100""",
     )
     add_job(command, optional=True)
@@ -66,9 +67,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     from shardtune.cli.start.nodes import this_node
     from shardtune.report.doctor_table import print_findings
 
-    node = this_node(arguments)
+    to_come = _nodes_to_come(arguments)
+    node = None if to_come else this_node(arguments)
+    nodes = to_come or (node.count if node else 1)
     with _launchers(node) as launchers:
-        job, wrong = _job(arguments, node.count if node else 1)
+        job, wrong = _job(arguments, nodes)
         everywhere = _exchange(launchers, local_facts(job))
         links = _links(launchers) if launchers is not None and node is not None else []
         if node is not None and node.number > 0:
@@ -78,12 +81,23 @@ def doctor(arguments: argparse.Namespace) -> int:
         if node is not None:
             fact = f"all {node.count} nodes reach node 0 at {node.head}:{node.port}"
             found.append(Finding("good", "rendezvous", fact))
-            found += about_links(links, job, node.count, arguments.expected)
+            found += about_links(links, job, nodes, arguments.expected)
+        elif to_come:
+            found += about_nodes_to_come(job, nodes, arguments.expected)
     if arguments.json:
         print(json.dumps(asdict(DoctorReport(everywhere, links, found)), indent=2))
     else:
         print_findings(found)
     return int(any(each.level == "bad" for each in found))
+
+
+def _nodes_to_come(arguments: argparse.Namespace) -> int:
+    """How many nodes are asked about by `--nodes` alone, from one of them; 0 if not so."""
+    if arguments.nodes is None or arguments.node_rank is not None or arguments.head is not None:
+        return 0
+    if arguments.nodes < 1:
+        raise JobError(Problem("--nodes", f"is {arguments.nodes}", "give the number of machines"))
+    return int(arguments.nodes)
 
 
 def _job(arguments: argparse.Namespace, nodes: int) -> tuple[Job | None, list[Finding]]:
@@ -166,12 +180,21 @@ def about_links(
             fix = "let a time service set them; logs of the nodes can't be compared so"
             found.append(Finding("warning", place, fact, fix))
     if job is not None and links:
-        found.append(_need(job, nodes, min(links, key=lambda link: link.gbps)))
+        found.append(_need(job, nodes, min(link.gbps for link in links)))
     return found
 
 
-def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
-    """What the slowest link means for the job."""
+def about_nodes_to_come(job: Job | None, nodes: int, expected: float | None) -> list[Finding]:
+    """Of nodes like this one, asked about from one of them: nothing between them was measured."""
+    fact = f"the links between {nodes} nodes weren't measured: that takes this command on each"
+    options = f"--nodes {nodes} --node-rank N --head HOST:29400"
+    fix = f"add to it {options}, where N counts from 0 and HOST is the address of node 0"
+    found = [] if job is None else [_need(job, nodes, expected)]
+    return [*found, Finding("warning", "links", fact, fix)]
+
+
+def _need(job: Job, nodes: int, gbps: float | None) -> Finding:
+    """What a link as fast as the slowest means for the job; of an unknown one, what would do."""
     from shardtune.core.host.machine import Machine
     from shardtune.core.strategy import Devices
     from shardtune.core.units import GIB
@@ -181,13 +204,15 @@ def _need(job: Job, nodes: int, slowest: MeasuredLink) -> Finding:
     if predicted is None:
         return Finding("good", "job", "what it sends can't be forecast for this model or device")
     bits = predicted.traffic().leaves_node * GIB * 8  # as `estimate` counts them
-    seconds = bits / (slowest.gbps * 1e9)
-    how = f"{job.strategy.type} on {nodes} nodes"
-    fact = (
-        f"about {bits / 1e9:.3g} Gbit leave each node in a step ({how}): {seconds:.3g} s at "
-        f"{slowest.gbps:.3g} Gbit/s"
-    )
     computing = predicted.speed.step.compute
+    how = f"{job.strategy.type} on {nodes} nodes"
+    fact = f"about {bits / 1e9:.3g} Gbit leave each node in a step ({how})"
+    if gbps is None:
+        enough = bits / 1e9 / computing
+        fact += f", which computes for about {computing:.3g} s: {enough:.3g} Gbit/s keep up with it"
+        return Finding("good", "job", fact)
+    seconds = bits / (gbps * 1e9)
+    fact += f": {seconds:.3g} s at {gbps:.3g} Gbit/s"
     if seconds <= computing:
         return Finding("good", "job", fact)
     fact += f", and a step computes for about {computing:.3g} s: the network limits the run"

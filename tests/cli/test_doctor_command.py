@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardtune.cli import main as cli
-from shardtune.cli.doctor_command import _job, about_links
+from shardtune.cli.doctor_command import _job, about_links, about_nodes_to_come
 from shardtune.cli.main import main
 from shardtune.core.host.machine import Machine
 from shardtune.core.units import GIB
@@ -154,6 +154,32 @@ def test_alone(
     assert main(["doctor"]) == 0
 
 
+def test_nodes_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--nodes` alone: what the job would send, and which link it takes; nothing is measured."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n' * 8)
+    path = write_job(tmp_path, strategy="{type: fsdp}", train="{steps: 2, global_batch: 4}")
+    words = ["doctor", str(path), "launch.processes=2", "--json", "--nodes", "2"]
+    told = {}
+    for expected in ([], ["--expected", "0.001"]):
+        assert main([*words, *expected]) == 0
+        found = json.loads(capsys.readouterr().out)["findings"]
+        told.update({(each["place"], len(expected)): each for each in found})
+    sent = r"about ([\d.e+-]+) Gbit leave each node in a step \(fsdp on 2 nodes\)"
+    words_of = rf"{sent}, which computes for about ([\d.e+-]+) s: ([\d.e+-]+) Gbit/s keep up"
+    said = re.match(words_of, told["job", 0]["fact"])
+    assert said is not None
+    bits, seconds, enough = map(float, said.groups())
+    assert bits / seconds == pytest.approx(enough, rel=0.02)
+    assert told["job", 2]["level"] == "warning"
+    assert "the network limits the run" in told["job", 2]["fact"]
+    assert "--node-rank N --head HOST:29400" in told["links", 0]["fix"]
+    assert main(["doctor", "--nodes", "0"]) == 2
+    assert "--nodes: is 0" in capsys.readouterr().err
+
+
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
@@ -169,10 +195,12 @@ def test_every_strategy_says_what_it_sends(
     assert job is not None
     job = job.model_copy(update={"launch": job.launch.with_processes(4)})
     *_, found = about_links([LINK], job, 2, None)
-    assert found.place == "job"
-    assert re.search(
-        r"about [\d.e+-]+ Gbit leave each node in a step|can't be forecast", found.fact
-    )
+    before, _ = about_nodes_to_come(job, 2, None)
+    for each in (found, before):
+        assert each.place == "job"
+        assert re.search(
+            r"about [\d.e+-]+ Gbit leave each node in a step|can't be forecast", each.fact
+        )
     if job.strategy.type != "auto":
         assert "Gbit leave each node" in found.fact or job.strategy.mesh(4).size != 4, found
 
