@@ -7,7 +7,7 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from shardtune.errors import LaunchError, Problem
+from shardtune.errors import LaunchRefused, Problem
 
 if TYPE_CHECKING:
     from shardtune.web.http_guard import AccessRules
@@ -27,14 +27,14 @@ def add_address(command: argparse.ArgumentParser, port: int) -> None:
 
 
 def access_rules(host: str) -> AccessRules:
-    """Who may ask at this address; LaunchError where others could, and no key is set."""
+    """Who may ask at this address; LaunchRefused where others could, and no key is set."""
     from shardtune.web.http_guard import AccessRules, is_loopback
 
     key, loopback = os.environ.get(API_KEY) or None, is_loopback(host)
     if not loopback and key is None:
         fact = "others can reach this address, and no API key is set"
         fix = f"set {API_KEY} to a long random word, or leave --host out"
-        raise LaunchError(Problem(f"--host {host}", fact, fix))
+        raise LaunchRefused(Problem(f"--host {host}", fact, fix))
     return AccessRules(key, loopback)
 
 
@@ -43,4 +43,4 @@ def require_packages(command: str) -> None:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         fact = f"it needs {' and '.join(missing)}"
-        raise LaunchError(Problem(f"shardtune {command}", fact, "pip install 'shardtune[serve]'"))
+        raise LaunchRefused(Problem(f"shardtune {command}", fact, "pip install 'shardtune[serve]'"))
