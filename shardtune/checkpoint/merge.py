@@ -28,8 +28,8 @@ from shardtune.checkpoint.rounding_error import (
     rounded_logits,
     rounding_bound,
 )
-from shardtune.core.model.kind import kind_of
 from shardtune.errors import Problem, RunError
+from shardtune.models.model_files import auto_class
 
 PROMPTS = 4
 PROMPT_TOKENS = 64
@@ -87,7 +87,7 @@ def merge_adapter(
             hide_path(partial, *base)
         if card is not None:
             (partial / CARD_FILE).write_text(
-                card_of_merged(card, kind_of(merged.config)), encoding="utf-8"
+                card_of_merged(card, auto_class(merged.config).__name__), encoding="utf-8"
             )
         require_read_back(merged, partial)
     return MergedModel(_word(dtype), same, rounded, in_bf16)

@@ -28,10 +28,6 @@ _PIPELINES: Mapping[ModelKind, str] = {
     "decoder": "text-generation",
     "encoder_decoder": "text2text-generation",
 }
-_CLASSES: Mapping[ModelKind, str] = {
-    "decoder": "AutoModelForCausalLM",
-    "encoder_decoder": "AutoModelForSeq2SeqLM",
-}
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,8 @@ class CardFacts:
     evaluation: Mapping[str, BeforeAfter]
     versions: Mapping[str, str]
     kind: ModelKind
+    loader: str
+    """The class of transformers that loads the model."""
     best_step: int | None = None
     """The step whose weights these are, where it isn't the last."""
 
@@ -105,26 +103,26 @@ def render_card(facts: CardFacts) -> str:
             *_versions(facts.versions),
             _LOADING,
             "",
-            *_load(facts.kind, facts.base.name if adapted else None),
+            *_load(facts.loader, facts.base.name if adapted else None),
             "",
         ]
     )
 
 
-def card_of_merged(card: str, kind: ModelKind) -> str:
-    """The card of an adapter's run, for the model of this kind that it was merged into."""
+def card_of_merged(card: str, loader: str) -> str:
+    """The card of an adapter's run, for the model that it was merged into."""
     head, _, _ = card.partition(_LOADING)
     head = head.replace("library_name: peft", "library_name: transformers", 1)
     head = head.replace("adapter for", "adapter, merged into", 1)
-    return "\n".join([head.rstrip(), "", _LOADING, "", *_load(kind, None), ""])
+    return "\n".join([head.rstrip(), "", _LOADING, "", *_load(loader, None), ""])
 
 
-def card_beside_base(card: str, kind: ModelKind, weights: str) -> str:
+def card_beside_base(card: str, loader: str, weights: str) -> str:
     """The card of an adapter's run, for a folder that holds the adapter and, in these `weights`,
     its model."""
     head, _, _ = card.partition(_LOADING)
     head = head.replace("adapter for", f"adapter beside the {weights} weights of", 1)
-    return "\n".join([head.rstrip(), "", _LOADING, "", *_load(kind, None), "", _BY_FOLDER, ""])
+    return "\n".join([head.rstrip(), "", _LOADING, "", *_load(loader, None), "", _BY_FOLDER, ""])
 
 
 def hide_path(folder: Path, path: str, name: str) -> None:
@@ -179,8 +177,7 @@ def _versions(versions: Mapping[str, str]) -> list[str]:
     return ["## Versions", "", *(f"- {name} {each}" for name, each in versions.items()), ""]
 
 
-def _load(kind: ModelKind, base: str | None) -> list[str]:
-    loader = _CLASSES[kind]
+def _load(loader: str, base: str | None) -> list[str]:
     if base is None:
         call = f'{loader}.from_pretrained("path or id of this model", dtype="auto")'
         code = [f"from transformers import {loader}", "", f"model = {call}"]

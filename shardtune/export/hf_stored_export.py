@@ -63,7 +63,7 @@ def export_stored(source: ExportSource, target: Path) -> StoredExport:
         hide_path(partial, source.files.path, source.base_name)
         card = partial / CARD_FILE
         if card.is_file():
-            text = card_beside_base(card.read_text(encoding="utf-8"), source.files.kind, kind)
+            text = card_beside_base(card.read_text(encoding="utf-8"), source.files.loader, kind)
             card.write_text(text, encoding="utf-8")
         trusted = source.job.model.trust_remote_code
         back = load_stored_folder(partial, base.config, trust_remote_code=trusted)

@@ -85,7 +85,7 @@ class ExportSource:
         if not file.is_file():
             return ""
         text = file.read_text(encoding="utf-8")
-        return card_of_merged(text, self.files.kind) if self.adapted else text
+        return card_of_merged(text, self.files.loader) if self.adapted else text
 
     def copy_result(self, folder: Path) -> None:
         """Copies the result's files: weights, tokenizer, template, stop tokens, card."""

@@ -83,6 +83,11 @@ class ModelFiles:
         """A decoder alone, or an encoder with one."""
         return kind_of(self._config)
 
+    @property
+    def loader(self) -> str:
+        """The name of the class of transformers that loads it."""
+        return str(auto_class(self._config).__name__)
+
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer that the model was trained with, and the job's new tokens and chat template
@@ -167,11 +172,21 @@ def _token_id(token: str, tokenizer: Any) -> int:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that makes the language model which `config` describes."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    """The class of transformers that makes the language model which `config` describes. Some that
+    also take pictures have none for text alone."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+    )
 
-    both = kind_of(config) == "encoder_decoder"
-    return AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+    if kind_of(config) == "encoder_decoder":
+        return AutoModelForSeq2SeqLM
+    text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not text_alone
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 @contextmanager

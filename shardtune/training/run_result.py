@@ -81,8 +81,17 @@ class RunResult:
         ]
         made = describe_environment(self.world, "", self.data)
         versions = {"shardtune": made.shardtune, "Python": made.python, **made.packages}
-        kind = self.model.kind
-        facts = CardFacts(self.job, base, data, training, evaluation, versions, kind, best_step)
+        facts = CardFacts(
+            self.job,
+            base,
+            data,
+            training,
+            evaluation,
+            versions,
+            self.model.kind,
+            self.model.loader,
+            best_step,
+        )
         return render_card(facts)
 
     def write(

@@ -44,13 +44,19 @@ _GEMMA4 = _LLAMA_LIKE | {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 67,
 }
-_GEMMA4_VISION = {
+_VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "head_dim": 16,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
 }
 
 _MAMBA = _PADDED | {
@@ -211,13 +217,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """By transformers' `model_type`. 67 tokens, so that no even split of them exists."""
 
 
+MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma4": (_GEMMA4, _VISION | {"num_key_value_heads": 2}),
+    "mistral3": (_HEADS_OF_8 | {"model_type": "mistral"}, _VISION | {"model_type": "pixtral"}),
+    "qwen2_5_vl": (
+        _LLAMA_LIKE | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        _QWEN_VISION,
+    ),
+    "qwen3_vl": (_HEADS_OF_8, _QWEN_VISION | {"deepstack_visual_indexes": [0]}),
+}
+"""Models that also take pictures: the text part, and the encoder. Transformers has no class for the
+text of the last three alone."""
+
+
 def config(family: str, **changes: Any) -> Any:
     """A small configuration of `family`."""
-    from transformers import AutoConfig, Gemma4Config
+    from transformers import AutoConfig
 
-    if family == "gemma4":
-        return Gemma4Config(text_config=_GEMMA4 | changes, vision_config=_GEMMA4_VISION)
+    if family in MULTIMODAL:
+        text, vision = MULTIMODAL[family]
+        return AutoConfig.for_model(family, text_config=text | changes, vision_config=vision)
     return AutoConfig.for_model(family, **CONFIGS[family] | changes)
+
+
+def transformers_class(family: str) -> Any:
+    """The class of transformers that makes a model of `family`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox")
@@ -225,11 +252,9 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox")
 
 def write(folder: Path, family: str, *, shard: str = "5GB", **changes: Any) -> Any:
     """Writes a model with random weights to `folder`; returns it."""
-    from transformers import AutoModelForCausalLM
-
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config(family, **changes))
+        model = transformers_class(family).from_config(config(family, **changes))
         for parameter in model.parameters():  # also those that usually start at zero or one
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder, max_shard_size=shard)

@@ -28,7 +28,7 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.models.packing_check import require_document_isolation
 from shardtune.training.engine_setup import make_plan
 from tests.jobs import make_job
-from tests.models.families import config, write
+from tests.models.families import config, transformers_class, write
 from tests.synthetic import Tokens, prepared
 
 STEPS, BATCH, LENGTH = 3, 4, 24
@@ -165,9 +165,9 @@ def plain_outcome(job: Job) -> Outcome:
 def plain_model(job: Job) -> tuple[Any, list[torch.nn.Parameter]]:
     """The job's model by transformers and peft, and what of it is trained."""
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(job.model.name, dtype=torch.float32)
+    made_by = transformers_class(Path(job.model.name).name)
+    model: Any = made_by.from_pretrained(job.model.name, dtype=torch.float32)
     if isinstance(job.adapter, LoRA):
         settings = plain_lora(model)
         settings.modules_to_save = list(job.adapter.modules_to_save) or None

@@ -23,7 +23,7 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.swap import quantizable
 from shardtune.parallel import Strategy
 from shardtune.training.inputs import require_cuttable
-from tests.models.families import CONFIGS, config
+from tests.models.families import CONFIGS, MULTIMODAL, config
 from tests.models.family_runs import (
     ADAPTERS,
     Outcome,
@@ -111,13 +111,34 @@ def test_two_ranks(
     assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_two_ranks_train_the_text_part_of_a_model_that_sees(adapter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_two_ranks_train_the_text_part_of_a_model_that_sees(
+    family: str, adapter: str, strategy: str, pictured: Path, seeing: dict[Case, Outcome]
+) -> None:
     """Its encoder of pictures has weights that are trained, by name, and never has a gradient."""
-    write_family(tmp_path, "gemma4")
-    job = family_job(tmp_path, "gemma4", adapter, "ddp", 2)
-    for found in on_ranks(2, run, job):
-        assert found.losses == pytest.approx(plain_losses(job), rel=SAME)
+    found = seeing[family, adapter, strategy]
+    assert not found.refused
+    expected = plain_losses(family_job(pictured, family, adapter, strategy, 2))
+    assert found.losses == pytest.approx(expected, rel=SAME)
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models that also take pictures."""
+    path = tmp_path_factory.mktemp("pictured")
+    for family in MULTIMODAL:
+        write_family(path, family)
+    return path
+
+
+@pytest.fixture(scope="module")
+def seeing(pictured: Path) -> dict[Case, Outcome]:
+    """All of them under all strategies, one after the other on the same two ranks."""
+    cases = [(f, adapter, s) for f in MULTIMODAL for adapter in ADAPTERS for s in STRATEGIES]
+    found: dict[Case, Outcome] = on_ranks(2, run_all, pictured, cases, timeout=600)[0]
+    return found
 
 
 @pytest.mark.long

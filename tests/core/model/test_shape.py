@@ -477,6 +477,15 @@ def test_parts_add_up_to_the_whole(
 # What can't be read ----------------------------------------------------------------------------
 
 
+def test_a_model_that_also_takes_pictures_is_not_taken_for_its_text_alone() -> None:
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **USUAL}}
+    with pytest.raises(ModelError) as error:
+        read_shape(config, "it")
+    (problem,) = error.value.problems
+    assert "also takes pictures" in problem.fact
+    assert "text_config" in problem.fix
+
+
 def test_an_unknown_architecture_is_named_with_those_we_know() -> None:
     with pytest.raises(ModelError) as error:
         read_shape({"model_type": "lama"}, "my/model")

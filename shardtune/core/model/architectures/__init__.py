@@ -66,6 +66,10 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         fact = "is missing" if family is None else f"is {family!r}, not a word"
         raise ModelError(Problem(place, fact, "name a config.json of transformers"))
     require_trained_family(config, name)
+    if family not in SHAPE_READERS and isinstance(config.get("text_config"), Mapping):
+        fact = f"{family!r} also takes pictures or sounds; what reads those isn't planned"
+        fix = "`train` takes it; to plan its text part alone, name a file with its text_config"
+        raise ModelError(Problem(place, fact, fix))
     if family not in SHAPE_READERS:
         near = did_you_mean(family, SHAPE_READERS)
         known = f"known are {', '.join(sorted(SHAPE_READERS))}"
