@@ -13,6 +13,7 @@ from shardtune.core.world import World
 from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.rope_by_document import document_lengths
+from shardtune.parallel.pipeline.strategy import Pipeline
 from tests.models.families import write
 from tests.models.family_runs import family_job, plain_outcome, run
 from tests.ranks import on_ranks
@@ -36,8 +37,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job_with(folder: Path, micro_batch: int, *, packing: bool, ranks: int = 1) -> Job:
-    job = family_job(folder, "phi3", "lora", "ddp", ranks)
+def job_with(
+    folder: Path, micro_batch: int, *, packing: bool, ranks: int = 1, family: str = "phi3"
+) -> Job:
+    job = family_job(folder, family, "lora", "ddp", ranks)
     train = job.train.model_copy(update={"micro_batch": micro_batch})
     data = job.data.model_copy(update={"packing": packing})
     return job.model_copy(update={"train": train, "data": data})
@@ -57,6 +60,18 @@ def test_two_ranks(folder: Path) -> None:
     job = job_with(folder, 2, packing=True, ranks=2)
     found = on_ranks(2, run, job)[0]
     assert found.losses == pytest.approx(plain_outcome(job).losses, rel=2e-6)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_two_stages(folder: Path, packing: bool) -> None:
+    """They pad all micro-batches of a step to the widest, and hand on hidden states alone."""
+    write(folder / "llama", "llama", **LONGROPE)
+    job = job_with(folder, 2, packing=packing, family="llama")
+    staged = job.model_copy(update={"strategy": Pipeline(stages=2)})
+    expected = plain_outcome(job)
+    found = on_ranks(2, run, staged, 1)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=2e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
 
 
 @torch.no_grad()

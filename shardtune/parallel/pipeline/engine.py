@@ -151,6 +151,7 @@ class PipelineEngine(NativeEngine):
             position_ids=block.position_ids,
             targets=block.targets,
             seeds=block.seeds,
+            lengths=block.lengths,
             target=block.seeds,  # a loss function needs one; the stage has done its work
             losses=losses,
         )
@@ -220,7 +221,8 @@ class PipelineEngine(NativeEngine):
                     *block.shape, self.anatomy.hidden, dtype=self._flowing, device=self.device
                 )
                 dist.recv(flowing, group=self._line, group_src=ranks[number - 1])
-            flowing = stage(flowing, block.position_ids, block.targets, block.seeds)
+            given = (block.position_ids, block.targets, block.seeds, block.lengths)
+            flowing = stage(flowing, *given)
             if not stage.last and ranks[number + 1] != self._place:
                 dist.send(flowing.contiguous(), group=self._line, group_dst=ranks[number + 1])
         return flowing if stage.last else torch.zeros(3, device=self.device)

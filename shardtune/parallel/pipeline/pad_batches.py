@@ -21,10 +21,15 @@ class Block:
     targets: Tensor
     seeds: Tensor
     """One for each micro-batch, for dropout. They stay on the CPU, where they are read."""
+    lengths: Tensor
+    """Tokens of each row, padding not counted."""
 
     @classmethod
     def of(cls, batch: MicroBatch, seed: int = 0) -> Block:
-        return cls(batch.input_ids, batch.position_ids, batch.targets, torch.tensor([seed]))
+        rows, width = batch.input_ids.shape
+        lengths = torch.full((rows,), width) if batch.lengths is None else batch.lengths
+        seeds = torch.tensor([seed])
+        return cls(batch.input_ids, batch.position_ids, batch.targets, seeds, lengths)
 
     @classmethod
     def joined(cls, blocks: Sequence[Block]) -> Block:
@@ -33,6 +38,7 @@ class Block:
             torch.cat([block.position_ids for block in blocks]),
             torch.cat([block.targets for block in blocks]),
             torch.cat([block.seeds for block in blocks]),
+            torch.cat([block.lengths for block in blocks]),
         )
 
     @property
@@ -47,6 +53,7 @@ class Block:
             self.position_ids.to(device, non_blocking=True),
             self.targets.to(device, non_blocking=True),
             self.seeds,
+            self.lengths.to(device, non_blocking=True),
         )
 
     def filled(self, rows: int, width: int) -> Block:
@@ -64,6 +71,7 @@ class Block:
             positions,
             functional.pad(self.targets, (0, wider, 0, more), value=IGNORED),
             self.seeds,
+            functional.pad(self.lengths, (0, more)),
         )
 
 

@@ -21,6 +21,7 @@ from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.core.pipeline_schedule import Pipelining, split_layers, stage_costs
 from shardtune.core.step import IGNORED
 from shardtune.engine.loss import loss_sum
+from shardtune.engine.row_lengths import TakesRowLengths
 from shardtune.engine.unsharded import Unsharded
 
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
@@ -137,12 +138,20 @@ class Stage(nn.Module):
         self._dtype = flowing
         self._autocast = autocast
         self._sharded = sharded
+        self._told_lengths = [m for m in self.body.modules() if isinstance(m, TakesRowLengths)]
 
     def forward(
-        self, given: Tensor, position_ids: Tensor, targets: Tensor, seeds: Tensor
+        self,
+        given: Tensor,
+        position_ids: Tensor,
+        targets: Tensor,
+        seeds: Tensor,
+        lengths: Tensor,
     ) -> Tensor:
         if self.training:  # the same draws whoever computes the stage, and after a resume
             torch.manual_seed((int(seeds) + self.number) % 2**63)
+        for module in self._told_lengths:
+            module.row_lengths = lengths
         with self._autocast():
             name = "input_ids" if self.first else "inputs_embeds"
             found = self.body(**{name: given}, position_ids=position_ids, use_cache=False)
