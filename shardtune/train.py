@@ -25,6 +25,7 @@ from shardtune.models.packing_check import (
     require_document_isolation,
     require_isolating_layers,
 )
+from shardtune.models.peft_adapters import describe_left_out
 from shardtune.models.quantization.fp8_experts import describe_fp8
 from shardtune.plan.run_forecast import RunForecast
 from shardtune.report.live import RunView
@@ -106,6 +107,8 @@ def train(
             if world.device.startswith("cuda"):
                 view.say(same_on_all_ranks(world.all_gather(describe_attention(engine.module()))))
                 view.say(describe_graphs(engine))
+            if left_out := describe_left_out(engine.module(), job.adapter):
+                view.say(left_out)
             if job.model.quantization == "fp8":
                 view.say(describe_fp8(engine.module(), world.device))
             evaluator = Evaluator(

@@ -18,3 +18,15 @@ def weights_beside_text(model: nn.Module) -> list[str]:
     ends = (causal.get_decoder(), causal.get_output_embeddings())
     used = {each for end in ends if end is not None for each in end.parameters()}
     return [name for name, each in model.named_parameters() if each not in used]
+
+
+def modules_beside_text(model: nn.Module) -> list[str]:
+    """The outermost modules that have no other weights."""
+    beside = frozenset(weights_beside_text(model))
+    found: list[str] = []
+    for name, module in model.named_modules() if beside else ():
+        own = [weight for weight, _ in module.named_parameters(prefix=name)]
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if own and not inside and beside.issuperset(own):
+            found.append(name)
+    return found

@@ -2,15 +2,18 @@
 
 Of a mixture of experts peft would add the experts of some families, of their own rank, and the
 router. Of a Mamba-2 layer it would take the last projection, whose weight the fused kernels read
-past any adapter.
+past any adapter. Of a model that sees it would take the encoder of pictures, which text never goes
+through.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from torch import nn
 
+from shardtune.engine.text_part import modules_beside_text
 from shardtune.errors import ModelError, Problem
 from shardtune.models.expert_layers import expert_weights, names_taken_by_peft, router_names
 
@@ -38,15 +41,24 @@ def lora_target_modules(model: Any, targets: Targets) -> str | list[str]:
                 "leave them out, and set adapter.experts: all to adapt the experts")  # fmt: skip
         _refuse(targets, lost, "kernels of Mamba read this weight past an adapter", "leave it out")
         return list(targets)
-    if not lost and not expert_weights(model):
+    beside = never_adapted(model, targets)
+    if not lost and not beside and not expert_weights(model):
         return targets
     head, routers = model.get_output_embeddings(), router_names(model)
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     left_out = {name for name, each in linears.items() if each is head or name in routers}
     ambiguous = {leaf_name(name) for name in left_out}
     found = [name for name in linears if name not in left_out]
+    found = [name for name in found if not (beside and re.fullmatch(beside, name))]
     found = [name for name in found if leaf_name(name) not in taken | lost]
     return sorted({name if leaf_name(name) in ambiguous else leaf_name(name) for name in found})
+
+
+def never_adapted(model: nn.Module, targets: Targets) -> str | None:
+    """A pattern of modules, as peft's `exclude_modules`, that no `all-linear` means: their linear
+    layers may be called as those of the decoder are."""
+    beside = modules_beside_text(model) if targets == "all-linear" else []
+    return rf"({'|'.join(map(re.escape, beside))})(\..*)?" if beside else None
 
 
 def leaf_name(name: str) -> str:

@@ -21,11 +21,13 @@ from shardtune.core.model.active_experts import active_experts
 from shardtune.core.model.adapter_size import require_plain_experts
 from shardtune.core.model.architectures.ia3 import ia3_feedforward, ia3_targets
 from shardtune.core.model.kind import kind_of
+from shardtune.core.model.peft_wrapper import unwrap_model
+from shardtune.engine.text_part import modules_beside_text
 from shardtune.errors import ModelError, Problem, did_you_mean
 from shardtune.kernels.autocast_forward import autocast_forward
 from shardtune.models.added_tokens import ends
 from shardtune.models.expert_layers import expert_weights
-from shardtune.models.lora_targets import is_linear, lora_target_modules
+from shardtune.models.lora_targets import is_linear, lora_target_modules, never_adapted
 
 ADAPTER_NAME = "default"
 """What peft calls an adapter that has no name of its own."""
@@ -62,6 +64,14 @@ def autocast_answers(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None
     them in `dtype`."""
     if dtype != torch.float32 and isinstance(adapter, LoRA) and adapter.modules_to_save:
         autocast_forward(adapted.get_base_model(), dtype)
+
+
+def describe_left_out(adapted: nn.Module, adapter: Adapter) -> str:
+    """Modules of a model that `all-linear` doesn't mean, in words; nothing where it means all."""
+    all_linear = isinstance(adapter, LoRA) and adapter.targets == "all-linear"
+    beside = modules_beside_text(unwrap_model(adapted)) if all_linear else []
+    where = ", ".join(beside)
+    return f"no adapters in {where}, which text never goes through" if beside else ""
 
 
 def check_module_names(model: nn.Module, adapter: Adapter) -> None:
@@ -246,6 +256,7 @@ def _lora(model: Any, adapter: LoRA) -> Any:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=targets,
+        exclude_modules=never_adapted(model, adapter.targets),
         target_parameters=adapted or None,
         rank_pattern=dict.fromkeys(adapted, expert_rank),
         modules_to_save=_whole_names(model, adapter.modules_to_save) or None,

@@ -190,7 +190,15 @@ def plain_lora(model: Any) -> Any:
     experts = {".".join(words) for words in stacks if words[0] == "experts"}
     if not experts and model.config.model_type not in MAMBA:
         conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
-        return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=conv1d)
+        sees = model.config.model_type == "gemma4"
+        unseen = r".*\.(vision_tower|embed_vision)\..*" if sees else None
+        return LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules="all-linear",
+            exclude_modules=unseen,
+            fan_in_fan_out=conv1d,
+        )
     linear = (n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear))
     names = {name.rpartition(".")[2] for name in linear} - {"lm_head"}
     if model.config.model_type not in ("qwen2_moe", *OWN_NAMES):

@@ -19,7 +19,7 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.load_result import load_result
 from shardtune.models.materialize import skeleton
 from shardtune.models.model_files import ModelFiles
-from shardtune.models.peft_adapters import ia3_modules
+from shardtune.models.peft_adapters import describe_left_out, ia3_modules
 from tests.models.families import write
 
 IDS = torch.arange(12).view(1, 12) * 5
@@ -100,6 +100,35 @@ def test_a_result_of_quantized_weights_comes_back_on_quantized_weights(
     section = ModelSection(name=str(tmp_path / "model"), quantization=kind)
     loaded = load_result(str(tmp_path / "result"), ModelFiles(section), "fp32")
     assert torch.equal(logits(loaded), logits(model))
+
+
+@torch.no_grad()
+def test_a_model_that_sees_gets_adapters_where_text_goes_through(tmp_path: Path) -> None:
+    """Its encoder of pictures has them where they are asked for by name. peft takes all."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    write(tmp_path / "model", "gemma4")
+
+    def adapted(adapter: LoRA) -> Any:
+        model = build(tmp_path / "model", adapter)
+        places = {name for name, each in model.named_modules() if name.endswith(".lora_A")}
+        return model, any(".vision_tower." in n for n in places), len(places)
+
+    model, in_encoder, found = adapted(LoRA(rank=2))
+    text_layers = 6 * 7 - 2 * 2 + 6 * 2 + 1  # two share keys and values; gates and projections
+    assert (in_encoder, found) == (False, text_layers)
+    left_out = (
+        "no adapters in model.vision_tower, model.embed_vision, which text never goes through"
+    )
+    assert describe_left_out(model, LoRA()) == left_out
+    _, in_encoder, found = adapted(LoRA(rank=2, targets=("linear",)))
+    assert in_encoder
+    disturb(model)
+    model.save_pretrained(tmp_path / "result")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "result")
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_rslora_is_stronger_by_the_root_of_the_rank(tmp_path: Path) -> None:

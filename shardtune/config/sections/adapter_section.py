@@ -27,7 +27,8 @@ class LoRA(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that is dropped in training."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of the linear layers to adapt, or every one but the output head."""
+    """Names of the linear layers to adapt, or every one but the output head and those of encoders
+    of pictures and sounds, which text never goes through."""
     variant: Literal["plain", "dora", "rslora", "pissa"] = "plain"
     """`dora` trains the length of each row apart from its direction; `rslora` multiplies by
     alpha / sqrt(rank), so that high ranks keep their strength; `pissa` starts from the strongest
