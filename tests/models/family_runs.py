@@ -28,7 +28,7 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.models.packing_check import require_document_isolation
 from shardtune.training.engine_setup import make_plan
 from tests.jobs import make_job
-from tests.models.families import config, transformers_class, write
+from tests.models.families import MULTIMODAL, config, transformers_class, write
 from tests.synthetic import Tokens, prepared
 
 STEPS, BATCH, LENGTH = 3, 4, 24
@@ -190,8 +190,8 @@ def plain_lora(model: Any) -> Any:
     experts = {".".join(words) for words in stacks if words[0] == "experts"}
     if not experts and model.config.model_type not in MAMBA:
         conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
-        sees = model.config.model_type == "gemma4"
-        unseen = r".*\.(vision_tower|embed_vision)\..*" if sees else None
+        encoders = r".*\.(vision_tower|embed_vision|multi_modal_projector|visual)\..*"
+        unseen = encoders if model.config.model_type in MULTIMODAL else None
         return LoraConfig(
             r=4,
             lora_alpha=8,
