@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from shardtune.core.model.written_calls import Call, json_calls
 
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _FENCED = re.compile(r"```(?:json|python|tool_code)?\n(.*?)(?:```|\Z)", re.DOTALL)
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 """What BFCL leaves out of strings before it compares them."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function's name and its arguments."""
-
-    name: str
-    arguments: Mapping[str, Any]
 
 
 def parse_calls(answer: str) -> list[Call]:
@@ -29,10 +21,8 @@ def parse_calls(answer: str) -> list[Call]:
     blocks = _TAGGED.findall(answer) or _FENCED.findall(answer) or [answer.strip()]
     calls: list[Call] = []
     for block in blocks:
-        found = _json_calls(block)
-        if found is None:
-            found = _python_calls(block)
-        if found is None:
+        found = json_calls(block) or _python_calls(block)
+        if not found:
             return []
         calls += found
     return calls
@@ -88,30 +78,6 @@ def _listed(values: Any) -> Sequence[Any]:
 
 def _letters(text: str) -> str:
     return _IGNORED.sub("", text).lower().replace("'", '"')
-
-
-def _json_calls(text: str) -> list[Call] | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    calls = []
-    for entry in found if isinstance(found, list) else [found]:
-        if not isinstance(entry, dict):
-            return None
-        entry = entry.get("function", entry)
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            return None
-        arguments = entry.get("arguments", entry.get("parameters", {}))
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                return None
-        if not isinstance(arguments, dict):
-            return None
-        calls.append(Call(entry["name"], arguments))
-    return calls
 
 
 def _python_calls(text: str) -> list[Call] | None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardtune.evaluation.tool_calls import Call, matches_truth, parse_calls
+from shardtune.core.model.written_calls import Call
+from shardtune.evaluation.tool_calls import matches_truth, parse_calls
 
 AREA = [Call("area", {"base": 10, "height": 5})]
 TRUTH = [{"area": {"base": [10], "height": [5], "unit": ["units", ""]}}]
@@ -28,7 +29,8 @@ def test_every_form_is_read(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["The area is 25.", "area(10, 5)", "[1, 2]", "{}", "area(base=open('x'))", "("]
+    "answer",
+    ["The area is 25.", "area(10, 5)", "[1, 2]", "{}", "area(base=open('x'))", "(", "[" * 100_000],
 )
 def test_what_is_no_call_is_none(answer: str) -> None:
     assert parse_calls(answer) == []
