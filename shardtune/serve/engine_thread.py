@@ -82,8 +82,10 @@ class EngineThread:
         max_tokens: int,
         sampling: RequestSampling,
         stop: Sequence[str],
+        tags: Sequence[str] = (),
     ) -> Answering:
-        """A request of the running event loop. Raises QueueFull, Draining or EngineFailed."""
+        """A request of the running event loop; `tags` are shown even where they are special tokens.
+        Raises QueueFull, Draining or EngineFailed."""
         if self.draining:
             raise Draining
         loop = asyncio.get_running_loop()
@@ -95,7 +97,7 @@ class EngineThread:
             with suppress(RuntimeError):  # the loop has ended, and with it who listened
                 loop.call_soon_threadsafe(heard.put_nowait, piece)
 
-        text = TextStream(model.tokenizer, stop, prompt)
+        text = TextStream(model.tokenizer, stop, prompt, tags)
         request = GenerationRequest(
             prompt, max_tokens, sampling, model.stops, text, hear, model.adapter
         )

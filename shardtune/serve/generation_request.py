@@ -12,7 +12,19 @@ from torch import Tensor
 from shardtune.serve.sampling import RequestSampling, TokenLogprob
 from shardtune.serve.text_stream import TextStream
 
-Finish = Literal["stop", "length", "cancelled", "error"]
+Finish = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function that the model calls."""
+
+    index: int
+    """Its place among the answer's calls."""
+    id: str
+    name: str
+    arguments: str
+    """JSON."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,8 @@ class Piece:
     tokens: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     error: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    """What is called behind the text."""
 
 
 @dataclass(eq=False)

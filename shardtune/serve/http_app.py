@@ -18,7 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from shardtune.core.model.written_calls import CallSpelling
 from shardtune.errors import did_you_mean
+from shardtune.serve.call_stream import CallStream
 from shardtune.serve.engine_thread import (
     Answering,
     Draining,
@@ -27,7 +29,7 @@ from shardtune.serve.engine_thread import (
     QueueFull,
     TookTooLong,
 )
-from shardtune.serve.generation_request import Piece
+from shardtune.serve.generation_request import Finish, Piece, ToolCall
 from shardtune.serve.openai_answers import AnswerWriter, Usage
 from shardtune.serve.openai_requests import (
     ChatBody,
@@ -146,7 +148,8 @@ class OpenAIServer:
         prompt = await _aside(_rendered, model, body.prompt)
         most = self._room(model, prompt, body.longest)
         writer = AnswerWriter("chat", model.name, model.tokenizer, body.told_logprobs)
-        return await self._answer(request, body, model, [(prompt, most)], writer)
+        spelling = await _aside(lambda: model.spelling) if body.may_call else None
+        return await self._answer(request, body, model, [(prompt, most)], writer, spelling)
 
     async def _complete(self, request: Request) -> Response:
         body = await self._read(request, CompletionBody)
@@ -219,14 +222,17 @@ class OpenAIServer:
         model: ServedModel,
         prompts: Sequence[tuple[list[int], int]],
         writer: AnswerWriter,
+        spelling: CallSpelling | None = None,
     ) -> Response:
+        """The reply; `spelling` says what in it is a call of a function."""
+        tags = spelling.tags if spelling else ()
         opened: list[Answering] = []
         try:
             for prompt, most in prompts:
                 for answer in range(body.n or 1):
                     sampling = body.sampling(writer.logprobs, answer)
                     stops = body.stop_strings
-                    opened.append(self.engine.open(model, prompt, most, sampling, stops))
+                    opened.append(self.engine.open(model, prompt, most, sampling, stops, tags))
         except (QueueFull, Draining, EngineFailed) as refusal:
             for each in opened:
                 each.cancel()
@@ -239,31 +245,27 @@ class OpenAIServer:
             raise ApiError(429, fact, "queue_full") from None
         usage = Usage(sum(len(prompt) for prompt, _ in prompts))
         watch = asyncio.create_task(_cancel_when_gone(request, opened))
+        answers = [self._pieces(each, spelling) for each in opened]
         if body.stream:
-            events = self._events(opened, writer, usage if body.wants_usage else None, watch)
+            events = self._events(
+                opened, answers, writer, usage if body.wants_usage else None, watch
+            )
             return StreamingResponse(events, 200, STREAM_HEADERS, "text/event-stream")
         try:
             choices = await asyncio.gather(
-                *(self._whole(place, each, writer, usage) for place, each in enumerate(opened))
+                *(_whole(place, each, writer) for place, each in enumerate(answers))
             )
+            usage.written = sum(each.request.written for each in opened)
         finally:
             watch.cancel()
             for each in opened:
                 each.cancel()
         return json_reply(writer.envelope(choices, chunk=False, usage=usage))
 
-    async def _whole(
-        self, place: int, answering: Answering, writer: AnswerWriter, usage: Usage
-    ) -> Json:
-        text, tokens, end = "", list[TokenLogprob](), "stop"
-        async for piece in self._pieces(answering):
-            text, tokens, end = text + piece.text, [*tokens, *piece.tokens], piece.finish or end
-        usage.written += answering.request.written
-        return writer.whole(place, text, tokens, end)
-
     async def _events(
         self,
         opened: Sequence[Answering],
+        answers: Sequence[AsyncIterator[Piece]],
         writer: AnswerWriter,
         usage: Usage | None,
         watch: asyncio.Task[None],
@@ -272,11 +274,10 @@ class OpenAIServer:
             if writer.kind == "chat":
                 for place in range(len(opened)):
                     yield event(writer.opening(place))
-            async for place, piece in _merged([self._pieces(each) for each in opened]):
+            async for place, piece in _merged(answers):
                 # A token may give no text yet; its log-probability comes with those that do.
-                if piece.text or piece.finish or writer.logprobs is not None:
-                    choice = writer.part(place, piece.text, piece.tokens, piece.finish)
-                    yield event(writer.envelope([choice], chunk=True))
+                if piece.text or piece.calls or piece.finish or writer.logprobs is not None:
+                    yield event(writer.envelope([writer.part(place, piece)], chunk=True))
             if usage is not None:
                 usage.written = sum(each.request.written for each in opened)
                 yield event(writer.envelope([], chunk=True, usage=usage))
@@ -288,18 +289,33 @@ class OpenAIServer:
             for each in opened:
                 each.cancel()
 
-    async def _pieces(self, answering: Answering) -> AsyncIterator[Piece]:
+    async def _pieces(
+        self, answering: Answering, spelling: CallSpelling | None
+    ) -> AsyncIterator[Piece]:
+        calls = CallStream(spelling) if spelling else None
         try:
             async for piece in answering.pieces():
                 if piece.finish == "error":
                     raise ApiError(500, f"the model failed: {piece.error}", "model_failed")
                 if piece.finish == "cancelled":
                     raise ApiError(499, "the request was cancelled", "cancelled")
-                yield piece
+                for part in calls.pieces(piece) if calls else [piece]:
+                    yield part
         except TookTooLong:
             seconds = f"{self._limits.seconds:g}"
             fact = f"the answer wasn't finished within {seconds} seconds"
             raise ApiError(504, fact, "timeout") from None
+
+
+async def _whole(place: int, pieces: AsyncIterator[Piece], writer: AnswerWriter) -> Json:
+    """The choice of an answer that isn't streamed."""
+    text, tokens, calls = "", list[TokenLogprob](), list[ToolCall]()
+    end: Finish = "stop"
+    async for piece in pieces:
+        text, end = text + piece.text, piece.finish or end
+        tokens += piece.tokens
+        calls += piece.calls
+    return writer.whole(place, Piece(text, tuple(tokens), end, calls=tuple(calls)))
 
 
 async def _merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncIterator[tuple[int, Piece]]:

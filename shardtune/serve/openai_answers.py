@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardtune.serve.generation_request import Piece, ToolCall
 from shardtune.serve.sampling import TokenLogprob
 from shardtune.web.replies import Json
 
@@ -62,17 +63,24 @@ class AnswerWriter:
         choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.envelope([choice], chunk=True)
 
-    def part(self, index: int, text: str, tokens: Sequence[TokenLogprob], end: str | None) -> Json:
+    def part(self, index: int, piece: Piece) -> Json:
         """A chunk's choice."""
-        said: Json = {"delta": {"content": text}} if self.kind == "chat" else {"text": text}
-        known = self._logprobs(tokens) if tokens else None
-        return {"index": index, **said, "logprobs": known, "finish_reason": end}
+        delta: Json = {"content": piece.text}
+        if piece.calls:
+            delta = {"tool_calls": [{"index": call.index, **_called(call)} for call in piece.calls]}
+        said: Json = {"delta": delta} if self.kind == "chat" else {"text": piece.text}
+        known = self._logprobs(piece.tokens) if piece.tokens else None
+        return {"index": index, **said, "logprobs": known, "finish_reason": piece.finish}
 
-    def whole(self, index: int, text: str, tokens: Sequence[TokenLogprob], end: str) -> Json:
+    def whole(self, index: int, answer: Piece) -> Json:
         """A choice of an answer that isn't streamed."""
-        message = {"role": "assistant", "content": text}
-        said: Json = {"message": message} if self.kind == "chat" else {"text": text}
-        return {"index": index, **said, "logprobs": self._logprobs(tokens), "finish_reason": end}
+        message: Json = {"role": "assistant", "content": answer.text}
+        if answer.calls:
+            calls = [_called(call) for call in answer.calls]
+            message |= {"content": answer.text or None, "tool_calls": calls}
+        said: Json = {"message": message} if self.kind == "chat" else {"text": answer.text}
+        known = self._logprobs(answer.tokens)
+        return {"index": index, **said, "logprobs": known, "finish_reason": answer.finish}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Json | None:
         if self.logprobs is None:
@@ -100,3 +108,8 @@ class AnswerWriter:
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+
+def _called(call: ToolCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

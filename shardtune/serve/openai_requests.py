@@ -46,7 +46,7 @@ def _with_arguments(call: object) -> object:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
         except ValueError:
             return call
     return {**call, "function": {**function, "arguments": arguments}}
@@ -133,6 +133,7 @@ class ChatBody(SamplingBody):
 
     not_served = _NOT_SERVED | {
         "functions": ([],), "modalities": (["text"],), "tool_choice": ("auto", "none"),
+        "parallel_tool_calls": (True,),
         "audio": (), "prediction": (), "chat_template": (), "documents": ([],), "echo": (False,),
         "add_generation_prompt": (True,), "continue_final_message": (False,),
         "add_special_tokens": (False,),
@@ -147,6 +148,11 @@ class ChatBody(SamplingBody):
     @property
     def prompt(self) -> ChatPrompt:
         return ChatPrompt(self.messages, self.tools, True, self.chat_template_kwargs)
+
+    @property
+    def may_call(self) -> bool:
+        """Whether functions that the answer calls are told as such."""
+        return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     @property
     def longest(self) -> int | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from shardtune.core.host.render_limit import render_limit
+from shardtune.core.model.written_calls import CallSpelling, template_spelling
 from shardtune.serve.continuous_batching import ContinuousBatch
 
 ChatTurn: TypeAlias = Mapping[str, object]
@@ -53,6 +55,11 @@ class ServedModel:
     base: str
     """The model that was trained; the source itself where nothing was."""
 
+    @cached_property
+    def spelling(self) -> CallSpelling | None:
+        """How it calls functions; None where its template has no spelling that we read."""
+        return call_spelling(self.tokenizer, self.render)
+
     def encode(self, text: str) -> list[int]:
         """A text as it is, with the tokenizer's own special tokens around it."""
         return list(self.tokenizer(text)["input_ids"])
@@ -81,3 +88,15 @@ def template_renderer(tokenizer: Any) -> RenderChat | None:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return render
+
+
+def call_spelling(tokenizer: Any, render: RenderChat | None) -> CallSpelling | None:
+    """How calls are written in what is rendered."""
+    if render is None:
+        return None
+
+    def text(turns: Sequence[ChatTurn], tools: Sequence[object], asks: bool) -> str:
+        ids = render(ChatPrompt(turns, tools, asks))
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    return template_spelling(text)

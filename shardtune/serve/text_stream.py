@@ -22,10 +22,16 @@ class TextStream:
     """The text of one answer. `add` returns what can be shown; `stopped` says that it has ended."""
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        tags: Sequence[str] = (),
     ) -> None:
+        """`tags` are texts that are shown even where each is a special token."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._tags = _special(tokenizer, tags)
         self._ids = decoding_context(tokenizer, prompt)
         self._shown_from = 0  # ids from here give the context of the next text
         self._shown_to = len(self._ids)  # ids up to here are in a text that was given out
@@ -34,6 +40,11 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """The text that this token completes, without what a stop string may still take back."""
+        if token in self._tags:
+            text = self._pending() + self._tags[token]
+            # Text behind it is one of its own: its tokens would be no context when skipped.
+            self._ids, self._shown_from, self._shown_to = [], 0, 0
+            return self._let_out(text)
         self._ids.append(token)
         before = self._decode(self._shown_from, self._shown_to)
         now = self._decode(self._shown_from, len(self._ids))
@@ -47,11 +58,14 @@ class TextStream:
         """What is left when no more tokens come."""
         if self.stopped:
             return ""
-        before = self._decode(self._shown_from, self._shown_to)
-        now = self._decode(self._shown_from, len(self._ids))
-        text = self._let_out(now[len(before) :])
+        text = self._let_out(self._pending())
         text, self._held = text + ("" if self.stopped else self._held), ""
         return text
+
+    def _pending(self) -> str:
+        """Of the tokens so far, what was not whole."""
+        before = self._decode(self._shown_from, self._shown_to)
+        return self._decode(self._shown_from, len(self._ids))[len(before) :]
 
     def _let_out(self, text: str) -> str:
         text = self._held + text
@@ -59,7 +73,7 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -71,7 +85,19 @@ class TextStream:
         )
 
 
-def _overlap(text: str, stop: str) -> int:
+def _special(tokenizer: Any, tags: Sequence[str]) -> dict[int, str]:
+    """Those of the texts that are special tokens, which decoding leaves out."""
+    found = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in tags if tag}
+    return {
+        token: tag
+        for tag, token in found.items()
+        # A text that is no token is the unknown one to some tokenizers.
+        if token is not None and tokenizer.convert_ids_to_tokens(token) == tag
+        if not tokenizer.decode([token], skip_special_tokens=True)
+    }
+
+
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of `text` begin `stop`."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
