@@ -8,7 +8,12 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardtune.cli.model_source import ModelSource, read_source, require_own_names
+from shardtune.cli.model_source import (
+    ModelSource,
+    read_source,
+    require_own_names,
+    tokenizer_and_stops,
+)
 from shardtune.errors import LaunchError, Problem, RunError
 
 if TYPE_CHECKING:
@@ -48,7 +53,7 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     words = ["serve", *_base(sources), *_loading(arguments, sources[0])]
     words += ["--max-num-seqs", str(arguments.max_batch)]
     words += ["--allowed-origins", "[]"]  # else pages of any site may read the answers (CORS)
-    return words + (_adapters(adapters) if adapters else [])
+    return words + (_adapters(adapters) if adapters else _tools(sources[0]))
 
 
 def _base(sources: Sequence[ModelSource]) -> list[str]:
@@ -75,11 +80,24 @@ def _loading(arguments: argparse.Namespace, source: ModelSource) -> list[str]:
     return words
 
 
+def _tools(source: ModelSource) -> list[str]:
+    from shardtune.export.vllm_export import tool_call_words
+    from shardtune.models.model_files import ModelFiles
+
+    tokenizer, _ = tokenizer_and_stops(source, ModelFiles(source.section))
+    return tool_call_words(tokenizer)
+
+
 def _adapters(adapters: Sequence[ModelSource]) -> list[str]:
     """LoRA modules, with the one chat template and the one set of stop tokens that vLLM has."""
     from shardtune.data.formats import learnt_plain
     from shardtune.export.source import ExportSource
-    from shardtune.export.vllm_export import adapts_experts, lora_rank_words, require_servable
+    from shardtune.export.vllm_export import (
+        adapts_experts,
+        lora_rank_words,
+        require_servable,
+        tool_call_words,
+    )
 
     sources: list[ExportSource] = []
     for each in adapters:
@@ -103,6 +121,7 @@ def _adapters(adapters: Sequence[ModelSource]) -> list[str]:
     folder = sources[0].run.result
     if (folder / "chat_template.jinja").is_file():
         words += ["--chat-template", str(folder / "chat_template.jinja")]
+    words += tool_call_words(sources[0].tokenizer)
     return [*words, "--generation-config", str(folder)]  # the stop tokens
 
 

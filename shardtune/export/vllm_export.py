@@ -24,6 +24,7 @@ from shardtune.export.expert_layouts import (
 from shardtune.export.folder import ExportFacts, export_folder
 from shardtune.export.hf_folder_export import export_hf
 from shardtune.export.source import ExportSource
+from shardtune.serve.served_model import call_spelling, template_renderer
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `--max-lora-rank`."""
@@ -45,7 +46,8 @@ def export_vllm(source: ExportSource, target: Path) -> VllmExport:
     source.require_decoder("vllm")
     if not source.adapted:
         export_hf(source, target, source.dtype, to="vllm")
-        return VllmExport(f"vllm serve {shlex.quote(str(target))}", adapter=False)
+        words = ["vllm", "serve", str(target), *tool_call_words(source.tokenizer)]
+        return VllmExport(shlex.join(words), adapter=False)
     rank = require_servable(source)
     facts = ExportFacts(
         "vllm", "float32", source.base_name, sorted(source.stops), source.parity.compared
@@ -74,12 +76,20 @@ def serve_command(source: ExportSource, target: Path, rank: int) -> str:
     words += ["--generation-config", str(target)]  # the stop tokens
     if source.job.model.quantization == "nf4":
         words += ["--quantization", "bitsandbytes"]
+    words += tool_call_words(source.tokenizer)
     return shlex.join(words)
 
 
 def lora_rank_words(rank: int) -> list[str]:
     """vLLM's option for adapters of at most this rank."""
     return ["--max-lora-rank", str(next(each for each in RANKS if each >= rank))]
+
+
+def tool_call_words(tokenizer: Any) -> list[str]:
+    """vLLM's options for calls of functions, in the spelling of the chat template; without them it
+    refuses requests with tools."""
+    spelling = call_spelling(tokenizer, template_renderer(tokenizer))
+    return ["--enable-auto-tool-choice", "--tool-call-parser", spelling.parser] if spelling else []
 
 
 def require_servable(source: ExportSource) -> int:

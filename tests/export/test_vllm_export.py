@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from shardtune.config.job import LoRA
+from shardtune.config.job import LoRA, NoAdapter
 from shardtune.errors import RunError
 from shardtune.export.source import ExportSource
 from shardtune.export.vllm_export import export_vllm
@@ -28,6 +28,16 @@ def test_the_adapter_and_its_command(source: ExportSource, tmp_path: Path) -> No
     assert json.loads(stops.read_text())["eos_token_id"] == [2]
     weights = load_file(target / "adapter_model.safetensors")
     assert all(name.startswith("base_model.model.model.layers.") for name in weights)
+
+
+@pytest.mark.parametrize("adapter", [LoRA(rank=4), NoAdapter()])
+def test_the_command_has_the_parser_of_the_template_s_calls(
+    adapter: LoRA | NoAdapter, tmp_path: Path
+) -> None:
+    source = finished(tmp_path, adapter=adapter)
+    told = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    assert "<tool_call>" in source.tokenizer.chat_template
+    assert shlex.join(told) in export_vllm(source, tmp_path / "out").command
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -20,6 +21,9 @@ import pytest
 from shardtune.cli.main import main
 from shardtune.cli.serve_with_vllm import vllm_words
 from shardtune.config.job import IA3, LoRA, ModelSection
+from shardtune.config.job_file import load_job
+from shardtune.core.files.yaml_document import dump_document
+from shardtune.core.model.chat_templates import read_chat_template
 from shardtune.errors import LaunchError, RunError
 from shardtune.models import tiny
 from shardtune.serve.vllm_process import Patience, run_vllm
@@ -166,6 +170,32 @@ def test_adapters_of_one_base_with_their_template_and_stop_tokens(
     assert text.endswith(f"--generation-config {one}")
     template = f"--chat-template {one / 'chat_template.jinja'}"
     assert (template in text) == (one / "chat_template.jinja").is_file()
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(("template", "parser"), [("chatml", "hermes"), ("llama3", "llama3_json")])
+def test_calls_are_read_in_the_template_s_spelling(
+    template: str, parser: str, tmp_path: Path
+) -> None:
+    told = f"--enable-auto-tool-choice --tool-call-parser {parser}"
+    shutil.copytree(tiny.make(), tmp_path / "model")
+    written = read_chat_template(template)
+    (tmp_path / "model/chat_template.jinja").write_text(written, encoding="utf-8")
+    assert told in " ".join(words(str(tmp_path / "model")))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_calls_are_read_in_the_spelling_of_a_run_s_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_run(tmp_path / "plain", LoRA(rank=4), TINY)
+    assert "tool" not in " ".join(words(str(tmp_path / "plain"))[3:])  # its template knows none
+    monkeypatch.setattr(tiny, "CHAT_TEMPLATE", read_chat_template("chatml"))
+    run = finished_run(tmp_path / "chatml", LoRA(rank=4), TINY)
+    trained = load_job(run.job, ["data.chat_template=chatml"]).job
+    run.job.write_text(dump_document(trained.model_dump(mode="json")), encoding="utf-8")
+    told = "--enable-auto-tool-choice --tool-call-parser hermes"
+    assert told in " ".join(words(str(run.path)))
 
 
 @pytest.mark.usefixtures("vllm")
