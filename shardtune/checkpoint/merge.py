@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.checkpoint.model_card import CARD_FILE, card_of_merged, hide_path
+from shardtune.checkpoint.model_card import CARD_FILE, hide_path
 from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import (
     ModelCalls,
@@ -29,7 +29,6 @@ from shardtune.checkpoint.rounding_error import (
     rounding_bound,
 )
 from shardtune.errors import Problem, RunError
-from shardtune.models.model_files import auto_class
 
 PROMPTS = 4
 PROMPT_TOKENS = 64
@@ -86,9 +85,7 @@ def merge_adapter(
         if base is not None:
             hide_path(partial, *base)
         if card is not None:
-            (partial / CARD_FILE).write_text(
-                card_of_merged(card, auto_class(merged.config).__name__), encoding="utf-8"
-            )
+            (partial / CARD_FILE).write_text(card, encoding="utf-8")
         require_read_back(merged, partial)
     return MergedModel(_word(dtype), same, rounded, in_bf16)
 

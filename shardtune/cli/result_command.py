@@ -149,7 +149,7 @@ def merge_run(
     and evaluated. Into the original ones it would make a model that nobody has seen.
     """
     from shardtune.checkpoint.merge import merge_adapter
-    from shardtune.checkpoint.model_card import CARD_FILE
+    from shardtune.checkpoint.model_card import CARD_FILE, card_of_merged
     from shardtune.config.job import NoAdapter
     from shardtune.models.catalogue import public_name
     from shardtune.models.load import COMPUTE_DTYPES, merged_dtype
@@ -166,7 +166,8 @@ def merge_run(
     model = load_to_merge(str(run.result), base, job.train.compute_precision)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
     usual = merged_dtype(base, job.train.compute_precision)
-    card = run.result / CARD_FILE
+    file = run.result / CARD_FILE
+    card = card_of_merged(file.read_text(encoding="utf-8"), base.loader) if file.is_file() else None
     return merge_adapter(
         model,
         tokenizer,
@@ -174,7 +175,7 @@ def merge_run(
         COMPUTE_DTYPES[dtype] if dtype else usual,
         comparison_prompts(run),
         base=(base.path, public_name(job.model.name)),
-        card=card.read_text(encoding="utf-8") if card.is_file() else None,
+        card=card,
     )
 
 
