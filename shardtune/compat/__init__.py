@@ -6,6 +6,7 @@
 - `transformers_rope`: `apply_rotary_pos_emb` of transformers' families (our RoPE kernel)
 - `deepspeed_process`: DeepSpeed's accelerator, ops and log; `F.linear`, which ZeRO-3 replaces
 - `c_allocator`: glibc's limits for memory that is freed (memory between tensors)
+- `llama_cpp_weights`: the order in which llama.cpp keeps weights (crashes on CPUs with AMX)
 - `quiet`: log levels, warnings and progress bars of others
 
 `versioned_change.py` has what they share: the versions that a change was written for, and the one

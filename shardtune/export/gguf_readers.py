@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,6 +25,7 @@ from shardtune.data.template_parity import parity_dialogues
 from shardtune.errors import Problem, RunError
 from shardtune.export.gguf_hyperparameters import gguf_family
 from shardtune.export.gguf_write import chosen_type, rounding_bounds
+from shardtune.export.llama_cpp_process import ask_llama_cpp
 from shardtune.export.source import WholeModel
 
 _WRITTEN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -90,18 +92,11 @@ def read_by_transformers(path: Path, whole: WholeModel, kind: str) -> Transforme
 
 def read_by_llama_cpp(path: Path, whole: WholeModel, tokenizer: Any) -> LlamaCppAgreement:
     """Compares token ids, logits and next tokens with those of llama.cpp."""
-    from llama_cpp import Llama
-
+    texts = [m["content"] for each in parity_dialogues().values() for m in each.messages]
     rows = [call["input_ids"][0].tolist() for call in whole.inputs]
-    longest = max(map(len, rows)) + 1
-    reader = Llama(str(path), n_ctx=longest, logits_all=True, verbose=False, n_gpu_layers=0)
-    _require_same_ids(path, reader, tokenizer)
-    found = []
-    for row in rows:
-        reader.reset()
-        reader.eval(row)
-        found.append(torch.from_numpy(np.array(reader.scores[: len(row)])))
-    logits = torch.cat(found)
+    found = ask_llama_cpp(path, rows=rows, texts=texts)
+    _require_same_ids(path, texts, found.ids, tokenizer)
+    logits = torch.from_numpy(found.logits)
     exact = fp32_logits(whole.model, whole.inputs).reshape(logits.shape)
     agreement = _agreement(exact, logits)
     if not agreement >= LEAST_AGREEMENT:
@@ -110,17 +105,16 @@ def read_by_llama_cpp(path: Path, whole: WholeModel, tokenizer: Any) -> LlamaCpp
     return LlamaCppAgreement((exact - logits).abs().max().item(), agreement)
 
 
-def _require_same_ids(path: Path, reader: Any, tokenizer: Any) -> None:
+def _require_same_ids(
+    path: Path, texts: Sequence[str], found: Sequence[Sequence[int]], tokenizer: Any
+) -> None:
     """Refuses a file by which llama.cpp tokenizes otherwise than the run did."""
-    for dialogue in parity_dialogues().values():
-        for message in dialogue.messages:
-            text = message["content"]
-            ours = tokenizer(text, add_special_tokens=False)["input_ids"]
-            theirs = reader.tokenize(text.encode(), add_bos=False, special=True)
-            for place, pair in enumerate(zip_longest(ours, theirs)):
-                if pair[0] != pair[1]:
-                    fact = f"token {place} of {text[:40]!r} is {pair[1]}, and {pair[0]} in training"
-                    raise _differs(path, "llama.cpp", fact)
+    for text, theirs in zip(texts, found, strict=True):
+        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for place, pair in enumerate(zip_longest(ours, theirs)):
+            if pair[0] != pair[1]:
+                fact = f"token {place} of {text[:40]!r} is {pair[1]}, and {pair[0]} in training"
+                raise _differs(path, "llama.cpp", fact)
 
 
 def _require_near(path: Path, name: str, found: Tensor, weight: Tensor, kind: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardtune.errors import RunError
 from shardtune.export.gguf_export import model_metadata
 from shardtune.export.gguf_weights import gguf_tensors
 from shardtune.export.gguf_write import check_gguf
+from shardtune.export.llama_cpp_process import ask_llama_cpp
 from shardtune.export.source import ExportSource
 from shardtune.models.generate import prompt_ids
 from tests.exam.after_evaluate import PROMPTS
@@ -150,20 +150,15 @@ def gguf(lab: AfterLab, findings: Findings) -> None:
 def _by_llama_cpp(file: Path, source: ExportSource, findings: Findings) -> None:
     """Answers of the file in llama.cpp. It rounds what it multiplies with to 8 bits, too, so near
     ties may fall the other way, and all after them is another text."""
-    from llama_cpp import Llama
-
-    reader = Llama(str(file), n_ctx=512, n_gpu_layers=0, verbose=False)
     whole = source.whole_model().model
+    prompts = [prompt_ids(source.tokenizer, text, chat=True) for text in PROMPTS]
+    written = ask_llama_cpp(file, prompts=prompts, new_tokens=NEW_TOKENS).continued
     same = first = 0
-    for text in PROMPTS:
-        prompt = prompt_ids(source.tokenizer, text, chat=True)
+    for prompt, answer in zip(prompts, written, strict=True):
         wanted = _greedy(whole, prompt, source.stops)
-        reader.reset()
-        written = reader.generate(prompt, temp=0.0, repeat_penalty=1.0)
-        found = list(islice(written, len(wanted)))
+        found = answer[: len(wanted)]
         same += found == wanted
         first += found[0] == wanted[0]
-    reader.close()
     findings.expect("answers begin alike in llama.cpp", first >= 0.9 * len(PROMPTS))
     findings.show(f"llama.cpp: {same} of {len(PROMPTS)} answers equal, {first} first tokens")
 
