@@ -10,6 +10,7 @@ from shardtune.errors import RunError
 from shardtune.export.llama_cpp_process import ask_llama_cpp
 
 
+@pytest.mark.process
 def test_what_it_can_not_read_is_told(tmp_path: Path) -> None:
     """Also where it isn't installed: its process ends with an error, ours goes on."""
     (tmp_path / "model.gguf").write_bytes(b"GGUF, and no more")
