@@ -18,7 +18,7 @@ import numpy as np
 from shardtune.compat.llama_cpp_weights import without_repacking
 from shardtune.errors import Problem, RunError
 
-_FIX = "install llama-cpp-python anew, built on this machine, or without it export unread by it"
+_FIX = "try another version of llama-cpp-python; where it is missing, transformers alone reads back"
 
 
 @dataclass(frozen=True)
