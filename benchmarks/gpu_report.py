@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from math import exp, log
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.gpu_cases import CASES, COMMAND, PEERS, Case
 from benchmarks.gpu_sample import case_of, described, forecast_of, is_drawn
-from benchmarks.table import write_table
+from benchmarks.table import table, write_table
 from shardtune.core.units import GIB
 
 Record = dict[str, Any]
@@ -23,6 +23,9 @@ HEADINGS = [
     *("first loss", "its difference", "largest difference", "forecast of the step"),
     "forecast of allocated",
 ]
+
+SPREAD = ["row", "cards", "median", "lowest", "highest"]
+OVER_CARDS = ("Rows of several cards, ours to the best peer beside it:", "")
 
 FORECAST_CARDS = ("H200", "H100", "A100")
 """Cards that `shardtune estimate --cluster` knows by these names."""
@@ -184,6 +187,22 @@ def summary(records: Sequence[Record]) -> str:
     return " ".join(lines)
 
 
+def over_cards(records: Sequence[Record]) -> list[list[str]]:
+    """The ratio of our method in each row that several machines ran beside a peer: cards of one
+    kind differ by percents, so a new figure is judged by the median and the range of the others."""
+    found: dict[str, list[float]] = {}
+    for each in records:
+        if "error" not in each and _is_first(each, case_of(each["case"])):
+            compared = ratio(each, records)
+            if compared is not None:
+                found.setdefault(each["case"], []).append(compared)
+    return [
+        [row, str(len(own)), *(f"{of(own):.3f}" for of in (median, min, max))]
+        for row, own in found.items()
+        if len(own) > 1
+    ]
+
+
 def _near(errors: Sequence[float], enough: float) -> str:
     """How many are no farther off than that, and the farthest."""
     off = [abs(each) for each in errors]
@@ -195,6 +214,7 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
     letters = letters_of(records)  # in the order of the runs: a machine keeps its letter
     records = latest(records)
     (folder / "gpu.svg").write_text(plot(records, letters), encoding="utf-8")
+    spread = over_cards(records)
     steps = sorted({each["steps"] for each in records if "steps" in each})
     write_table(
         "gpu",
@@ -220,6 +240,7 @@ def write(records: Sequence[Record], folder: Path, note: str = "") -> None:
         + (OF_COMMAND if any(each["method"] == COMMAND for each in records) else "")
         + "\n\n"
         + f"{summary(records)}\n\n"
+        + ("\n".join([*OVER_CARDS, *table(SPREAD, spread), ""]) if spread else "")
         + (f"{note}\n\n" if note else "")
         + "![Speed of each method](gpu.svg)",
         machine=_machines(records, letters),

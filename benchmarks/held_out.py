@@ -28,8 +28,8 @@ from benchmarks.judging import (
     halves,
     read_all,
 )
-from benchmarks.planner_accuracy import percent, table
-from benchmarks.table import DOCS
+from benchmarks.planner_accuracy import percent
+from benchmarks.table import DOCS, table
 from shardtune.plan.estimate.constants import beginning_of
 
 CHIP = "A100"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 if not __package__:  # called by its path, which puts this folder into sys.path, not the one above
@@ -33,7 +33,7 @@ from benchmarks.judging import (
     read_all,
 )
 from benchmarks.provenance import Provenance, provenance
-from benchmarks.table import DOCS
+from benchmarks.table import DOCS, table
 
 WHY: tuple[tuple[str, str], ...] = (
     ("CP4", "we leave out what context parallelism exchanges; not tested whether that is it"),
@@ -58,11 +58,6 @@ def why(case: Case) -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
 CAVEATS = (

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs" / "benchmarks"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table's lines in Markdown, and an empty one."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
 def write_table(
@@ -27,10 +33,9 @@ def write_table(
     `command` is what stood behind `python -m benchmarks.`, if more than NAME; `machine` says where
     the figures come from, if not from here.
     """
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)] if rows else []
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines = table(headings, rows) if rows else [""]
     made = f"Made by `python -m benchmarks.{command or name}` {machine or here()}."
-    text = "\n".join([f"# {title}", "", made, "", *lines, "", note, ""])
+    text = "\n".join([f"# {title}", "", made, "", *lines, note, ""])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     if shown:

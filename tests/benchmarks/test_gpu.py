@@ -24,7 +24,7 @@ from benchmarks.gpu import Child, left_out, main, what_failed
 from benchmarks.gpu_cases import CASES, COMMAND, FAMILY_ROWS, OURS, PEERS, chosen, our_job
 from benchmarks.gpu_data import batches, config_of, draw, flops
 from benchmarks.gpu_peers import flattened
-from benchmarks.gpu_report import latest, letters_of, ratio, rows, summary
+from benchmarks.gpu_report import latest, letters_of, over_cards, ratio, rows, summary
 from benchmarks.gpu_run import measure
 from benchmarks.gpu_sample import case_of, described, sample
 from benchmarks.gpu_train import STOP, documents_of, train_job, write_rows
@@ -75,6 +75,7 @@ def test_all_weights_start_alike() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.process
 def test_a_run_writes_figures_table_and_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,6 +332,15 @@ def test_ratios_are_to_the_best_peer_of_the_same_machine() -> None:
         "Over 2 rows of ours with a peer on the same machine: geometric mean 1.732 of the best "
         "peer's speed; worst 1.500 (bf16 8x2048); below 1: none."
     )
+
+
+def test_rows_of_several_cards_have_a_median_and_a_range() -> None:
+    rates = {"x": 210.0, "y": 230.0, "z": 200.0}
+    records = [record("bf16 8x2048", "Liger", 100.0, machine) for machine in rates]
+    records += [record("bf16 8x2048", "shardtune", rate, at) for at, rate in rates.items()]
+    records += [record("bf16 8x2048", "shardtune", 999.0, "no peer beside it")]
+    records += [record("lean 8x2048", "Liger", 100.0), record("lean 8x2048", "shardtune", 120.0)]
+    assert over_cards(records) == [["bf16 8x2048", "3", "2.100", "2.000", "2.300"]]
 
 
 def test_drawn_jobs_are_drawn_again_by_their_names() -> None:

@@ -26,6 +26,8 @@ from tests.exam.case import Findings
 NEW_TOKENS = 24
 LEAST_SAME = {"nf4": 0.99, "int8": 0.85}
 """Of next tokens: LLM.int8(), by which transformers multiplies, rounds what the run did not."""
+NEAR_TIE = 0.35
+"""Between two tokens, in natural logarithms: the second is at least 0.7 as likely as the first."""
 
 
 def _source(lab: AfterLab) -> ExportSource:
@@ -38,7 +40,7 @@ def _exported(
 ) -> Path:
     """The folder of an export that the command has written and `verify` has read."""
     run = run or lab.run
-    target = lab.folder / f"export-{to}-{run.name}"
+    target = lab.folder / "-".join(("export", to, run.name, *options))
     done = lab.shardtune("export", str(run), "--to", to, str(target), *options)
     if done.returncode:
         raise RuntimeError(f"the export failed:\n{done.stderr}")
@@ -144,23 +146,41 @@ def gguf(lab: AfterLab, findings: Findings) -> None:
     findings.expect("answers are the source model's in 8 bits", same == len(PROMPTS))
     findings.show(f"{same} of {len(PROMPTS)} greedy answers of {NEW_TOKENS} tokens equal")
     if find_spec("llama_cpp"):
-        _by_llama_cpp(target / file, source, findings)
+        _by_llama_cpp(lab, findings, target / file, source)
 
 
-def _by_llama_cpp(file: Path, source: ExportSource, findings: Findings) -> None:
-    """Answers of the file in llama.cpp. It rounds what it multiplies with to 8 bits, too, so near
-    ties may fall the other way, and all after them is another text."""
+def _by_llama_cpp(lab: AfterLab, findings: Findings, file: Path, source: ExportSource) -> None:
+    """Answers of llama.cpp: in 16 bits the model's own. With weights in 8 bits it rounds what it
+    multiplies them with to 8 bits, too, so a near tie may fall the other way, and all after that is
+    another text."""
     whole = source.whole_model().model
     prompts = [prompt_ids(source.tokenizer, text, chat=True) for text in PROMPTS]
-    written = ask_llama_cpp(file, prompts=prompts, new_tokens=NEW_TOKENS).continued
-    same = first = 0
-    for prompt, answer in zip(prompts, written, strict=True):
-        wanted = _greedy(whole, prompt, source.stops)
-        found = answer[: len(wanted)]
-        same += found == wanted
-        first += found[0] == wanted[0]
-    findings.expect("answers begin alike in llama.cpp", first >= 0.9 * len(PROMPTS))
-    findings.show(f"llama.cpp: {same} of {len(PROMPTS)} answers equal, {first} first tokens")
+    wanted = [_greedy(whole, prompt, source.stops) for prompt in prompts]
+    in_16_bits = _exported(lab, findings, "gguf", None, "--type", "f16") / "model-F16.gguf"
+    for path in (file, in_16_bits):
+        answers = ask_llama_cpp(path, prompts=prompts, new_tokens=NEW_TOKENS).continued
+        found = [_behind(whole, *each) for each in zip(prompts, wanted, answers, strict=True)]
+        parted = [each for each in found if each is not None]
+        if path == in_16_bits:
+            findings.expect("llama.cpp's answers in 16 bits are the model's", not parted)
+        tie = max(parted, default=0.0)
+        findings.expect("where answers part, llama.cpp took a near tie", tie <= NEAR_TIE)
+        findings.show(
+            f"llama.cpp, {path.stem}: {len(found) - len(parted)} of {len(found)} answers equal"
+            + (f", the others part at a tie within {tie:.2f}" if parted else "")
+        )
+
+
+@torch.no_grad()
+def _behind(model: Any, prompt: list[int], wanted: list[int], answer: list[int]) -> float | None:
+    """By how much less likely (in natural logarithms) the model finds the first token that isn't
+    its own; None where all are."""
+    for place, (own, other) in enumerate(zip(wanted, answer, strict=False)):
+        if own != other:
+            ids = torch.tensor([prompt + wanted[:place]])
+            logits = model(input_ids=ids).logits[0, -1]
+            return float(logits[own] - logits[other])
+    return None
 
 
 def damage(lab: AfterLab, findings: Findings) -> None:
