@@ -16,6 +16,7 @@ from shardtune.core.model.adapter_size import (
 )
 from shardtune.core.model.family_support import (
     SINK_FAMILIES,
+    WITHOUT_BOUNDARIES,
     require_attention,
     require_isolation,
 )
@@ -305,6 +306,13 @@ def _writes_scores(job: Job, shape: ModelShape) -> bool:
     return job.model.attention == "eager" and not replaced
 
 
+def _tells_boundaries(job: Job, shape: ModelShape) -> bool:
+    """Whether attention would be told where documents begin and end, in place of a mask."""
+    own = "eager" if shape.family in SINK_FAMILIES else "sdpa"
+    asked = job.model.attention in ("auto", own)
+    return asked and shape.family not in WITHOUT_BOUNDARIES and not shape.attention_dropout
+
+
 def _captured(job: Job, ranks: int, tokens: int, shape: ModelShape) -> bool:
     """Whether a run on GPUs would record its passes (`engine/cuda_graphs.py`). Asked for steps of
     one micro-batch only: with several, which are recorded too, no run has been measured."""
@@ -312,6 +320,7 @@ def _captured(job: Job, ranks: int, tokens: int, shape: ModelShape) -> bool:
     all_trained = isinstance(job.adapter, NoAdapter)
     return (
         ranks == 1
+        and _tells_boundaries(job, shape)
         and tokens <= captured_tokens(shape.parameters, all_trained=all_trained)
         and (not all_trained or job.splits_weights(ranks))
         and train.kernels == "compiled"

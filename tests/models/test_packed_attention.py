@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Gemma2Config,
@@ -50,6 +51,7 @@ from transformers import (
 )
 
 from shardtune.core.model.document_boundaries import VARLEN, attention_inputs
+from shardtune.core.model.family_support import FAMILY_SUPPORT, WITHOUT_BOUNDARIES
 from shardtune.models import packed_attention as attention
 from shardtune.models.fused.activation_checkpointing import checkpoint_whole_layers
 from shardtune.models.packed_attention import (
@@ -60,6 +62,7 @@ from shardtune.models.packed_attention import (
     why_unsuited,
 )
 from shardtune.models.packing_check import require_document_isolation
+from tests.models import families
 
 SMALL = {
     "vocab_size": 100,
@@ -290,6 +293,19 @@ def test_plain_causal_families_are_suited(name: str):
 )
 def test_families_that_ask_for_more_keep_their_mask(make, reason: str):
     assert reason in why_unsuited(make())
+
+
+OWN_DROPOUT = {"gpt2": "attn_pdrop", "gpt_bigcode": "attn_pdrop", "seed_oss": "attention_dropout"}
+"""Families that drop attention unless their configuration says otherwise."""
+
+
+@pytest.mark.parametrize("name", sorted(families.CONFIGS))
+def test_the_planner_knows_which_families_keep_their_mask(name: str):
+    changes = {OWN_DROPOUT[name]: 0.0} if name in OWN_DROPOUT else {}
+    model = AutoModelForCausalLM.from_config(
+        families.config(name, **changes), attn_implementation=FAMILY_SUPPORT[name].best_attention
+    )
+    assert (why_unsuited(model) is not None) == (name in WITHOUT_BOUNDARIES)
 
 
 def test_without_a_gpu_everything_stays_as_it_is():

@@ -84,6 +84,16 @@ FAMILY_SUPPORT: Mapping[str, FamilySupport] = {
 attention, and documents are padded unless the job says otherwise."""
 
 
+WITHOUT_BOUNDARIES = frozenset(
+    {"bamba", "bloom", "codegen", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "falcon",
+     "falcon_h1", "gemma2", "gemma4_text", "gpt_neo", "gptj", "granitemoehybrid", "lfm2",
+     "lfm2_moe", "mpt", "nemotron", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+     "stablelm", "xglm"}
+)  # fmt: skip
+"""Families whose attention can't be told where documents begin and end: on a GPU they keep their
+mask, which transformers asks the GPU for, so no CUDA graph is recorded. A run asks the model itself
+(`models/packed_attention.py`); attention dropout has the same effect in any family."""
+
 SINK_FAMILIES = frozenset({"gpt_oss"})
 """Families whose heads have a sink (`s_aux`), and for which transformers has no sdpa. Where a GPU
 would compute `eager` in 16 bits, a kernel of ours takes its place."""

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from shardtune.config.job import Job
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.known_models import KnownModel, catalogue, known_model
@@ -19,6 +20,7 @@ from shardtune.plan.estimate.constants import CHIPS, LIKE, beginning_of
 from shardtune.plan.estimate.memory import estimate_memory
 from shardtune.plan.estimate.step_time import SpeedEstimate, estimate_speed
 from shardtune.plan.estimate.workload import PURE_BF16, SHARDED_FP32, AdapterSize, Workload
+from shardtune.plan.forecast import forecast
 from shardtune.plan.machine_profile import MatmulPoint, Measured
 
 LLAMA = read_shape(
@@ -235,6 +237,32 @@ def test_every_gpu_of_the_catalogue_has_constants() -> None:
     assert beginning_of("A100-40GB") == "A100"
     assert beginning_of("A10G") == "A40"
     assert beginning_of("H200-141GB") == "H200"
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "captured"),
+    [
+        ("meta-llama/Llama-3.2-1B", "auto", True),
+        ("meta-llama/Llama-3.2-1B", "sdpa", True),
+        ("meta-llama/Llama-3.2-1B", "eager", False),
+        ("google/gemma-2-2b", "auto", False),
+        ("tiiuae/falcon-7b", "auto", False),
+    ],
+)
+def test_short_steps_wait_for_the_host_where_attention_keeps_its_mask(
+    name: str, attention: str, *, captured: bool
+) -> None:
+    job = Job.model_validate(
+        {
+            "model": {"name": name, "attention": attention},
+            "data": {"train": ({"path": "-", "format": "chat"},), "sequence_length": 1024},
+            "adapter": {"type": "lora", "rank": 16},
+            "train": {"micro_batch": 1, "global_batch": 1, "steps": 10, "kernels": "compiled"}
+            | {"precision": "bf16", "gradient_checkpointing": "none"},
+            "launch": {"processes": 1},
+        }
+    )
+    assert forecast(job, known_model(name), H200).work.captured == captured
 
 
 @pytest.mark.sampled(4)
