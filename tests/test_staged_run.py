@@ -64,6 +64,7 @@ def alone(place: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", STAGED)
+@pytest.mark.process
 def test_a_run_in_stages_is_the_run_of_one_process(
     name: str, place: Path, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_run_in_stages_is_the_run_of_one_process(
     assert 0 < report["training"]["utilisation"] <= 1
 
 
+@pytest.mark.process
 def test_a_run_in_stages_goes_on_after_its_checkpoint(
     place: Path, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

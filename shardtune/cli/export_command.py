@@ -164,6 +164,11 @@ def _print_gguf(found: GgufExport, target: Path) -> None:
         print("read by llama.cpp: not installed here (pip install 'shardtune[gguf]')")
     else:
         _print_reader("llama.cpp", found.llama_cpp.logits, found.llama_cpp.next_tokens)
+        if found.llama_cpp.splits_accents:
+            print(
+                "llama.cpp doesn't compose accents (NFC), as this tokenizer does: a letter and an "
+                "accent that come as two characters are other tokens there"
+            )
 
 
 def _print_reader(name: str, logits: float, next_tokens: float) -> None:

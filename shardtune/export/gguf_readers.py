@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import unicodedata
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from shardtune.compat.quiet import hide_loading_bars
 from shardtune.data.template_parity import parity_dialogues
 from shardtune.errors import Problem, RunError
 from shardtune.export.gguf_hyperparameters import gguf_family
+from shardtune.export.gguf_vocabulary import composes_accents
 from shardtune.export.gguf_write import chosen_type, rounding_bounds
 from shardtune.export.llama_cpp_process import ask_llama_cpp
 from shardtune.export.source import WholeModel
@@ -50,6 +52,9 @@ class LlamaCppAgreement:
 
     logits: float
     next_tokens: float
+    splits_accents: bool
+    """Whether it reads letters and accents that are two characters as two, where training composed
+    them; all other text was compared."""
 
 
 def read_elsewhere(
@@ -93,6 +98,9 @@ def read_by_transformers(path: Path, whole: WholeModel, kind: str) -> Transforme
 def read_by_llama_cpp(path: Path, whole: WholeModel, tokenizer: Any) -> LlamaCppAgreement:
     """Compares token ids, logits and next tokens with those of llama.cpp."""
     texts = [m["content"] for each in parity_dialogues().values() for m in each.messages]
+    composes = composes_accents(tokenizer)
+    if composes:
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
     rows = [call["input_ids"][0].tolist() for call in whole.inputs]
     found = ask_llama_cpp(path, rows=rows, texts=texts)
     _require_same_ids(path, texts, found.ids, tokenizer)
@@ -102,7 +110,7 @@ def read_by_llama_cpp(path: Path, whole: WholeModel, tokenizer: Any) -> LlamaCpp
     if not agreement >= LEAST_AGREEMENT:
         fact = f"only {agreement:.0%} of the next tokens are the model's"
         raise _differs(path, "llama.cpp", fact)
-    return LlamaCppAgreement((exact - logits).abs().max().item(), agreement)
+    return LlamaCppAgreement((exact - logits).abs().max().item(), agreement, composes)
 
 
 def _require_same_ids(

@@ -119,6 +119,13 @@ def _type(
     return BYTE if falls_back and _BYTE_TOKEN.fullmatch(word) else NORMAL
 
 
+def composes_accents(tokenizer: Any) -> bool:
+    """Whether it brings text to Unicode's composed form first (NFC), as Qwen's does. llama.cpp
+    doesn't: there a letter and its accent, where they come as two characters, stay two."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return any(step["type"] == "NFC" for step in _steps(backend["normalizer"], "normalizers"))
+
+
 def _steps(part: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
     """The steps of a pre-tokenizer or normalizer, one after the other."""
     if part is None:

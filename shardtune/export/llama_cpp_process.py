@@ -49,7 +49,8 @@ def ask_llama_cpp(
             [sys.executable, "-m", __name__, str(path), str(logits)],
             input=json.dumps(asked),
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
         )
         if done.returncode:
@@ -59,9 +60,10 @@ def ask_llama_cpp(
 
 
 def _end(done: subprocess.CompletedProcess[str]) -> str:
-    if done.returncode < 0:
-        return f"it was killed by {signal.Signals(-done.returncode).name}"
     lines = done.stderr.strip().splitlines()
+    if done.returncode < 0:
+        killed = f"it was killed by {signal.Signals(-done.returncode).name}"
+        return f"{killed}: {lines[-1]}" if lines else killed
     return lines[-1] if lines else f"it ended with code {done.returncode}"
 
 

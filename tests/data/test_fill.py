@@ -55,7 +55,11 @@ def sources(folder):
 @pytest.mark.long
 def test_packing_fills_at_least_98_percent(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    section = DataSection(train=sources(tmp_path), sequence_length=LENGTH)
+    section = DataSection(
+        train=sources(tmp_path),
+        sequence_length=LENGTH,
+        control_tokens="text",  # P3's prompts hold <|endoftext|>
+    )
     stops = frozenset({tokenizer.eos_token_id})
     data = prepare(section, tokenizer, stops, cache=tmp_path / "cache", quiet=True)
     loader = Loader(data, section, seed=0, global_batch=16, micro_batch=4, rank=0, ranks=1,

@@ -407,6 +407,7 @@ def test_every_file_at_hand_can_be_prepared(real_tokenizer, shared_data, tmp_pat
             ),
         ),
         sequence_length=2048,
+        control_tokens="text",  # P3's prompts hold <|endoftext|>
     )  # fmt: skip
     stops = frozenset({real_tokenizer.eos_token_id})
     prepared = prepare(section, real_tokenizer, stops, cache=tmp_path, quiet=True)

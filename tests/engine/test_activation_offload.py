@@ -323,6 +323,7 @@ def test_of_a_checkpointed_layer_only_the_input_moves() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of what it meets on its way
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.process
 def test_compiled_layers_hand_over_what_they_save(backend: str, checkpointing: str) -> None:
     settings = {"backend": backend, "gradient_checkpointing": checkpointing}
     expected = engine(offload=False, **settings)

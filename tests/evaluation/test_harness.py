@@ -104,6 +104,7 @@ def compare(name: str, rows: list[dict[str, Any]], folder: Path, tokens: int) ->
     return found.scores
 
 
+@pytest.mark.process
 def test_gsm8k_of_a_random_model(tmp_path: Path) -> None:
     rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(8)]
     compare("tiny", rows, tmp_path, 24)
@@ -114,6 +115,7 @@ def test_gsm8k_of_a_random_model(tmp_path: Path) -> None:
     not (cache_dir() / "models" / SMOLLM2_FOLDER).is_dir(),
     reason="needs `shardtune models pull smollm2-135m-instruct`",
 )
+@pytest.mark.process
 def test_gsm8k_of_smollm2(tmp_path: Path) -> None:
     """100 rows unless GSM8K_ROWS says otherwise."""
     count = SHOTS + int(os.environ.get("GSM8K_ROWS", "100"))
@@ -124,6 +126,7 @@ def test_gsm8k_of_smollm2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("normalize", ["none", "characters"])
+@pytest.mark.process
 def test_options_have_the_harness_s_log_likelihoods(tmp_path: Path, normalize: str) -> None:
     rows = [
         {"question": f"Number {n} is", "choices": ["even", "odd, too", "none"], "answer": n % 2}

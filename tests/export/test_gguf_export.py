@@ -162,6 +162,7 @@ def test_bounds_hold_and_are_tight(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_an_adapter_is_merged_written_and_sealed(source: ExportSource, tmp_path: Path) -> None:
     target = tmp_path / "out"
     found = export_gguf(source, target, "q8_0")
@@ -182,6 +183,7 @@ def test_an_adapter_is_merged_written_and_sealed(source: ExportSource, tmp_path:
 
 
 @pytest.mark.long
+@pytest.mark.process
 def test_transformers_tokenizes_as_the_run(source: ExportSource, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -201,6 +203,7 @@ def test_what_isnt_ours_stays(source: ExportSource, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.process
 def test_an_export_that_was_changed_stays(source: ExportSource, tmp_path: Path) -> None:
     target = tmp_path / "out"
     export_gguf(source, target, "f16")
@@ -240,7 +243,18 @@ def test_a_missing_template_is_refused(source: ExportSource, tmp_path: Path) -> 
         check_gguf(path, metadata, lambda: gguf_tensors(config, weights), "f16")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_computes_the_same_of_every_family(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="the extra gguf isn't installed")
+    found = export_gguf(finished(tmp_path, family, NoAdapter()), tmp_path / "out", "f16").llama_cpp
+    assert found is not None
+    assert (found.next_tokens, found.logits) == (1.0, pytest.approx(0.0, abs=0.1))
+    assert found.splits_accents == (family == "qwen2")  # whose tokenizer composes them
+
+
 @pytest.mark.long
+@pytest.mark.process
 def test_a_full_fine_tune(tmp_path: Path) -> None:
     source = finished(tmp_path, "qwen2", NoAdapter())
     found = export_gguf(source, tmp_path / "out", "bf16")

@@ -69,6 +69,7 @@ def test_the_command(
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_gguf_by_the_command(
     source: ExportSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

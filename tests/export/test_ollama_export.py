@@ -95,6 +95,7 @@ def test_names_are_different() -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.process
 def test_a_modelfile_and_its_model(source: ExportSource, tmp_path: Path) -> None:
     found = export_ollama(source, tmp_path / "out", "q8_0")
     file = tmp_path / "out" / "Modelfile"
