@@ -24,7 +24,7 @@ HEADINGS = [
     "forecast of allocated",
 ]
 
-SPREAD = ["row", "cards", "median", "lowest", "highest"]
+SPREAD = ["row", "card", "machines", "median", "lowest", "highest"]
 OVER_CARDS = ("Rows of several cards, ours to the best peer beside it:", "")
 
 FORECAST_CARDS = ("H200", "H100", "A100")
@@ -190,15 +190,15 @@ def summary(records: Sequence[Record]) -> str:
 def over_cards(records: Sequence[Record]) -> list[list[str]]:
     """The ratio of our method in each row that several machines ran beside a peer: cards of one
     kind differ by percents, so a new figure is judged by the median and the range of the others."""
-    found: dict[str, list[float]] = {}
+    found: dict[tuple[str, str], list[float]] = {}
     for each in records:
         if "error" not in each and _is_first(each, case_of(each["case"])):
             compared = ratio(each, records)
             if compared is not None:
-                found.setdefault(each["case"], []).append(compared)
+                found.setdefault((each["case"], each["gpu"]), []).append(compared)
     return [
-        [row, str(len(own)), *(f"{of(own):.3f}" for of in (median, min, max))]
-        for row, own in found.items()
+        [row, card, str(len(own)), *(f"{of(own):.3f}" for of in (median, min, max))]
+        for (row, card), own in found.items()
         if len(own) > 1
     ]
 

@@ -41,7 +41,7 @@ def lora_target_modules(model: Any, targets: Targets) -> str | list[str]:
                 "leave them out, and set adapter.experts: all to adapt the experts")  # fmt: skip
         _refuse(targets, lost, "kernels of Mamba read this weight past an adapter", "leave it out")
         return list(targets)
-    beside = never_adapted(model, targets)
+    beside = never_adapted(model, named=False)
     if not lost and not beside and not expert_weights(model):
         return targets
     head, routers = model.get_output_embeddings(), router_names(model)
@@ -54,10 +54,10 @@ def lora_target_modules(model: Any, targets: Targets) -> str | list[str]:
     return sorted({name if leaf_name(name) in ambiguous else leaf_name(name) for name in found})
 
 
-def never_adapted(model: nn.Module, targets: Targets) -> str | None:
-    """A pattern of modules, as peft's `exclude_modules`, that no `all-linear` means: their linear
-    layers may be called as those of the decoder are."""
-    beside = modules_beside_text(model) if targets == "all-linear" else []
+def never_adapted(model: nn.Module, *, named: bool) -> str | None:
+    """A pattern of modules, as peft's `exclude_modules`, that are adapted only if the job has
+    `named` layers: their linear layers may be called as those of the decoder are."""
+    beside = [] if named else modules_beside_text(model)
     return rf"({'|'.join(map(re.escape, beside))})(\..*)?" if beside else None
 
 

@@ -67,9 +67,10 @@ def autocast_answers(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None
 
 
 def describe_left_out(adapted: nn.Module, adapter: Adapter) -> str:
-    """Modules of a model that `all-linear` doesn't mean, in words; nothing where it means all."""
-    all_linear = isinstance(adapter, LoRA) and adapter.targets == "all-linear"
-    beside = modules_beside_text(unwrap_model(adapted)) if all_linear else []
+    """Modules of a model that an adapter's default leaves out, in words; nothing where it means
+    all."""
+    by_default = isinstance(adapter, LoRA | IA3) and not _is_named(adapter)
+    beside = modules_beside_text(unwrap_model(adapted)) if by_default else []
     where = ", ".join(beside)
     return f"no adapters in {where}, which text never goes through" if beside else ""
 
@@ -256,7 +257,7 @@ def _lora(model: Any, adapter: LoRA) -> Any:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=targets,
-        exclude_modules=never_adapted(model, adapter.targets),
+        exclude_modules=never_adapted(model, named=_is_named(adapter)),
         target_parameters=adapted or None,
         rank_pattern=dict.fromkeys(adapted, expert_rank),
         modules_to_save=_whole_names(model, adapter.modules_to_save) or None,
@@ -287,6 +288,11 @@ def _lora_targets(model: Any, adapter: LoRA) -> str | list[str]:
     return lora_target_modules(model, adapter.targets)
 
 
+def _is_named(adapter: LoRA | IA3) -> bool:
+    """Whether the job names the layers that are adapted."""
+    return adapter.targets not in ("all-linear", "auto")
+
+
 def _ia3_targets(model: Any, adapter: IA3) -> tuple[tuple[str, ...], tuple[str, ...]]:
     targets, feedforward = ia3_modules(model, adapter)
     _check_names("adapter.targets", targets, model, is_linear, "linear layer")
@@ -301,6 +307,7 @@ def _ia3(model: Any, adapter: IA3) -> Any:
         task_type=_task(model),
         target_modules=list(targets),
         feedforward_modules=list(feedforward),
+        exclude_modules=never_adapted(model, named=_is_named(adapter)),
         fan_in_fan_out=_transposed(model),
     )
 

@@ -47,7 +47,7 @@ def _with_arguments(call: object) -> object:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return call
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -340,7 +340,12 @@ def test_rows_of_several_cards_have_a_median_and_a_range() -> None:
     records += [record("bf16 8x2048", "shardtune", rate, at) for at, rate in rates.items()]
     records += [record("bf16 8x2048", "shardtune", 999.0, "no peer beside it")]
     records += [record("lean 8x2048", "Liger", 100.0), record("lean 8x2048", "shardtune", 120.0)]
-    assert over_cards(records) == [["bf16 8x2048", "3", "2.100", "2.000", "2.300"]]
+    records += [
+        record("bf16 8x2048", method, 900.0 if method == "shardtune" else 300.0, gpu) | {"gpu": gpu}
+        for method in ("Liger", "shardtune")
+        for gpu in ("another", "kind")
+    ]
+    assert over_cards(records) == [["bf16 8x2048", "G", "3", "2.100", "2.000", "2.300"]]
 
 
 def test_drawn_jobs_are_drawn_again_by_their_names() -> None:

@@ -115,30 +115,12 @@ def test_two_ranks(
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_two_ranks_train_the_text_part_of_a_model_that_sees(
-    family: str, adapter: str, strategy: str, pictured: Path, seeing: dict[Case, Outcome]
+    family: str, adapter: str, strategy: str, on_two_ranks: dict[Case, Outcome], plain: Any
 ) -> None:
     """Its encoder of pictures has weights that are trained, by name, and never has a gradient."""
-    found = seeing[family, adapter, strategy]
+    found = on_two_ranks[family, adapter, strategy]
     assert not found.refused
-    expected = plain_losses(family_job(pictured, family, adapter, strategy, 2))
-    assert found.losses == pytest.approx(expected, rel=SAME)
-
-
-@pytest.fixture(scope="module")
-def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models that also take pictures."""
-    path = tmp_path_factory.mktemp("pictured")
-    for family in MULTIMODAL:
-        write_family(path, family)
-    return path
-
-
-@pytest.fixture(scope="module")
-def seeing(pictured: Path) -> dict[Case, Outcome]:
-    """All of them under all strategies, one after the other on the same two ranks."""
-    cases = [(f, adapter, s) for f in MULTIMODAL for adapter in ADAPTERS for s in STRATEGIES]
-    found: dict[Case, Outcome] = on_ranks(2, run_all, pictured, cases, timeout=600)[0]
-    return found
+    assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
 
 
 @pytest.mark.long

@@ -131,6 +131,20 @@ def test_a_model_that_sees_gets_adapters_where_text_goes_through(tmp_path: Path)
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
 
 
+def test_ia3_of_a_model_that_sees_scales_what_text_goes_through(tmp_path: Path) -> None:
+    write(tmp_path, "mistral3")  # its encoder's layers are called as its decoder's
+
+    def scaled(adapter: IA3) -> list[str]:
+        names = (name for name, _ in build(tmp_path, adapter).named_modules())
+        return [name for name in names if name.endswith(".ia3_l")]
+
+    default = scaled(IA3())
+    assert len(default) == 3 * 3  # keys, values and the end of the MLP in three layers
+    assert not any(".vision_tower." in name for name in default)
+    assert any(".vision_tower." in name for name in scaled(IA3(targets=("k_proj",))))
+    assert "vision_tower" in describe_left_out(build(tmp_path, IA3()), IA3())
+
+
 def test_rslora_is_stronger_by_the_root_of_the_rank(tmp_path: Path) -> None:
     write(tmp_path, "llama")
 

@@ -84,6 +84,8 @@ def _is_written(spelling: CallSpelling, asked: str, whole: str) -> bool:
         behind = whole[len(asked) :] if whole.startswith(asked) else ""
     elif not tag:
         return False
+    if spelling.bare and not behind.lstrip().startswith("{"):
+        return False  # a list of calls is another spelling (xLAM's)
     found = first_calls(behind)
     if found is None or [call.name for call in found[0]] != [_NAME]:
         return False
@@ -109,7 +111,6 @@ def first_calls(
     None where it doesn't end, or is no JSON."""
     try:
         found, end = _JSON.raw_decode(text, behind_blanks(text, start))
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is in no reply
     except (ValueError, RecursionError):  # a model that repeats "[" nests too deep
         return None
     entries = found if isinstance(found, list) else [found]
@@ -135,7 +136,19 @@ def _call(entry: Any, must_have_arguments: bool) -> Call | None:
             arguments = _JSON.decode(arguments)
         except (ValueError, RecursionError):
             return None
-    return Call(entry["name"], arguments) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict) or not _can_be_sent([entry["name"], arguments]):
+        return None
+    return Call(entry["name"], arguments)
+
+
+def _can_be_sent(found: Any) -> bool:
+    """Whether every client can read it: half of a surrogate pair or an infinite number is no JSON,
+    and an escape or an exponent too large makes them in text that is."""
+    try:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _refuse(constant: str) -> NoReturn:

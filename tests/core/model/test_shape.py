@@ -484,6 +484,11 @@ def test_a_model_that_also_takes_pictures_is_not_taken_for_its_text_alone() -> N
     (problem,) = error.value.problems
     assert "also takes pictures" in problem.fact
     assert "text_config" in problem.fix
+    with pytest.raises(ModelError) as error:
+        read_shape({"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}, "it")
+    (problem,) = error.value.problems
+    assert "nor is its text part ('qwen3_vl_text')" in problem.fact
+    assert "text_config" not in problem.fix
 
 
 def test_an_unknown_architecture_is_named_with_those_we_know() -> None:

@@ -48,6 +48,11 @@ EXCERPTS = {
         "{% endfor %}" + END,
         None,
     ),
+    "xLAM-2": (
+        TURNS + "{% if m.tool_calls %}[" + CALLS + '{"name": "{{ f.name }}", "arguments": '
+        '{{ f.arguments | tojson }}}{{ ", " if not loop.last }}{% endfor %}]{% endif %}' + END,
+        None,
+    ),
     "tools are shown, calls are not": ("{{ tools | tojson }}" + TURNS + END, None),
 }  # fmt: skip
 WRITTEN = {"chatml": "hermes", "llama3": "llama3_json"}
@@ -86,6 +91,9 @@ def test_what_other_templates_write(name: str) -> None:
         '{"name": "f", "arguments": {"x": "\\udfff"}}', '{"name": "f", "arguments": [1]}',
         '{"name": "f", "arguments": {}', '{"name": "f", "arguments": {}} and',
         '[{"name": "f", "arguments": {}}, 1]', "[]", "",
+        '{"name": "f", "arguments": {"x": 1e999}}',
+        r'{"name": "f", "arguments": "{\"x\": 1e999}"}',
+        r'{"name": "f", "arguments": "{\"x\": \"\\ud800\"}"}',
     ],
 )  # fmt: skip
 def test_what_no_client_could_read_is_no_call(text: str) -> None:

@@ -66,9 +66,13 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         fact = "is missing" if family is None else f"is {family!r}, not a word"
         raise ModelError(Problem(place, fact, "name a config.json of transformers"))
     require_trained_family(config, name)
-    if family not in SHAPE_READERS and isinstance(config.get("text_config"), Mapping):
+    inner = config.get("text_config")
+    if family not in SHAPE_READERS and isinstance(inner, Mapping):
         fact = f"{family!r} also takes pictures or sounds; what reads those isn't planned"
-        fix = "`train` takes it; to plan its text part alone, name a file with its text_config"
+        fix = "to plan its text part alone, name a file with its text_config"
+        if inner.get("model_type") not in SHAPE_READERS:
+            fact += f", nor is its text part ({inner.get('model_type')!r})"
+            fix = f"plan a model of text alone; known are {', '.join(sorted(SHAPE_READERS))}"
         raise ModelError(Problem(place, fact, fix))
     if family not in SHAPE_READERS:
         near = did_you_mean(family, SHAPE_READERS)
