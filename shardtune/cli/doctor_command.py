@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
 from shardtune.cli.say import say
 from shardtune.core.host.network import listen, own_address
-from shardtune.errors import JobError, LaunchError, Problem, ShardtuneError
+from shardtune.errors import JobError, LaunchError, ModelError, Problem, ShardtuneError
 from shardtune.measure.bandwidth import MeasuredLink, receive, send
 from shardtune.measure.node_checks import CLOCK_TOLERANCE, Finding, NodeFacts, findings, local_facts
 
@@ -198,11 +198,14 @@ def _need(job: Job, nodes: int, gbps: float | None) -> Finding:
     from shardtune.core.host.machine import Machine
     from shardtune.core.strategy import Devices
     from shardtune.core.units import GIB
-    from shardtune.plan.this_machine import forecast_here
+    from shardtune.plan.this_machine import require_forecast_here
 
-    predicted = forecast_here(job, Machine.here(), nodes)
-    if predicted is None:
-        return Finding("good", "job", "what it sends can't be forecast for this model or device")
+    try:
+        predicted = require_forecast_here(job, Machine.here(), nodes)
+    except (JobError, ModelError) as error:
+        why = error.problems[0]
+        fact = f"what it sends can't be forecast: {why.place}: {why.fact}"
+        return Finding("warning", "job", fact, why.fix)
     bits = predicted.traffic().leaves_node * GIB * 8  # as `estimate` counts them
     computing = predicted.speed.step.compute
     how = f"{job.strategy.type} on {nodes} nodes"

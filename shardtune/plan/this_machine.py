@@ -101,10 +101,15 @@ def _gpu_here(machine: Machine) -> Gpu:
 def forecast_here(job: Job, machine: Machine, nodes: int = 1) -> Forecast | None:
     """The forecast of a job on this machine; None for what the estimator doesn't know."""
     try:
-        cluster = cluster_here(machine, int(job.launch.processes), nodes)
-        return forecast(job, shape_of(job.model), cluster)
+        return require_forecast_here(job, machine, nodes)
     except (JobError, ModelError):
         return None  # a GPU or a family that isn't in the catalogue is no reason to refuse a run
+
+
+def require_forecast_here(job: Job, machine: Machine, nodes: int = 1) -> Forecast:
+    """The same, for those who say why there is none."""
+    cluster = cluster_here(machine, int(job.launch.processes), nodes)
+    return forecast(job, shape_of(job.model), cluster)
 
 
 def require_fit(found: Forecast, *, written: Job | None = None, rows_told: bool = False) -> None:

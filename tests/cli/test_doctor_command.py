@@ -176,6 +176,11 @@ def test_nodes_to_come(
     assert told["job", 2]["level"] == "warning"
     assert "the network limits the run" in told["job", 2]["fact"]
     assert "--node-rank N --head HOST:29400" in told["links", 0]["fix"]
+    main([*words, "data.sequence_length=1000000"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    (why,) = (each for each in found if each["place"] == "job")
+    assert why["fact"].startswith("what it sends can't be forecast: data.sequence_length: 1000000")
+    assert why["fix"].startswith("set data.sequence_length to at most")
     assert main(["doctor", "--nodes", "0"]) == 2
     assert "--nodes: is 0" in capsys.readouterr().err
 
