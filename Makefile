@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
+# pip would compile all files of all packages, a minute and a half of work; a run compiles those that it
+# imports, a tenth of them, and they are kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 PIP = $(BIN)/python -m pip --disable-pip-version-check
+INSTALL = $(PIP) install --no-compile
 
 # Tests run two at a time: a process starts on one core, whatever it does with two afterwards. Those
 # of a file that start ranks stay together and share them; four at a time, as they often wait, those
 # marked `early` first.
-# Compiled tests are kept, whatever the environment says: rewriting them takes eight seconds.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
 RANKS := -n 4 --dist loadfile --no-loadscope-reorder
 # Programs that run side by side print one after the other, where make can do that (from 4.0 on).
@@ -72,21 +75,21 @@ $(VENV)/torch:
 	@echo "== 1 of 5: an environment in $(VENV) (seconds)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "== 2 of 5: $(TORCH) (half a minute, and its download)"
-	@$(PIP) install $(TORCH)
+	@$(INSTALL) $(TORCH)
 	@touch $@
 
 $(VENV)/demo: $(VENV)/torch pyproject.toml
 	@echo "== 3 of 5: shardtune and the packages that it needs (half a minute, and their download)"
-	@$(PIP) install --editable '.[demo]'
+	@$(INSTALL) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
 	@echo "== shardtune with all that its tests need (a minute, and the downloads)"
-	@$(PIP) install --editable '.[demo,dev,docs,deepspeed,quant,ray,serve]'
+	@$(INSTALL) --editable '.[demo,dev,docs,deepspeed,quant,ray,serve]'
 	touch $@ $(VENV)/demo $(VENV)/docs
 
 $(VENV)/docs: $(VENV)/torch pyproject.toml
-	$(PIP) install --quiet --editable '.[docs]'
+	$(INSTALL) --quiet --editable '.[docs]'
 	touch $@
 
 clean:
