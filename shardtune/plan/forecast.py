@@ -321,6 +321,8 @@ def _captured(job: Job, ranks: int, tokens: int, shape: ModelShape) -> bool:
     return (
         ranks == 1
         and _tells_boundaries(job, shape)
+        and not shape.rotates_by_length
+        and not (train.balances_experts or train.router_z_loss_coef)
         and tokens <= captured_tokens(shape.parameters, all_trained=all_trained)
         and (not all_trained or job.splits_weights(ranks))
         and train.kernels == "compiled"

@@ -73,6 +73,8 @@ class ModelShape:
     parallel: bool = False
     """Whether attention and MLP read the same input, instead of one the other's output."""
     positions: Literal["rotary", "learned", "sinusoidal", "alibi", "relative"] = "rotary"
+    rotates_by_length: bool = False
+    """LongRoPE: which frequencies a document has goes by its length."""
     max_positions: int = 0
     """The longest sequence that the config names; 0 if it names none."""
     dropout: float = 0.0

@@ -247,9 +247,11 @@ def test_every_gpu_of_the_catalogue_has_constants() -> None:
         ("meta-llama/Llama-3.2-1B", "eager", False),
         ("google/gemma-2-2b", "auto", False),
         ("tiiuae/falcon-7b", "auto", False),
+        ("microsoft/phi-4", "auto", True),
+        ("microsoft/Phi-4-mini-instruct", "auto", False),  # LongRoPE goes by documents
     ],
 )
-def test_short_steps_wait_for_the_host_where_attention_keeps_its_mask(
+def test_short_steps_wait_for_the_host_where_they_cannot_be_recorded(
     name: str, attention: str, *, captured: bool
 ) -> None:
     job = Job.model_validate(
