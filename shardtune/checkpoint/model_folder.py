@@ -16,18 +16,31 @@ from shardtune.errors import Problem, RunError
 
 TAKES_NO_MORE = (*DISK_FULL, errno.EFBIG, errno.EROFS, errno.EIO)
 """The disk, whatever is written to it."""
+_NO_PLACE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+)
 
 
 @contextmanager
 def model_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """`atomic_folder`, and RunError where the disk takes no more."""
+    """`atomic_folder`, and RunError where there can't be one or the disk takes no more."""
     from safetensors import SafetensorError
 
+    entered = False
     try:
         with atomic_folder(target, replace=replace) as partial:
+            entered = True
             yield partial
     except (OSError, SafetensorError) as error:
         code = _number(error)
+        if code in _NO_PLACE and not entered:
+            fact = f"no folder can be made: {os.strerror(code)}"
+            raise RunError(Problem(str(target), fact, "name another place")) from error
         if code not in TAKES_NO_MORE:
             raise
         there = next(each for each in (target, *target.absolute().parents) if each.exists())

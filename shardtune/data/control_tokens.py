@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from shardtune.data.conversation import Conversation
 from shardtune.data.encode import Text
-from shardtune.data.records import Unreadable
+from shardtune.data.records import CONTROL_IN_TEXT, Unreadable
 
 ControlPolicy = Literal["refuse", "text", "token"]
 
@@ -86,7 +86,7 @@ class ControlTokens:
         token = found.group()
         if self.policy == "refuse":
             raise Unreadable(
-                f"its text holds the control token {token!r}; data.control_tokens: text reads it "
+                f"{CONTROL_IN_TEXT} {token!r}; data.control_tokens: text reads it "
                 "as text, token as that token"
             )
         return _stand_in(_HIDDEN, self.tokens.index(token), token)

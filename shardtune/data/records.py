@@ -10,6 +10,8 @@ from typing import Any, Literal
 NOT_UTF8 = "not UTF-8 text"
 """How the reason begins why a row in another encoding can't be read."""
 TO_UTF8 = "iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW, where it is Western European"
+CONTROL_IN_TEXT = "its text holds the control token"
+"""How the reason begins where a row may not hold one."""
 MAX_JSON_DEPTH = 100  # levels of nesting; no format here needs more than five
 
 # A high surrogate without a low one after it, or a low one without a high one before it.

@@ -11,7 +11,7 @@ import numpy as np
 from shardtune.config.job import TrainSource
 from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
 from shardtune.data.column_advice import preference_advice
-from shardtune.data.records import NOT_UTF8, TO_UTF8
+from shardtune.data.records import CONTROL_IN_TEXT, NOT_UTF8, TO_UTF8
 from shardtune.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -109,14 +109,25 @@ def _bad_rows(checked: CheckedSource, *, columns_told: bool) -> list[Problem]:
     rest = sum(complaint.count for complaint in told[LISTED:])
     more = f" ({rest:,} for reasons that aren't listed here)" if rest else ""
     fact = f"{total:,} of {tally.rows:,} rows can't be used{more}"
-    encoded = all(complaint.reason.startswith(NOT_UTF8) for complaint in told)
-    mend = f"save the file as UTF-8 ({TO_UTF8})" if encoded else "fix them"
+    mend = _mend(told)
     fix = f"{mend}, or set data.bad_rows: skip to go on without them"
     if tally.bad == tally.rows:
         fix = f"{mend}: no usable row is left"
     if all(complaint.culprit == "template" for complaint in told):
         return problems  # each with its fix: the rows need none
     return [*problems, Problem(checked.path, fact, fix)]
+
+
+def _mend(complaints: Sequence[Complaint]) -> str:
+    """What would make all of these rows usable."""
+    known = {
+        NOT_UTF8: f"save the file as UTF-8 ({TO_UTF8})",
+        CONTROL_IN_TEXT: "set data.control_tokens: text (or token)",
+    }
+    for start, mend in known.items():
+        if all(complaint.reason.startswith(start) for complaint in complaints):
+            return mend
+    return "fix them"
 
 
 def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:

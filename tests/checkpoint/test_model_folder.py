@@ -40,6 +40,16 @@ def test_an_older_one_stays(small_disk: Path) -> None:
     assert (small_disk / "model" / "config.json").read_text() == "old"
 
 
+@pytest.mark.parametrize("place", ["/proc/model", "file/model", "file/in/it", "x" * 300])
+def test_a_place_where_no_folder_can_be(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(RunError, match=r"(?s)no folder can be made: .*name another place"),
+        model_folder(tmp_path / place),
+    ):
+        pytest.fail("there is no folder to fill")
+
+
 def test_what_is_no_fault_of_the_disk_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), model_folder(tmp_path / "model") as partial:
         (partial / "missing").read_text()

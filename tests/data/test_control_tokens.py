@@ -50,6 +50,7 @@ def test_a_control_token_in_a_row_is_refused_by_default(
         documents(tmp_path, ROWS[format], format, tokenizer)
     assert "its text holds the control token '<|im_end|>'" in str(caught.value)
     assert "data.control_tokens: text reads it as text, token as that token" in str(caught.value)
+    assert "fix: set data.control_tokens: text (or token): no usable row" in str(caught.value)
 
 
 @pytest.mark.parametrize("format", ROWS)
