@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.checkpoint.model_card import CARD_FILE, hide_path
+from shardtune.checkpoint.base_model import BaseModel
+from shardtune.checkpoint.model_card import CARD_FILE
 from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import Rounding, fp32_logits, rounding_bound
 from shardtune.checkpoint.seal import seal_folder
@@ -36,15 +37,14 @@ def save_result(
     target: Path,
     *,
     dtype: torch.dtype,
-    base: tuple[str, str] | None = None,
+    base: BaseModel | None = None,
     card: str | None = None,
 ) -> torch.dtype:
     """A PEFT folder for an adapter, an ordinary model folder otherwise; always safetensors.
 
     What is written are the weights in `trained`: the model may hold a share of them only. `dtype`
     is what whole models are written in; adapters are small and stay in fp32. Returns what it was.
-    An older result in `target` is replaced once the new one is complete. `base` is what the base
-    model was loaded from, and what others may know of it; `card` is the model card.
+    An older result in `target` is replaced once the new one is complete. `card` is the model card.
     """
     adapted = hasattr(model, "peft_config")
     with model_folder(target, replace=True) as partial:
@@ -62,7 +62,9 @@ def save_result(
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if base is not None:
-            hide_path(partial, *base)
+            base.name_in(partial)
+            if not adapted:
+                base.copy_processor(partial)
         if card is not None:
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
         seal_folder(partial)

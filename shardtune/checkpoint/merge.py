@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.checkpoint.model_card import CARD_FILE, hide_path
+from shardtune.checkpoint.base_model import BaseModel
+from shardtune.checkpoint.model_card import CARD_FILE
 from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import (
     ModelCalls,
@@ -63,7 +64,7 @@ def merge_adapter(
     dtype: torch.dtype,
     prompts: Sequence[str],
     *,
-    base: tuple[str, str] | None = None,
+    base: BaseModel | None = None,
     card: str | None = None,
 ) -> MergedModel:
     """Writes the merged model to `target`; RunError if it isn't the adapted one.
@@ -83,7 +84,8 @@ def merge_adapter(
         merged.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if base is not None:
-            hide_path(partial, *base)
+            base.name_in(partial)
+            base.copy_processor(partial)
         if card is not None:
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
         require_read_back(merged, partial)

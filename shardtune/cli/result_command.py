@@ -148,10 +148,10 @@ def merge_run(
     The adapter of a quantized model is merged into the dequantized weights: these were trained with
     and evaluated. Into the original ones it would make a model that nobody has seen.
     """
+    from shardtune.checkpoint.base_model import BaseModel
     from shardtune.checkpoint.merge import merge_adapter
     from shardtune.checkpoint.model_card import CARD_FILE, card_of_merged
     from shardtune.config.job import NoAdapter
-    from shardtune.models.catalogue import public_name
     from shardtune.models.load import COMPUTE_DTYPES, merged_dtype
     from shardtune.models.load_result import load_result_tokenizer, load_to_merge
     from shardtune.models.model_files import ModelFiles
@@ -174,7 +174,7 @@ def merge_run(
         target,
         COMPUTE_DTYPES[dtype] if dtype else usual,
         comparison_prompts(run),
-        base=(base.path, public_name(job.model.name)),
+        base=BaseModel.of(base),
         card=card,
     )
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
+from shardtune.checkpoint.base_model import BaseModel
 from shardtune.checkpoint.merge import (
     LogitDifference,
     cost_of_bf16,
     require_read_back,
     round_weights,
 )
-from shardtune.checkpoint.model_card import CARD_FILE, hide_path
+from shardtune.checkpoint.model_card import CARD_FILE
 from shardtune.data.template_parity import folder_reader, require_parity, training_reader
 from shardtune.export.folder import ExportFacts, export_folder
 from shardtune.export.source import ExportSource
@@ -46,7 +47,9 @@ def export_hf(source: ExportSource, target: Path, dtype: torch.dtype, to: str = 
         whole.model.generation_config.eos_token_id = sorted(source.stops)
         whole.model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         source.tokenizer.save_pretrained(partial)
-        hide_path(partial, source.files.path, source.base_name)
+        base = BaseModel.of(source.files)
+        base.name_in(partial)
+        base.copy_processor(partial)
         if source.card:
             (partial / CARD_FILE).write_text(source.card, encoding="utf-8")
         require_read_back(whole.model, partial)

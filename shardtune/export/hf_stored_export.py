@@ -11,8 +11,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtune.checkpoint.base_model import BaseModel
 from shardtune.checkpoint.merge import tokenize_prompts
-from shardtune.checkpoint.model_card import CARD_FILE, card_beside_base, hide_path
+from shardtune.checkpoint.model_card import CARD_FILE, card_beside_base
 from shardtune.data.template_parity import folder_reader, require_parity, training_reader
 from shardtune.errors import Problem, RunError
 from shardtune.export.folder import ExportFacts, export_folder
@@ -60,7 +61,9 @@ def export_stored(source: ExportSource, target: Path) -> StoredExport:
         source.copy_result(partial)
         base.generation_config.eos_token_id = sorted(source.stops)
         base.save_pretrained(partial, max_shard_size=SHARD_SIZE)
-        hide_path(partial, source.files.path, source.base_name)
+        named = BaseModel.of(source.files)
+        named.name_in(partial)
+        named.copy_processor(partial)
         card = partial / CARD_FILE
         if card.is_file():
             text = card_beside_base(card.read_text(encoding="utf-8"), source.files.loader, kind)

@@ -29,7 +29,6 @@ from shardtune.data.template_parity import (
     training_reader,
 )
 from shardtune.errors import Problem, RunError
-from shardtune.models.catalogue import public_name
 from shardtune.models.load import merged_dtype, result_dtype
 from shardtune.models.load_result import load_result, load_result_tokenizer, load_to_merge
 from shardtune.models.model_files import ModelFiles
@@ -55,7 +54,7 @@ class ExportSource:
     @property
     def base_name(self) -> str:
         """The model that was trained, as others know it."""
-        return public_name(self.job.model.name)
+        return self.files.public_name
 
     @cached_property
     def files(self) -> ModelFiles:

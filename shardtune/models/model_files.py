@@ -18,13 +18,18 @@ from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem, ShardtuneError
 from shardtune.models.added_tokens import Growth, add_tokens
-from shardtune.models.catalogue import resolve
+from shardtune.models.catalogue import public_name, resolve
 from shardtune.models.set_chat_template import end_of_turn, set_chat_template
 from shardtune.models.weight_files import WeightFiles
 
 LOADING_FIX = (
     "name a built-in model (`shardtune models list`), a folder in Hugging Face's format with "
     "safetensors weights, or a hub id that this machine can reach"
+)
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
@@ -41,6 +46,11 @@ class ModelFiles:
     def path(self) -> str:
         """What transformers loads: a folder, or a hub id."""
         return resolve(self.section.name)
+
+    @property
+    def public_name(self) -> str:
+        """What others may know the model by."""
+        return public_name(self.section.name)
 
     @property
     def revision(self) -> dict[str, str]:
@@ -111,6 +121,20 @@ class ModelFiles:
         if self.chat_template is not None:
             set_chat_template(tokenizer, self.chat_template)
         return tokenizer
+
+    @cached_property
+    def processor(self) -> tuple[Path, ...]:
+        """Its files on how pictures become inputs, if it is one that sees."""
+        from transformers.utils import cached_file
+
+        if not hasattr(self._config, "vision_config"):
+            return ()
+        lenient = {
+            "_raise_exceptions_for_missing_entries": False,
+            "_raise_exceptions_for_connection_errors": False,
+        }
+        found = (cached_file(self.path, n, **lenient, **self.revision) for n in PROCESSOR_FILES)
+        return tuple(Path(file) for file in found if file is not None)
 
     @property
     def growth(self) -> Growth:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardtune.checkpoint.base_model import BaseModel
 from shardtune.checkpoint.export import check_result, save_result
 from shardtune.checkpoint.model_card import BaseFacts, CardFacts, DataFacts, render_card
 from shardtune.checkpoint.overwrite import set_aside_unless_ours
@@ -17,7 +18,7 @@ from shardtune.core.runs.run_report import BeforeAfter, TrainingReport
 from shardtune.core.step import MicroBatch
 from shardtune.data.dataset import PreparedData
 from shardtune.launch.process_group import JoinedWorld
-from shardtune.models.catalogue import BUILT_IN, public_name
+from shardtune.models.catalogue import BUILT_IN
 from shardtune.models.load import COMPUTE_DTYPES, held_precision, result_dtype
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
@@ -64,7 +65,7 @@ class RunResult:
         name = self.job.model.name
         built_in = BUILT_IN.get(name)
         on_hub = built_in is None and not Path(self.model.path).is_dir()
-        base = BaseFacts(public_name(name), on_hub, built_in.licence if built_in else None)
+        base = BaseFacts(self.model.public_name, on_hub, built_in.licence if built_in else None)
         sides = (("train", self.sets.train), ("eval", self.sets.eval)) if self.sets else ()
         data = [
             DataFacts(
@@ -109,7 +110,7 @@ class RunResult:
             evaluator.stops,
             target,
             dtype=result_dtype(self.model, job.train.compute_precision),
-            base=(self.model.path, public_name(job.model.name)),
+            base=BaseModel.of(self.model),
             card=card,
         )
         reloaded = load_result(str(target), self.model, held_precision(job.adapter, job.train))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.checkpoint import merge as rounding_of_merges
+from shardtune.checkpoint.base_model import BaseModel
 from shardtune.checkpoint.export import save_result
 from shardtune.checkpoint.merge import (
     compare_merged,
@@ -31,6 +32,7 @@ from shardtune.models.load import COMPUTE_DTYPES
 from shardtune.models.load_result import load_result
 from shardtune.models.model_files import ModelFiles
 from tests.jobs import make_environment
+from tests.models import families
 from tests.models.encoder_decoder import write as write_encoder_decoder
 from tests.synthetic import batch, load_model, make_job, trained
 
@@ -94,6 +96,27 @@ def test_an_adapted_head_is_merged_apart_from_the_embedding(tmp_path: Path) -> N
     merge(tmp_path / "run", tmp_path / "merged")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_sees_keeps_what_prepares_its_pictures(tmp_path: Path) -> None:
+    """Servers ask a folder with all weights for it; an adapter's base has it."""
+    base = tmp_path / "seeing"
+    families.write(base, "mistral3")
+    tiny.tokens().save_pretrained(base)
+    said = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}}
+    (base / "preprocessor_config.json").write_text(json.dumps(said))
+    section = ModelSection(name=str(base))
+    run = finished_run(tmp_path / "run", LoRA(rank=4), section)
+    merge(tmp_path / "run", tmp_path / "merged")
+    assert json.loads((tmp_path / "merged" / "preprocessor_config.json").read_text()) == said
+    assert not (run.result / "preprocessor_config.json").exists()
+
+    whole, known = changed(NoAdapter(), section), BaseModel.of(ModelFiles(section))
+    target = tmp_path / "whole"
+    save_result(
+        whole, trained(whole), tiny.tokens(), STOPS, target, dtype=torch.float32, base=known
+    )
+    assert json.loads((target / "preprocessor_config.json").read_text()) == said
 
 
 RUNS = {
