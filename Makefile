@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
 # pip would compile all files of all packages, a minute and a half of work; a run compiles those that it
-# imports, a tenth of them, and they are kept, whatever the environment says.
+# imports, an eighth of them, and what runs under make keeps them, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install --no-compile

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardtune.checkpoint.base_model import BaseModel
+from shardtune.checkpoint.base_files import leave_base
 from shardtune.checkpoint.model_card import CARD_FILE
 from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import Rounding, fp32_logits, rounding_bound
@@ -21,6 +21,7 @@ from shardtune.errors import Problem, RunError
 
 if TYPE_CHECKING:
     from shardtune.core.step import MicroBatch
+    from shardtune.models.model_files import ModelFiles
 
 PROBE_TOKENS = 128  # tokens of one training row on which the two models are compared
 FP8_TOLERANCE = 3e-1
@@ -37,7 +38,7 @@ def save_result(
     target: Path,
     *,
     dtype: torch.dtype,
-    base: BaseModel | None = None,
+    base: ModelFiles | None = None,
     card: str | None = None,
 ) -> torch.dtype:
     """A PEFT folder for an adapter, an ordinary model folder otherwise; always safetensors.
@@ -62,9 +63,7 @@ def save_result(
         generation.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if base is not None:
-            base.name_in(partial)
-            if not adapted:
-                base.copy_processor(partial)
+            leave_base(partial, base)
         if card is not None:
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
         seal_folder(partial)

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardtune.checkpoint.base_model import BaseModel
+from shardtune.checkpoint.base_files import leave_base
 from shardtune.checkpoint.model_card import CARD_FILE
 from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import (
@@ -30,6 +30,9 @@ from shardtune.checkpoint.rounding_error import (
     rounding_bound,
 )
 from shardtune.errors import Problem, RunError
+
+if TYPE_CHECKING:
+    from shardtune.models.model_files import ModelFiles
 
 PROMPTS = 4
 PROMPT_TOKENS = 64
@@ -64,7 +67,7 @@ def merge_adapter(
     dtype: torch.dtype,
     prompts: Sequence[str],
     *,
-    base: BaseModel | None = None,
+    base: ModelFiles | None = None,
     card: str | None = None,
 ) -> MergedModel:
     """Writes the merged model to `target`; RunError if it isn't the adapted one.
@@ -84,8 +87,7 @@ def merge_adapter(
         merged.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if base is not None:
-            base.name_in(partial)
-            base.copy_processor(partial)
+            leave_base(partial, base)
         if card is not None:
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
         require_read_back(merged, partial)

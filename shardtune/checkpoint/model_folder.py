@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +40,7 @@ def model_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         code = _number(error)
         if code in _NO_PLACE and not entered:
-            fact = f"no folder can be made: {os.strerror(code)}"
-            raise RunError(Problem(str(target), fact, "name another place")) from error
+            raise _no_place(target, code) from error
         if code not in TAKES_NO_MORE:
             raise
         there = next(each for each in (target, *target.absolute().parents) if each.exists())
@@ -48,6 +48,22 @@ def model_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
         fact = f"can't be written: {os.strerror(code)}; {free}"
         fix = "mend that, then give the command again; a run goes on with --resume"
         raise RunError(Problem(str(target), fact, fix)) from error
+
+
+def require_place(target: Path) -> None:
+    """Refuses a target where no folder can be made, before there is work to lose."""
+    probe = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise _no_place(target, error.errno or 0) from error
+
+
+def _no_place(target: Path, code: int) -> RunError:
+    fact = f"no folder can be made: {os.strerror(code)}"
+    return RunError(Problem(str(target), fact, "mend that, or name another place"))
 
 
 def _number(error: Exception) -> int:

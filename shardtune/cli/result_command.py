@@ -148,9 +148,9 @@ def merge_run(
     The adapter of a quantized model is merged into the dequantized weights: these were trained with
     and evaluated. Into the original ones it would make a model that nobody has seen.
     """
-    from shardtune.checkpoint.base_model import BaseModel
     from shardtune.checkpoint.merge import merge_adapter
     from shardtune.checkpoint.model_card import CARD_FILE, card_of_merged
+    from shardtune.checkpoint.model_folder import require_place
     from shardtune.config.job import NoAdapter
     from shardtune.models.load import COMPUTE_DTYPES, merged_dtype
     from shardtune.models.load_result import load_result_tokenizer, load_to_merge
@@ -162,6 +162,7 @@ def merge_run(
     if target.exists():
         fix = "name a folder that doesn't exist yet"
         raise RunError(Problem(str(target), "exists already", fix))
+    require_place(target)
     base = ModelFiles(job.model)
     model = load_to_merge(str(run.result), base, job.train.compute_precision)
     tokenizer = load_result_tokenizer(str(run.result), job.model)
@@ -174,7 +175,7 @@ def merge_run(
         target,
         COMPUTE_DTYPES[dtype] if dtype else usual,
         comparison_prompts(run),
-        base=BaseModel.of(base),
+        base=base,
         card=card,
     )
 

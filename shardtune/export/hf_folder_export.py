@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardtune.checkpoint.base_model import BaseModel
+from shardtune.checkpoint.base_files import leave_base
 from shardtune.checkpoint.merge import (
     LogitDifference,
     cost_of_bf16,
@@ -47,9 +47,7 @@ def export_hf(source: ExportSource, target: Path, dtype: torch.dtype, to: str = 
         whole.model.generation_config.eos_token_id = sorted(source.stops)
         whole.model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         source.tokenizer.save_pretrained(partial)
-        base = BaseModel.of(source.files)
-        base.name_in(partial)
-        base.copy_processor(partial)
+        leave_base(partial, source.files)
         if source.card:
             (partial / CARD_FILE).write_text(source.card, encoding="utf-8")
         require_read_back(whole.model, partial)

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.checkpoint.base_model import BaseModel
+from shardtune.checkpoint.base_files import leave_base
 from shardtune.checkpoint.merge import tokenize_prompts
 from shardtune.checkpoint.model_card import CARD_FILE, card_beside_base
 from shardtune.data.template_parity import folder_reader, require_parity, training_reader
@@ -61,9 +61,7 @@ def export_stored(source: ExportSource, target: Path) -> StoredExport:
         source.copy_result(partial)
         base.generation_config.eos_token_id = sorted(source.stops)
         base.save_pretrained(partial, max_shard_size=SHARD_SIZE)
-        named = BaseModel.of(source.files)
-        named.name_in(partial)
-        named.copy_processor(partial)
+        leave_base(partial, source.files)
         card = partial / CARD_FILE
         if card.is_file():
             text = card_beside_base(card.read_text(encoding="utf-8"), source.files.loader, kind)

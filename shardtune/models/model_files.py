@@ -3,6 +3,7 @@ for, without running anybody's code."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,7 +21,7 @@ from shardtune.errors import ModelError, Problem, ShardtuneError
 from shardtune.models.added_tokens import Growth, add_tokens
 from shardtune.models.catalogue import public_name, resolve
 from shardtune.models.set_chat_template import end_of_turn, set_chat_template
-from shardtune.models.weight_files import WeightFiles
+from shardtune.models.weight_files import WeightFiles, fetch_file
 
 LOADING_FIX = (
     "name a built-in model (`shardtune models list`), a folder in Hugging Face's format with "
@@ -31,6 +32,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+_log = logging.getLogger("shardtune")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
@@ -124,17 +126,17 @@ class ModelFiles:
 
     @cached_property
     def processor(self) -> tuple[Path, ...]:
-        """Its files on how pictures become inputs, if it is one that sees."""
-        from transformers.utils import cached_file
-
-        if not hasattr(self._config, "vision_config"):
-            return ()
-        lenient = {
-            "_raise_exceptions_for_missing_entries": False,
-            "_raise_exceptions_for_connection_errors": False,
-        }
-        found = (cached_file(self.path, n, **lenient, **self.revision) for n in PROCESSOR_FILES)
-        return tuple(Path(file) for file in found if file is not None)
+        """Its files on how pictures become inputs. They are asked for when all is trained: where
+        there are none, or the hub can't be reached, that is said and no error."""
+        try:
+            asked = [fetch_file(self.path, self.section, name) for name in PROCESSOR_FILES]
+            found, why = tuple(file for file in asked if file is not None), "none were found"
+        except Exception as error:  # noqa: BLE001  the hub's are of many kinds
+            found, why = (), str(error)
+        if not found:
+            names = " or ".join(PROCESSOR_FILES)
+            _log.warning("to serve pictures, bring %s of %s: %s", names, self.section.name, why)
+        return found
 
     @property
     def growth(self) -> Growth:

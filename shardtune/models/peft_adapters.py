@@ -28,7 +28,6 @@ from shardtune.kernels.autocast_forward import autocast_forward
 from shardtune.models.added_tokens import ends
 from shardtune.models.expert_layers import expert_weights
 from shardtune.models.lora_targets import is_linear, lora_target_modules, never_adapted
-from shardtune.models.whole_layers import require_parts_of_layers
 
 ADAPTER_NAME = "default"
 """What peft calls an adapter that has no name of its own."""
@@ -285,10 +284,7 @@ def _whole_names(model: nn.Module, wanted: tuple[str, ...]) -> list[str]:
 def _lora_targets(model: Any, adapter: LoRA) -> str | list[str]:
     if adapter.targets != "all-linear":
         _check_names("adapter.targets", adapter.targets, model, is_linear, "linear layer")
-    saved = adapter.modules_to_save
-    _check_names("adapter.modules_to_save", saved, model, _any, "module")
-    if saved:
-        require_parts_of_layers((name for name, _ in model.named_modules()), saved)
+    _check_names("adapter.modules_to_save", adapter.modules_to_save, model, _any, "module")
     return lora_target_modules(model, adapter.targets)
 
 

@@ -28,11 +28,11 @@ class WeightFiles:
     @classmethod
     def find(cls, source: str, section: ModelSection) -> WeightFiles:
         """The files of `section`, from its folder or hub id `source`; no more than is needed."""
-        index = _fetch(source, section, INDEX)
+        index = fetch_file(source, section, INDEX)
         if index is not None:
             shards = read_index(index)
             paths = {
-                shard: _fetch(source, section, shard) for shard in sorted(set(shards.values()))
+                shard: fetch_file(source, section, shard) for shard in sorted(set(shards.values()))
             }
             missing = sorted(shard for shard, path in paths.items() if path is None)
             if missing:
@@ -47,7 +47,7 @@ class WeightFiles:
                 fact += f"lack, {lacking[0]} in {shards[lacking[0]]} among them"
                 raise ModelError(Problem(MODEL_NAME, fact, "fetch the model again"))
             return cls({name: found[shard] for name, shard in shards.items()})
-        single = _fetch(source, section, SINGLE)
+        single = fetch_file(source, section, SINGLE)
         if single is None:
             fact = f"{section.name!r} has neither {SINGLE} nor {INDEX}"
             fix = "convert its weights to safetensors; other formats can run code when read"
@@ -115,7 +115,7 @@ def _opened(path: Path) -> Any:
         raise ModelError(Problem(MODEL_NAME, fact, "fetch or write the model again")) from None
 
 
-def _fetch(source: str, section: ModelSection, file: str) -> Path | None:
+def fetch_file(source: str, section: ModelSection, file: str) -> Path | None:
     """The local path of one of the model's files, or None where the model has no such file."""
     from transformers.utils import cached_file
 

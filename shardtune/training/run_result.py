@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.checkpoint.base_model import BaseModel
 from shardtune.checkpoint.export import check_result, save_result
 from shardtune.checkpoint.model_card import BaseFacts, CardFacts, DataFacts, render_card
 from shardtune.checkpoint.overwrite import set_aside_unless_ours
@@ -110,7 +109,7 @@ class RunResult:
             evaluator.stops,
             target,
             dtype=result_dtype(self.model, job.train.compute_precision),
-            base=BaseModel.of(self.model),
+            base=self.model,
             card=card,
         )
         reloaded = load_result(str(target), self.model, held_precision(job.adapter, job.train))

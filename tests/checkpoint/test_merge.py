@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants as hub_constants
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.checkpoint import merge as rounding_of_merges
-from shardtune.checkpoint.base_model import BaseModel
+from shardtune.checkpoint.base_files import leave_base
 from shardtune.checkpoint.export import save_result
 from shardtune.checkpoint.merge import (
     compare_merged,
@@ -27,10 +28,11 @@ from shardtune.checkpoint.run_dir import RunDir
 from shardtune.cli.result_command import ask, merge
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import RunError
+from shardtune.models import load_result as load_result_module
 from shardtune.models import tiny
 from shardtune.models.load import COMPUTE_DTYPES
 from shardtune.models.load_result import load_result
-from shardtune.models.model_files import ModelFiles
+from shardtune.models.model_files import PROCESSOR_FILES, ModelFiles
 from tests.jobs import make_environment
 from tests.models import families
 from tests.models.encoder_decoder import write as write_encoder_decoder
@@ -98,25 +100,70 @@ def test_an_adapted_head_is_merged_apart_from_the_embedding(tmp_path: Path) -> N
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_sees_keeps_what_prepares_its_pictures(tmp_path: Path) -> None:
-    """Servers ask a folder with all weights for it; an adapter's base has it."""
-    base = tmp_path / "seeing"
-    families.write(base, "mistral3")
-    tiny.tokens().save_pretrained(base)
-    said = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}}
-    (base / "preprocessor_config.json").write_text(json.dumps(said))
-    section = ModelSection(name=str(base))
-    run = finished_run(tmp_path / "run", LoRA(rank=4), section)
-    merge(tmp_path / "run", tmp_path / "merged")
-    assert json.loads((tmp_path / "merged" / "preprocessor_config.json").read_text()) == said
-    assert not (run.result / "preprocessor_config.json").exists()
+def test_no_work_is_done_for_a_place_where_no_folder_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_run(tmp_path / "run", LoRA(rank=4))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(load_result_module, "load_to_merge", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(RunError, match="no folder can be made"):
+        merge(tmp_path / "run", tmp_path / "file" / "merged")
 
-    whole, known = changed(NoAdapter(), section), BaseModel.of(ModelFiles(section))
-    target = tmp_path / "whole"
-    save_result(
-        whole, trained(whole), tiny.tokens(), STOPS, target, dtype=torch.float32, base=known
-    )
-    assert json.loads((target / "preprocessor_config.json").read_text()) == said
+
+def seeing_model(folder: Path) -> ModelFiles:
+    """A model that takes pictures, and what prepares them as it is published."""
+    families.write(folder, "mistral3")
+    tiny.tokens().save_pretrained(folder)
+    size = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(size))
+    whole = {
+        "processor_class": "PixtralProcessor",
+        "chat_template": "of its own",
+        "at": str(folder),
+    }
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+    return ModelFiles(ModelSection(name=str(folder)))
+
+
+def processor_of(folder: Path) -> dict[str, Any]:
+    """Its files on pictures, by name."""
+    found = (folder / name for name in PROCESSOR_FILES)
+    return {file.name: json.loads(file.read_text()) for file in found if file.is_file()}
+
+
+def test_a_model_that_sees_keeps_what_prepares_its_pictures(tmp_path: Path) -> None:
+    """Servers ask a folder with all weights for it; an adapter's base has it. The tokenizer has the
+    chat template by which was trained, and the folder of the base concerns nobody else."""
+    base = seeing_model(tmp_path / "seeing")
+    run = finished_run(tmp_path / "run", LoRA(rank=4), base.section)
+    merge(tmp_path / "run", tmp_path / "merged")
+    assert processor_of(tmp_path / "merged") == {
+        "preprocessor_config.json": processor_of(tmp_path / "seeing")["preprocessor_config.json"],
+        "processor_config.json": {"processor_class": "PixtralProcessor", "at": "seeing"},
+    }
+    assert processor_of(run.result) == {}
+
+    whole, target = changed(NoAdapter(), base.section), tmp_path / "whole"
+    save_result(whole, trained(whole), tiny.tokens(), STOPS, target, dtype=torch.float32, base=base)
+    assert processor_of(target) == processor_of(tmp_path / "merged")
+
+
+def test_what_was_trained_for_text_alone_prepares_no_pictures(tmp_path: Path) -> None:
+    base = seeing_model(tmp_path / "seeing")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text('{"model_type": "qwen3_5_text"}')
+    leave_base(tmp_path / "text", base)
+    assert processor_of(tmp_path / "text") == {}
+
+
+def test_what_cannot_be_fetched_of_a_processor_is_said(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
+    files = ModelFiles(ModelSection(name="nobody/has-this"))
+    assert files.processor == ()
+    assert "to serve pictures, bring preprocessor_config.json" in capfd.readouterr().err
 
 
 RUNS = {

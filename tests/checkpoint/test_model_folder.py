@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardtune.checkpoint.model_folder import model_folder
+from shardtune.checkpoint.model_folder import model_folder, require_place
 from shardtune.errors import RunError
 
 LARGE = 1 << 20
@@ -44,10 +44,13 @@ def test_an_older_one_stays(small_disk: Path) -> None:
 def test_a_place_where_no_folder_can_be(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(RunError, match=r"(?s)no folder can be made: .*name another place"),
+        pytest.raises(RunError, match=r"(?s)no folder can be made: .*mend that, or name"),
         model_folder(tmp_path / place),
     ):
         pytest.fail("there is no folder to fill")
+    with pytest.raises(RunError, match="no folder can be made"):
+        require_place(tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_no_fault_of_the_disk_is_left_as_it_is(tmp_path: Path) -> None:

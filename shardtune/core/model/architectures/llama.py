@@ -68,7 +68,7 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
         weights=tuple(weights),
         qk_norm=_has_qk_norm(fields, traits),
         parallel=parallel,
-        rotates_by_length=_rotates_by_length(fields),
+        rotates_by_length=family == "phi3" and _rotates_by_length(fields),
         max_positions=fields.optional("max_position_embeddings", default=0) or 0,
         dropout=fields.share(traits.dropout) if traits.dropout else 0.0,
         attention_dropout=fields.share("attention_dropout"),
@@ -79,10 +79,10 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
 
 
 def _rotates_by_length(fields: Fields) -> bool:
-    """Whether its positions are LongRoPE: by name, or by two lengths, the one first trained on."""
+    """Whether a Phi-3's positions are LongRoPE: by name, or by the length first trained on."""
     said = fields.config.get("rope_parameters") or fields.config.get("rope_scaling")
     if isinstance(said, Mapping):
-        return said.get("rope_type", said.get("type")) in ("longrope", "su")
+        return said.get("rope_type", said.get("type")) in ("longrope", "su", "yarn")
     first = fields.optional("original_max_position_embeddings", default=0) or 0
     return 0 < first < (fields.optional("max_position_embeddings", default=0) or 0)
 
