@@ -30,7 +30,7 @@ class Memory:
     gpu: ClassBytes
     """What is allocated at the peak, by class."""
     fragmentation: float
-    """What is lost between its blocks."""
+    """What is lost between blocks: beside the peak, or what more is needed at another moment."""
     cached: float
     """Whole blocks that the allocator keeps for later, and gives back when memory is short."""
     context: float
@@ -94,7 +94,8 @@ def _at_place(
     moments = memory_timeline(layout, shape, mesh, work, cut, held, k)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     peak = moments[moment]
-    passing = peak["activations"] + peak["logits"] + peak["buffers"]
+    # A moment with less allocated may lose more between its blocks.
+    needed = max(_with_fragmentation(sizes, k) for sizes in moments.values())
     cached = _cached(shape, work, cut, held, moments["forward"]["logits"], peak, k)
     neighbours = min(mesh.size, NODE)
     wider = 0.0
@@ -102,7 +103,7 @@ def _at_place(
         wider = work.trained(shape) * (work.widths.loaded - work.widths.trained)
     return Memory(
         gpu=peak,
-        fragmentation=passing * k.fragmentation,
+        fragmentation=needed - sum(peak.values()),
         cached=cached,
         context=(k.own_context if work.counted else k.context)
         + (k.collective * neighbours if mesh.size > 1 else 0.0),
@@ -115,6 +116,11 @@ def _at_place(
         host_building_whole=whole_bytes(shape, work).params + wider + _at(held, "cpu"),
         nvme=_at(held, "nvme"),
     )
+
+
+def _with_fragmentation(sizes: ClassBytes, k: MemoryConstants) -> float:
+    passing = sizes["activations"] + sizes["logits"] + sizes["buffers"]
+    return sum(sizes.values()) + passing * k.fragmentation
 
 
 def held_by(layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, cut: RankShare) -> Held:

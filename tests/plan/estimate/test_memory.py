@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from shardtune.config.job import Job
 from shardtune.core.mesh import Mesh
 from shardtune.core.model.architectures import read_shape
+from shardtune.core.model.known_models import known_model
 from shardtune.core.model.shape import ModelShape
 from shardtune.core.pipeline_schedule import PipelineKind, Pipelining
 from shardtune.core.units import GIB
@@ -16,6 +18,7 @@ from shardtune.parallel.ddp.strategy import DDP
 from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from shardtune.parallel.fsdp.strategy import FSDP
+from shardtune.plan.cluster import parse_cluster
 from shardtune.plan.estimate.activations import stack_bytes
 from shardtune.plan.estimate.memory import Memory, estimate_memory
 from shardtune.plan.estimate.rank_share import RankShare
@@ -26,6 +29,7 @@ from shardtune.plan.estimate.workload import (
     AdapterSize,
     Workload,
 )
+from shardtune.plan.forecast import forecast
 
 
 def llama(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -> ModelShape:
@@ -89,6 +93,32 @@ def test_small_batches_peak_at_the_update_and_large_ones_at_the_loss() -> None:
 def test_more_tokens_never_need_less(change: dict[str, int]) -> None:
     for work in (WORK, LORA, replace(LORA, **FULL), replace(LORA, **FUSED, **NF4)):
         assert alone(MIDDLE, replace(work, **change)).peak > alone(MIDDLE, work).peak
+
+
+def test_a_longer_row_needs_no_less_where_another_moment_is_fullest() -> None:
+    """GPT-J's weights in CPU memory: short rows are fullest at the update, which gathers most."""
+
+    def needed(length: int) -> Memory:
+        job = Job.model_validate(
+            {
+                "model": {"name": "EleutherAI/gpt-j-6b", "attention": "eager"},
+                "data": {"train": ({"path": "-", "format": "chat"},), "sequence_length": length},
+                "adapter": {"type": "none"},
+                "strategy": {
+                    "type": "deepspeed",
+                    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+                },
+                "train": {"micro_batch": 1, "global_batch": 8, "steps": 9, "kernels": "eager"}
+                | {"precision": "bf16", "loss": "plain", "gradient_checkpointing": "none"}
+                | {"optimizer": {"type": "adamw", "bits": 8}},
+                "launch": {"processes": 1},
+            }
+        )
+        return forecast(job, known_model("EleutherAI/gpt-j-6b"), parse_cluster("1xA30")).memory
+
+    short, long = needed(128), needed(256)
+    assert (short.moment, long.moment) == ("optimizer", "backward")
+    assert long.required >= short.required
 
 
 @pytest.mark.parametrize("saving", [FULL, {"loss": "fused"}, {"kernels": "fused"}, NF4])
