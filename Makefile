@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One torch for everything that is installed after it; pip would otherwise take the newest.
 TORCH := torch==2.13.0
-# pip would compile all files of all packages, a minute and a half of work; a run compiles those that it
-# imports, an eighth of them, and what runs under make keeps them, whatever the environment says.
+# pip would compile all files of all packages, a minute and a half of work. What every run imports, an
+# eighth of them, is compiled here once, not by each of its ranks; and it is kept, whatever the
+# environment says.
 export PYTHONDONTWRITEBYTECODE :=
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install --no-compile
+IMPORTED := datasets, peft, torch._dynamo, transformers.models.llama.modeling_llama, shardtune.train
 
 # Tests run two at a time: a process starts on one core, whatever it does with two afterwards. Those
 # of a file that start ranks stay together and share them; four at a time, as they often wait, those
@@ -81,11 +83,13 @@ $(VENV)/torch:
 $(VENV)/demo: $(VENV)/torch pyproject.toml
 	@echo "== 3 of 5: shardtune and the packages that it needs (half a minute, and their download)"
 	@$(INSTALL) --editable '.[demo]'
+	@$(BIN)/python -c "import $(IMPORTED)"
 	@touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml
 	@echo "== shardtune with all that its tests need (a minute, and the downloads)"
 	@$(INSTALL) --editable '.[demo,dev,docs,deepspeed,quant,ray,serve]'
+	@$(BIN)/python -c "import $(IMPORTED)"
 	touch $@ $(VENV)/demo $(VENV)/docs
 
 $(VENV)/docs: $(VENV)/torch pyproject.toml
