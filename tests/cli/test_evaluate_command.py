@@ -70,7 +70,7 @@ def run_folder(tmp_path: Path) -> Path:
             trained[name] = weight.detach()
     save_result(
         model, trained, tiny.tokens(), files.stop_ids, run / "result",
-        dtype=files.dtype, base=(files.path, "tiny"), card="",
+        dtype=files.dtype, base=files, card="",
     )  # fmt: skip
     return run
 

@@ -16,6 +16,7 @@ from shardtune.config.job import Adapter, LoRA, ModelSection, TrainSection
 from shardtune.core.model.chat_templates import read_chat_template
 from shardtune.core.setup import Precision, Quantization
 from shardtune.export.source import ExportSource
+from shardtune.models.model_files import ModelFiles
 from tests.jobs import make_environment
 from tests.models.families import CONFIGS
 from tests.synthetic import load_model, make_job, trained
@@ -114,7 +115,7 @@ def finished(
         stops,
         run.result,
         dtype=torch.float32,
-        base=(section.name, "base"),
+        base=ModelFiles(section),
         card="---\nlibrary_name: peft\n---\n\n# A LoRA adapter for base\n",
     )
     return ExportSource(run, job, PROMPTS)
