@@ -94,6 +94,7 @@ def test_a_default_merge_gives_the_adapters_answers(
     assert greedy(small, tokenizer) != expected, "or this test couldn't see rounding"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("command", [["merge"], ["export", "--to", "hf"]], ids=["merge", "export"])
 def test_a_run_in_16_bits_is_merged_in_16_bits(
@@ -111,6 +112,7 @@ def test_a_run_in_16_bits_is_merged_in_16_bits(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("to", ["hf", "vllm"])
 def test_the_export_of_a_full_fine_tune_has_the_weights_of_its_result(

@@ -32,6 +32,7 @@ from tests.export.tuned import PROMPTS, finished
 from tests.models.encoder_decoder import write as write_encoder_decoder
 
 pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

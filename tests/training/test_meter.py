@@ -147,6 +147,7 @@ def test_but_it_spoils_none_of_those_behind_it() -> None:
     assert last.tokens_per_second == pytest.approx(200 / 0.75)
 
 
+@pytest.mark.slow
 def test_the_peak_of_memory_is_what_this_process_held() -> None:
     before = peak_memory("cpu")
     more = 256 << 20  # much beside the tens of MiB by which the two ways to ask differ

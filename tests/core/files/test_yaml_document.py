@@ -90,6 +90,7 @@ def test_json_is_read_as_json(value: Any) -> None:
     assert parse(json.dumps(value)).value == value
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(JSON)
 def test_the_pretty_form_has_the_same_values(value: Any) -> None:
