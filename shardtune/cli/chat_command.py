@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardtune.cli.arguments import Commands, add_command
+from shardtune.cli.arguments import Commands, add_command, text
 from shardtune.cli.serve_command import add_loading
 from shardtune.errors import ModelError, Problem
 
@@ -29,7 +29,9 @@ def add_parser(commands: Commands) -> None:
     command.add_argument(
         "source", metavar="RUN|MODEL", help="directory of a run, a model's folder or hub id"
     )
-    command.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
+    command.add_argument(
+        "--system", type=text, default="", metavar="TEXT", help="the system prompt"
+    )
     command.add_argument(
         "--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest (0.7)"
     )

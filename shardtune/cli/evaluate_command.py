@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardtune.cli.arguments import Commands, add_command
+from shardtune.cli.arguments import Commands, add_command, count
 
 if TYPE_CHECKING:
     from shardtune.cli.measured_sides import Measurement
@@ -42,14 +42,14 @@ def add_parser(commands: Commands) -> None:
         "--harness", default="", metavar="TASKS",
         help="tasks of lm-evaluation-harness, by comma",
     )  # fmt: skip
-    command.add_argument("--limit", type=int, metavar="N", help="ask only the first rows")
+    command.add_argument("--limit", type=count, metavar="N", help="ask only the first rows")
     command.add_argument("--shots", type=int, metavar="K", help="examples before each question")
-    command.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer")
+    command.add_argument("--max-new-tokens", type=count, metavar="N", help="longest answer")
     command.add_argument(
-        "--batch-size", type=int, default=16, metavar="N", help="rows at once (16)"
+        "--batch-size", type=count, default=16, metavar="N", help="rows at once (16)"
     )
     command.add_argument(
-        "--processes", type=int, default=1, metavar="N",
+        "--processes", type=count, default=1, metavar="N",
         help="ranks that share the rows, each with the model (1)",
     )  # fmt: skip
     command.add_argument(

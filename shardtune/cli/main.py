@@ -66,6 +66,8 @@ OTHERS_COMMANDS = {
 """What other tools call the same."""
 DISK_ERRORS = (*DISK_FULL, errno.EROFS)
 """The disk takes no more."""
+NO_HOME = "Could not determine home directory."
+"""What `Path.expanduser` says of a user that it doesn't know."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (`| head`)
         _discard_output()
         return 0
+    except RuntimeError as error:
+        if str(error) != NO_HOME:
+            raise
+        told = Problem(
+            "~NAME", "a path begins with a user who isn't here", "write ~/NAME, or the whole path"
+        )
+        print(f"error: {told}", file=sys.stderr)
+        return ShardtuneError.exit_code
     except OSError as error:
         if error.filename is not None and error.errno in (*PATH_ERRORS, *DISK_ERRORS):
             full = error.errno in DISK_ERRORS

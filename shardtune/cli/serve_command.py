@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shardtune.cli.arguments import Commands, add_command
+from shardtune.cli.arguments import Commands, add_command, count
 from shardtune.cli.web_options import access_rules, add_address, require_packages
 
 
@@ -41,10 +41,10 @@ def add_parser(commands: Commands) -> None:
         ("--start-timeout", "S", 1800, "seconds until vLLM must answer"),
     ):
         limits.add_argument(
-            name, type=_positive, default=default, metavar=metavar, help=f"{told} ({default})"
+            name, type=count, default=default, metavar=metavar, help=f"{told} ({default})"
         )
     limits.add_argument(
-        "--max-body", type=_positive, default=2048, metavar="KIB", help="largest request (2048)"
+        "--max-body", type=count, default=2048, metavar="KIB", help="largest request (2048)"
     )
     command.add_argument(
         "--votes", type=Path, default=Path("votes.jsonl"), metavar="FILE",
@@ -61,13 +61,6 @@ def add_loading(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="compute in (as trained, if fast here)"
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -23,7 +23,13 @@ def add_address(command: argparse.ArgumentParser, port: int) -> None:
         "--host", default="127.0.0.1", help=f"address (127.0.0.1); others need {API_KEY}"
     )
     told = f"port ({port}); 0 takes a free one"
-    command.add_argument("--port", type=int, default=port, help=told)
+    command.add_argument("--port", type=_port, default=port, help=told)
+
+
+def _port(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and int(word) < 2**16):
+        raise argparse.ArgumentTypeError(f"is {word[:60]!r}; it must be from 0 to 65535")
+    return int(word)
 
 
 def access_rules(host: str) -> AccessRules:

@@ -90,13 +90,13 @@ class MetricColumns:
         """Keeps what a line of another kind than a step says."""
         try:
             if record["kind"] == "evaluation":
-                name, step = str(record["set"]), int(record["step"])
+                name, step = str(record["set"]), _step(record)
                 self._evaluations.setdefault(name, {})[step] = _number(record["loss"])
             elif record["kind"] == "task":
-                name, step = str(record["task"]), int(record["step"])
+                name, step = str(record["task"]), _step(record)
                 self._tasks.setdefault(name, {})[step] = _number(record["score"])
             elif isinstance(fact := record.get("fact"), str):
-                self._warnings.append((int(record["step"]), fact[:500]))
+                self._warnings.append((_step(record), fact[:500]))
         except (ValueError, KeyError, TypeError, OverflowError):
             self.bad += 1
 
@@ -211,6 +211,14 @@ def _numbers(steps: Sequence[MetricsObject]) -> Floats:
         except (ValueError, TypeError, OverflowError):  # no line of ours has what isn't a number
             rows[:, at] = [_number(value) for value in values]
     return rows
+
+
+def _step(record: MetricsObject) -> int:
+    """ValueError, or another of those that are expected, where it is none."""
+    step = int(record["step"])
+    if not 0 <= step < _LARGEST:
+        raise ValueError(step)
+    return step
 
 
 def _number(value: object) -> float:

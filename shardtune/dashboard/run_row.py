@@ -169,7 +169,7 @@ def _spark(run: Path) -> tuple[float | None, ...]:
 def _losses(lines: Iterable[bytes]) -> Iterator[float | None]:
     """The losses of steps; nothing of lines of another kind, or that can't be read."""
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
             found = from_json(line)
             if found["kind"] == "step":
                 loss = found["loss"]

@@ -19,7 +19,11 @@ from shardtune.evaluation.tool_calls import matches_truth, parse_calls
 
 NUMBER = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 """As lm-evaluation-harness finds numbers in answers to GSM8K."""
-_DIGITS = re.compile(r"-?\$?\.?[0-9][$0-9.,]*")
+_DIGITS = re.compile(
+    r"(?:(?<!\w)[-\u2212])?\$?\.?[0-9][$0-9.,]*(?:[eE][-+\u2212]?[0-9]{1,3}(?!\w))?"
+)
+"""A hyphen behind a letter or a digit is no sign; U+2212 is the minus of typesetters."""
+_MARK = "#### "  # behind it GSM8K has the number
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -63,8 +67,15 @@ class Number(Section):
     def score(self, answer: str, reference: Reference) -> float:
         return float(any(self._same(answer, each) for each in reference.answers))
 
+    def require(self, reference: Reference, place: str) -> None:
+        """Refuses a reference without a number, which no answer has."""
+        expected = [last_value(each.rpartition(_MARK)[2]) for each in reference.answers]
+        if self.compare == "value" and all(each is None for each in expected):
+            fact = f"the answer {_shown(reference)} holds no number"
+            raise DataError(Problem(place, fact, "correct the row, or use metric: exact"))
+
     def _same(self, answer: str, reference: str) -> bool:
-        expected = reference.rpartition("#### ")[2]
+        expected = reference.rpartition(_MARK)[2]
         if self.compare == "text":
             return last_number(answer) == plain_number(expected)
         found = last_value(answer)
@@ -73,7 +84,10 @@ class Number(Section):
 
 def last_value(text: str) -> Decimal | None:
     """The last number of a text by its value; dots and commas without digits are no number."""
-    found = [re.sub(r"[$,]", "", each.rstrip(".,$")) for each in _DIGITS.findall(text)]
+    found = [
+        re.sub(r"[$,]", "", each.rstrip(".,$")).replace("\u2212", "-")
+        for each in _DIGITS.findall(text)
+    ]
     numbers = [each for each in found if each.count(".") < 2]  # a date, 1.2.2024, is none
     return Decimal(numbers[-1]) if numbers else None
 
@@ -107,6 +121,12 @@ class Contains(Section):
         answer = answer.lower() if self.ignore_case else answer
         wanted = [each.lower() if self.ignore_case else each for each in reference.answers]
         return float(any(each in answer for each in wanted))
+
+    def require(self, reference: Reference, place: str) -> None:
+        """Refuses an empty reference, which every answer holds."""
+        if "" in reference.answers:
+            fix = "correct the row, or use metric: exact, which wants an empty answer then"
+            raise DataError(Problem(place, "the answer is empty, and stands in all texts", fix))
 
 
 def _compiles(pattern: str) -> str:
@@ -163,11 +183,11 @@ class JsonMetric(Section):
             try:
                 list(map(json.loads, reference.answers))
             except ValueError as error:
-                fact = f"the answer {' | '.join(reference.answers)[:80]!r} is no JSON: {error}"
+                fact = f"the answer {_shown(reference)} is no JSON: {error}"
                 fix = "write it as JSON (a text in quotes), or use metric: exact"
                 raise DataError(Problem(place, fact, fix)) from error
         if self.check == "schema":
-            _validator(reference.truth)
+            _require_resolvable(reference.truth, place)
         if self.check == "tool_call" and not isinstance(reference.truth, list):
             fact = "check: tool_call has no list of right calls"
             fix = "name the field of a row that holds them: truth: ground_truth"
@@ -262,15 +282,47 @@ def _same_json(found: Any, expected: Any) -> bool:
     return isinstance(found, bool) == isinstance(expected, bool) and bool(found == expected)
 
 
+def _shown(reference: Reference) -> str:
+    return repr(" | ".join(reference.answers)[:80])
+
+
 def _validator(schema: Any) -> Any:
+    """By the draft that the schema names. It fetches nothing that the schema refers to."""
     with needed("jsonschema"):
         from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
     if not isinstance(schema, Mapping):
         fix = "name the field of a row that holds its schema: truth: schema"
         raise JobError(Problem("evaluate.metric", "check: schema has no schema", fix))
+    kind = validator_for(dict(schema), default=Draft202012Validator)
     try:
-        Draft202012Validator.check_schema(dict(schema))
+        kind.check_schema(dict(schema))
     except SchemaError as error:
         fact = f"a row's schema is none: {error.message}"
         raise JobError(Problem("evaluate.metric", fact, "mend it")) from error
-    return Draft202012Validator(dict(schema))
+    return kind(dict(schema), registry=Registry())
+
+
+def _require_resolvable(schema: Any, place: str) -> None:
+    """Refuses a schema that refers to what isn't in it: that would show at an answer."""
+    validator = _validator(schema)
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    dialect = specification_with(validator.ID_OF(validator.META_SCHEMA))
+    root = dialect.create_resource(validator.schema)
+    waiting = [(root, Registry().resolver_with_root(root))]
+    named = ""
+    try:
+        while waiting:
+            part, resolver = waiting.pop()
+            said = part.contents if isinstance(part.contents, Mapping) else {}
+            for named in filter(None, map(said.get, ("$ref", "$dynamicRef"))):
+                resolver.lookup(named)
+            waiting += [(each, resolver.in_subresource(each)) for each in part.subresources()]
+    except Unresolvable as error:
+        fact = f"the schema refers to {named!r}, which isn't in it"
+        fix = "write what it means under $defs; other addresses aren't asked"
+        raise DataError(Problem(place, fact, fix)) from error

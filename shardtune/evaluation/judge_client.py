@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import IO
 
 from shardtune.errors import JobError, Problem
@@ -56,13 +57,12 @@ class JudgeClient:
                 with self._open(address, {**body, **settings}) as reply:
                     return _content(json.load(reply), address)
             except urllib.error.HTTPError as error:
-                with error:
-                    said = error.read(300).decode("utf-8", "replace").strip()
+                said = _words(error)
                 if error.code == 400 and self._drop_refused(said, settings):
                     continue
                 if error.code not in _AGAIN or tried == RETRIES:
                     raise _failed(address, f"HTTP {error.code}: {said}") from error
-            except (OSError, ValueError) as error:
+            except (OSError, HTTPException, RecursionError, ValueError) as error:
                 if tried == RETRIES:
                     raise _failed(address, str(error)) from error
             time.sleep(self.pause * 2**tried)
@@ -99,6 +99,15 @@ def _content(reply: object, address: str) -> str:
         return str(reply["choices"][0]["message"]["content"])  # type: ignore[index]
     except (KeyError, IndexError, TypeError) as error:
         raise _failed(address, "the reply has no choices[0].message.content") from error
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    """The beginning of what a refusal says; nothing where the connection breaks in it."""
+    try:
+        with error:
+            return error.read(300).decode("utf-8", "replace").strip()
+    except (OSError, HTTPException):
+        return ""
 
 
 def _failed(address: str, fact: str) -> JobError:

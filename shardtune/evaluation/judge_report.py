@@ -36,11 +36,11 @@ def draw_grades(grades: Sequence[Grade]) -> Table:
         table.add_column(side, justify="right")
     if len(sides) == 2:
         table.add_column("change", justify="right")
-    for name in found["after"]:
+    for name in found[sides[-1]]:
         cells = [_grade(bootstrap(found[side].get(name, []))) for side in sides]
         if len(sides) == 2:
             cells.append(_change(grades, name))
-        table.add_row(name, str(len(found["after"][name])), *cells)
+        table.add_row(name, str(len(found[sides[-1]][name])), *cells)
     return table
 
 
@@ -50,6 +50,8 @@ def _change(grades: Sequence[Grade], category: str) -> str:
         if each.score is not None and category in (ALL, each.category):
             scores.setdefault((each.question, each.turn), {})[each.side] = each.score
     both = [each for each in scores.values() if len(each) == 2]
+    if not both:
+        return "none"
     found = paired_difference([e["before"] for e in both], [e["after"] for e in both])
     return f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
 

@@ -23,7 +23,7 @@ Outcome = Literal["passed", "failed", "timeout", "memory"]
 _MIB = 2**20
 _KEPT_BYTES = 4000  # of what a program says
 _LIMITS = """\
-import json, os, resource, sys
+import json, os, resource, sys, types
 
 def run(seconds, memory, verdict):
     given = json.load(sys.stdin)
@@ -33,10 +33,11 @@ def run(seconds, memory, verdict):
     ):
         resource.setrlimit(what, (most, most))
     sys.argv = ["answer.py"]
-    names = {"__name__": "answer"}
-    exec(compile(given["code"], "answer.py", "exec"), names)
-    names["__name__"] = "__main__"
-    exec(compile(given["tests"], "tests.py", "exec"), names)
+    module = types.ModuleType("answer")
+    sys.modules["answer"] = module  # where dataclasses and pickle look a class up
+    exec(compile(given["code"], "answer.py", "exec"), module.__dict__)
+    module.__name__, sys.modules["__main__"] = "__main__", module
+    exec(compile(given["tests"], "tests.py", "exec"), module.__dict__)
     os.write(verdict, given["nonce"].encode())
 
 run(*map(int, sys.argv[1:]))

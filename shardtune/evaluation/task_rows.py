@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shardtune.errors import DataError, JobError, Problem
-from shardtune.evaluation.answer_metrics import ChoiceMetric, JsonMetric, Reference
+from shardtune.evaluation.answer_metrics import (
+    ChoiceMetric,
+    Contains,
+    JsonMetric,
+    Number,
+    Reference,
+)
 from shardtune.evaluation.respondent import TaskQuestion
 from shardtune.evaluation.task import Task
 
@@ -56,7 +62,7 @@ def open_rows(task: Task, *, has_template: bool) -> list[TaskRow]:
     rendered = [
         render_row(task, row, shots[_group(task, row)], number, chat=chat) for number, row in asked
     ]
-    if isinstance(task.metric, JsonMetric):
+    if isinstance(task.metric, (Contains, JsonMetric, Number)):
         for each in rendered:
             task.metric.require(each.reference, f"{task.name}: row {each.number}")
     return rendered
@@ -89,11 +95,24 @@ def _group(task: Task, row: Mapping[str, Any]) -> str:
 def _with_answers(task: Task, rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     if not task.answers_path:
         return rows
-    found = {row["id"]: row for row in read_rows(task.answers_path, None, "")}
-    if missing := [row["id"] for row in rows if row["id"] not in found]:
+    found: dict[object, Mapping[str, Any]] = {}
+    for row in read_rows(task.answers_path, None, ""):
+        if (name := _id(row, task.answers_path)) in found:
+            fact = f"has two answers to {name!r}"
+            raise DataError(Problem(task.answers_path, fact, "leave one of them out"))
+        found[name] = row
+    if missing := [name for row in rows if (name := _id(row, task.path)) not in found]:
         fact = f"has no answer to {len(missing)} rows, such as {missing[0]!r}"
         raise DataError(Problem(task.answers_path, fact, "name the file that belongs to the rows"))
-    return [{**found[row["id"]], **row} for row in rows]
+    return [{**found[_id(row, task.path)], **row} for row in rows]
+
+
+def _id(row: Mapping[str, Any], path: str) -> str | int:
+    """By what the rows of two files belong together."""
+    if not isinstance(name := row.get("id"), (str, int)):
+        fact = f"a row has no id that is a text or a number; its fields are {', '.join(row)}"
+        raise DataError(Problem(path, fact, "answers_path needs the same `id` in both files"))
+    return name
 
 
 def uses_chat(task: Task, has_template: bool) -> bool:
@@ -120,11 +139,7 @@ def read_rows(path: str, subset: str | None, split: str) -> Iterator[Mapping[str
     if _has_splits(path):
         yield from _hub_rows(path, subset, split)
     elif file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                yield from batch.to_pylist()
+        yield from _parquet_rows(file)
     else:
         yield from _json_rows(file)
 
@@ -144,30 +159,55 @@ def _is_local(file: Path, path: str) -> bool:
     raise DataError(Problem(path, "there is no such file", fix))
 
 
+def _parquet_rows(file: Path) -> Iterator[Mapping[str, Any]]:
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        fact = f"is no Parquet file: {str(error).splitlines()[0]}"
+        raise DataError(Problem(str(file), fact, "mend it")) from error
+
+
 def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
     """JSON Lines, or one JSON list; BFCL calls the former `.json`."""
-    with file.open(encoding="utf-8") as lines:
-        text = lines.read(1)
-        if text == "[":
+    with file.open(encoding="utf-8-sig") as lines:  # Windows writes a byte order mark
+        try:
+            is_list = lines.read(1) == "["
             lines.seek(0)
-            try:
-                rows = json.load(lines)
-            except ValueError as error:
-                raise DataError(Problem(str(file), f"is no JSON: {error}", "mend it")) from error
-            yield from rows
-            return
-        lines.seek(0)
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                place = f"{file}:{number}"
-                raise DataError(Problem(place, f"is no JSON: {error}", "mend the line")) from error
-            if not isinstance(row, dict):
-                raise DataError(Problem(f"{file}:{number}", "is no JSON object", "mend the line"))
-            yield row
+            yield from _listed_rows(file, lines) if is_list else _line_rows(file, lines)
+        except UnicodeDecodeError as error:
+            fact = f"is no UTF-8 text: {error}"
+            raise DataError(Problem(str(file), fact, "save it as UTF-8")) from error
+
+
+def _listed_rows(file: Path, text: IO[str]) -> Iterator[Mapping[str, Any]]:
+    for number, row in enumerate(_parsed(text.read(), str(file), "mend it"), 1):
+        yield _object(row, f"{file}: row {number}")
+
+
+def _line_rows(file: Path, lines: IO[str]) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            place = f"{file}:{number}"
+            yield _object(_parsed(line, place, "mend the line"), place)
+
+
+def _parsed(text: str, place: str, fix: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise DataError(Problem(place, "is nested too deeply", fix)) from error
+    except ValueError as error:
+        raise DataError(Problem(place, f"is no JSON: {error}", fix)) from error
+
+
+def _object(row: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(Problem(place, "is no JSON object", "mend the line"))
+    return row
 
 
 def _hub_rows(path: str, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:
@@ -221,6 +261,9 @@ def render_row(
 
 
 def _choices(task: Task, row: Mapping[str, Any]) -> tuple[str, ...]:
+    if not task.choices and isinstance(task.metric, ChoiceMetric):
+        fix = "set choices: a list of options, or the name of a field that holds one"
+        raise DataError(Problem(task.name, "metric: choice has no options", fix))
     if not isinstance(task.choices, str):
         return tuple(render(each, row, task.name) for each in task.choices)
     found = row.get(task.choices)
@@ -233,14 +276,16 @@ def _choices(task: Task, row: Mapping[str, Any]) -> tuple[str, ...]:
 def _answers(task: Task, row: Mapping[str, Any], choices: tuple[str, ...]) -> tuple[str, ...]:
     field = _FIELD.fullmatch(task.answer.strip())
     value = row.get(field[1]) if field else None
-    if isinstance(task.metric, JsonMetric) and value is not None and not isinstance(value, str):
+    known = field is not None and field[1] in row
+    if isinstance(task.metric, JsonMetric) and known and not isinstance(value, str):
         return (json.dumps(value),)  # a list is one answer here
     if isinstance(value, (list, tuple)) and value:
-        return tuple(str(each) for each in value)
-    if isinstance(value, (dict, list)):
-        return (json.dumps(value),)
-    text = render(task.answer, row, task.name) if task.answer else ""
-    return (choices[_option(task, text, choices)],) if choices else (text,)
+        texts = tuple(str(each) for each in value)
+    elif isinstance(value, (dict, list)):
+        texts = (json.dumps(value),)
+    else:
+        texts = (render(task.answer, row, task.name) if task.answer else "",)
+    return tuple(choices[_option(task, each, choices)] for each in texts) if choices else texts
 
 
 def _option(task: Task, answer: str, choices: tuple[str, ...]) -> int:
@@ -248,21 +293,22 @@ def _option(task: Task, answer: str, choices: tuple[str, ...]) -> int:
     answer = answer.strip()
     if answer in choices:
         return choices.index(answer)
-    if answer.isdigit() and int(answer) < len(choices):
+    if answer.isdecimal() and int(answer) < len(choices):
         return int(answer)
-    if len(answer) == 1 and 0 <= ord(answer.upper()) - ord("A") < len(choices):
-        return ord(answer.upper()) - ord("A")
+    letter = answer.upper()
+    if len(letter) == 1 and 0 <= ord(letter) - ord("A") < len(choices):
+        return ord(letter) - ord("A")
     fact = f"the answer {answer!r} is none of the {len(choices)} options"
     raise DataError(Problem(task.name, fact, "give an option's text, number (from 0) or letter"))
 
 
 def render(template: str, row: Mapping[str, Any], place: str) -> str:
     """A Jinja template over a row's fields; DataError where it names one that isn't there."""
-    import jinja2
-
     try:
-        return str(_template(template).render(row))
-    except jinja2.TemplateError as error:
+        text = str(_template(template).render(row))
+        text.encode()  # half of a surrogate pair, which JSON can hold, is no text to a tokenizer
+        return text
+    except Exception as error:  # a template computes whatever its author likes
         fix = f"the row's fields are {', '.join(row)}"
         raise DataError(Problem(place, f"{template!r}: {error}", fix)) from error
 
@@ -273,6 +319,13 @@ def _template(text: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined, keep_trailing_newline=True
+        undefined=StrictUndefined, keep_trailing_newline=True, finalize=_said
     )
     return environment.from_string(text)
+
+
+def _said(value: Any) -> Any:
+    """What a template writes. Of a null it would write "None", as if a row had said so."""
+    if value is None:
+        raise ValueError("a value is null; where that is right, write {{ FIELD or '' }}")
+    return value

@@ -8,15 +8,16 @@ message) is computed once, no key or value is copied twice, and on a GPU a step 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardtune.core.model.decoding_context import decode_behind, decoding_context
+from shardtune.core.model.long_rope import longest_short_text
 from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from shardtune.engine.decode_step import DecodeSteps, Flight, why_not_static
@@ -71,6 +72,19 @@ class _Row:
     context: Sequence[int] = ()
     """Tokens of the prompt that the answer is decoded behind."""
     written: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.written]
+
+    @property
+    def cached(self) -> int:
+        """Tokens that were read: all but the last one written."""
+        return len(self.prompt) + len(self.written) - 1
+
+
+Answering: TypeAlias = Generator[tuple[int, Completion], None, list[_Row]]
+"""Hands out rows as they end; returns those that have to be read anew (LongRoPE)."""
 
 
 @torch.no_grad()
@@ -140,6 +154,7 @@ class _Decoder:
         longest = max((len(each) for each in stopping.stop_strings), default=0)
         self._tail = 4 * longest + 4  # a letter is four tokens at most
         self._slots: DecodeSteps | None = None
+        self._longest_short = longest_short_text(self._config)
         pad = tokenizer.pad_token_id
         self._pad = pad if pad is not None else min(stopping.stop_ids, default=0)
 
@@ -165,35 +180,45 @@ class _Decoder:
             )
             for index, ids in prompts.items()
         ]
-        room = max(len(row.prompt) for row in rows)
+        while rows:
+            rows = yield from self._answered(rows)
+
+    def _answered(self, rows: list[_Row]) -> Answering:
+        """Reads rows, and goes on with them as long as what was read holds."""
+        most, outgrown = self._stopping.max_new_tokens, list[_Row]()
+        texts = [row.tokens for row in rows]
+        room = max(map(len, texts))
         if self._slots is None:
-            room += self._stopping.max_new_tokens
+            room += most
         cache = make_cache(self._config, room)
-        shared = _shared_prefix([row.prompt for row in rows]) if attends_to_all(cache) else 0
+        is_short = self._longest_short is None or max(map(len, texts)) <= self._longest_short
+        shared = _shared_prefix(texts) if attends_to_all(cache) and is_short else 0
         if shared:
-            first = torch.tensor([rows[0].prompt[:shared]], device=self._device)
+            first = torch.tensor([texts[0][:shared]], device=self._device)
             self._forward(first, torch.ones_like(first), cache)
             cache.batch_repeat_interleave(len(rows))
-        ids, mask = self._left_padded([row.prompt[shared:] for row in rows])
+        ids, mask = self._left_padded([text[shared:] for text in texts])
         mask = torch.cat([mask.new_ones(len(rows), shared), mask], dim=1)
-        for left in range(self._stopping.max_new_tokens - 1, -1, -1):
+        while True:
             logits = self._forward(ids, mask, cache)
             new = self._choose(logits, rows)
             alive = []
             for position, (row, token) in enumerate(zip(rows, new.tolist(), strict=True)):
                 row.written.append(token)
                 ended = self._has_ended(row)
-                if ended or not left:
+                if ended or len(row.written) == most:
                     yield row.index, self._completion(row, ended)
+                elif self._is_outgrown(row):
+                    outgrown.append(row)
                 else:
                     alive.append(position)
             if not alive:
-                return
+                break
             if self._slots is not None:
                 self._move(self._slots, {place: rows[place] for place in alive}, cache, shared)
                 del cache  # or each key would be there twice until all rows have ended
-                yield from self._in_slots(self._slots, [rows[place] for place in alive])
-                return
+                outgrown += yield from self._in_slots(self._slots, [rows[place] for place in alive])
+                break
             if len(alive) < len(rows):
                 rows = [rows[position] for position in alive]
                 kept = torch.tensor(alive, device=self._device)
@@ -201,17 +226,22 @@ class _Decoder:
                 cache.batch_select_indices(kept)
             ids = new[:, None]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        return outgrown
+
+    def _is_outgrown(self, row: _Row) -> bool:
+        """Whether the next token makes another text of it, so that what was read of it is void."""
+        return self._longest_short is not None and row.cached == self._longest_short
 
     def _move(self, slots: DecodeSteps, begun: dict[int, _Row], cache: Any, shared: int) -> None:
         """Takes rows over from a prefilled cache, each from its place there."""
-        longest = max(len(row.prompt) for row in begun.values())
+        longest = max(row.cached for row in begun.values())
         slots.reserve(len(begun), longest + self._stopping.max_new_tokens)
         for place, row in begun.items():
-            slots.add(cache, place, len(row.prompt), shared)
+            slots.add(cache, place, row.cached, shared)
 
-    def _in_slots(self, slots: DecodeSteps, rows: list[_Row]) -> Iterator[tuple[int, Completion]]:
+    def _in_slots(self, slots: DecodeSteps, rows: list[_Row]) -> Answering:
         """Goes on with rows that have a first token and are in their slots."""
-        most = self._stopping.max_new_tokens
+        most, outgrown = self._stopping.max_new_tokens, list[_Row]()
         ahead: list[_Row] = []
         while rows:
             if not ahead:
@@ -220,16 +250,22 @@ class _Decoder:
                 row.written.append(token)
             # The GPU computes the next token while the host looks whose last one this was. Who has
             # ended by that is computed once in vain.
-            ahead = list(rows) if len(rows[0].written) < most else []
+            goes_on = any(len(row.written) < most for row in rows)
+            ahead = list(rows) if goes_on and not any(map(self._is_outgrown, rows)) else []
             if ahead:
                 flight = self._launch(slots, rows)
             for place in reversed(range(len(rows))):
                 row, ended = rows[place], self._has_ended(rows[place])
-                if ended or len(row.written) == most:
+                is_last = ended or len(row.written) == most
+                if is_last or self._is_outgrown(row):
                     slots.remove(place)
                     rows[place] = rows[-1]
                     rows.pop()
+                if is_last:
                     yield row.index, self._completion(row, ended)
+                elif self._is_outgrown(row):
+                    outgrown.append(row)
+        return outgrown
 
     def _launch(self, slots: DecodeSteps, rows: Sequence[_Row]) -> Flight:
         return slots.launch([row.written[-1] for row in rows], chosen=True)

@@ -25,6 +25,7 @@ from shardtune.models.peft_adapters import (
     check_new_tokens_trained,
 )
 from shardtune.models.required_weights import missing_weights, refuse_missing
+from shardtune.models.rope_by_document import rotate_by_document
 
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
@@ -137,6 +138,7 @@ def load_base(files: ModelFiles, precision: Precision) -> Any:
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     refuse_missing(section.name, sorted(weights & set(found["missing_keys"])))
     multiply_odd_experts_apart(model)
+    rotate_by_document(model)
     if section.add_tokens:
         grow(model, files.growth.rows)
     generation = model.generation_config

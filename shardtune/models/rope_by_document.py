@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtune.core.model.long_rope import longest_short_text
 from shardtune.engine.row_lengths import TakesRowLengths
 
 
 def rotate_by_document(model: nn.Module) -> None:
     """Prepares a model that transformers has just made. Others than those with LongRoPE stay as
-    they are."""
+    they are, and so do those that are prepared already."""
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "longrope":
+        is_ours = isinstance(module, TakesRowLengths)
+        if getattr(module, "rope_type", None) == "longrope" and not is_ours:
             _prepare(module)
 
 
@@ -30,7 +32,8 @@ def _prepare(rotary: Any) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     short = rotary.original_inv_freq
-    longest = int(rotary.config.rope_parameters["original_max_position_embeddings"])
+    longest = longest_short_text(rotary.config)
+    assert longest is not None
     # The set for one token more; what it scales attention by is the same for both.
     long, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, short.device, seq_len=longest + 1)
     rotary.register_buffer("long_inv_freq", long, persistent=False)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
+_LEAST = 1e-300  # of a distance: a tenth of it is a number still
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class ChartScale:
 
 def round_ticks(low: float, high: float, about: int = 5, *, whole: bool = False) -> list[float]:
     """Round values of equal distance within `low` and `high`; `whole` ones of steps and tokens."""
-    if not high > low:
-        return [low]
     raw = max((high - low) / about, 1.0 if whole else 0.0)
+    if not high > low or not _LEAST < raw < 1 / _LEAST:
+        return [low]
     power = 10.0 ** math.floor(math.log10(raw))
     round_ones = [each for each in _ROUND if not whole or (each * power).is_integer()]
     distance = power * next(each for each in round_ones if each * power >= raw * 0.999)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardtune.core.model.long_rope import longest_short_text
 from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from shardtune.engine.decode_step import DecodeSteps, why_not_static
@@ -49,6 +50,7 @@ class ContinuousBatch:
         self._device = next(self._inner.parameters()).device
         self.vocabulary: int = self._config.get_text_config().vocab_size
         self._batched = can_batch(self._config)
+        self._longest_short = longest_short_text(self._config)
         self.max_rows = max_rows if self._batched else 1
         self.max_cache_tokens = max_cache_tokens
         self._waiting: list[GenerationRequest] = []
@@ -85,6 +87,7 @@ class ContinuousBatch:
         """One token more for all who run, after those have joined for whom there is room. Returns
         whether anybody is left."""
         self._drop_finished()
+        self._take_out_outgrown()
         if joining := self._next():
             guarded(joining, lambda: self._prefill(joining))
         for lane in self._lanes.values():
@@ -98,6 +101,19 @@ class ContinuousBatch:
         for lane in self._lanes.values():
             lane.drop_finished()
 
+    def _take_out_outgrown(self) -> None:
+        """Rows that the next token makes long (LongRoPE) are read anew, before all who wait."""
+        if self._longest_short is None:
+            return
+        for lane in self._lanes.values():
+            outgrown = [row for row in lane.rows if len(row.tokens) == self._longest_short + 1]
+            for row in outgrown:
+                row.outgrown = True
+            lane.drop_finished()
+            for row in outgrown:
+                row.outgrown = False
+            self._waiting[:0] = outgrown
+
     def _next(self) -> list[GenerationRequest]:
         """Who joins: the first that waits, and others with its adapter as far as there is room.
         Of those whose turn it is by now, the ones with prompts like the first one's: what is padded
@@ -105,10 +121,10 @@ class ContinuousBatch:
         running = [row for lane in self._lanes.values() for row in lane.rows]
         joining: list[GenerationRequest] = []
         ready = self._waiting[: max(self.max_rows - len(running), 0)]
-        for request in sorted(ready, key=lambda each: abs(len(each.prompt) - len(ready[0].prompt))):
+        for request in sorted(ready, key=lambda each: abs(len(each.tokens) - len(ready[0].tokens))):
             together = [*running, *joining, request]
             if joining:
-                longest = max(len(each.prompt) for each in (*joining, request))
+                longest = max(len(each.tokens) for each in (*joining, request))
                 if longest * (len(joining) + 1) > PREFILL_TOKENS:
                     break
             widest = max(each.reserved for each in together)
@@ -123,12 +139,12 @@ class ContinuousBatch:
 
     def _prefill(self, joining: list[GenerationRequest]) -> None:
         lane = self._lane(joining[0].adapter)
-        longest = max(len(request.prompt) for request in joining)
+        longest = max(len(request.tokens) for request in joining)
         ids = torch.zeros(len(joining), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, request in enumerate(joining):
-            start = longest - len(request.prompt)
-            ids[row, start:] = torch.tensor(request.prompt)
+            start = longest - len(request.tokens)
+            ids[row, start:] = torch.tensor(request.tokens)
             mask[row, start:] = 1
         cache = lane.prefill()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -142,7 +158,10 @@ class ContinuousBatch:
         recorded = not self._graphs.refused
         if lane is None or (isinstance(lane, StaticLane) and not recorded and not lane.rows):
             lane = (
-                StaticLane(DecodeSteps(self._inner, self._graphs, partial(self._call, adapter)))
+                StaticLane(
+                    DecodeSteps(self._inner, self._graphs, partial(self._call, adapter)),
+                    self._longest_short,
+                )
                 if recorded
                 else EagerLane(self._config, partial(self._forward, adapter), self._batched)
             )

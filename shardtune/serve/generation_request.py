@@ -54,6 +54,13 @@ class GenerationRequest:
     written: int = field(default=0, init=False)
     last: int = field(default=0, init=False)
     finished: bool = field(default=False, init=False)
+    tokens: list[int] = field(default_factory=list, init=False)
+    """The prompt's and those written so far: what is read when it joins."""
+    outgrown: bool = field(default=False, init=False)
+    """Whether it waits to be read anew, because its keys are void (LongRoPE)."""
+
+    def __post_init__(self) -> None:
+        self.tokens += self.prompt
 
     @property
     def reserved(self) -> int:
@@ -68,6 +75,7 @@ class GenerationRequest:
     def take(self, chosen: TokenLogprob) -> None:
         """Notes a token and tells of it, and of the end if it is the last."""
         self.last, self.written = chosen.token, self.written + 1
+        self.tokens.append(chosen.token)
         if chosen.token in self.stops:
             return self._end(Piece(self.text.end(), (), "stop"))
         text = self.text.add(chosen.token)

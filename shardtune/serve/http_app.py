@@ -188,10 +188,7 @@ class OpenAIServer:
         try:
             return kind.model_validate_json(raw)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or None
-            told = f"{place}: {first['msg']}" if place else first["msg"]
-            raise ApiError(400, told, "invalid_json" if place is None else None, place) from None
+            raise _refused(error) from None
 
     def _model(self, name: str) -> ServedModel:
         if name in self._models:
@@ -371,6 +368,19 @@ def _rendered(model: ServedModel, chat: ChatPrompt) -> list[int]:
         first = str(error).strip().split("\n")[0] or type(error).__name__
         fact = f"the chat template refuses the dialogue: {first}"
         raise ApiError(400, fact, "chat_template", "messages") from None
+
+
+def _refused(error: ValidationError) -> ApiError:
+    """The first mistake. Of a field that takes several kinds, that of the kind which was sent."""
+    first = min(error.errors(), key=lambda each: each["type"] in ("string_type", "int_type"))
+    if not first["loc"]:
+        none = first["type"] in ("json_invalid", "model_type")
+        told = first["msg"].removeprefix("Value error, ")
+        return ApiError(400, told, "invalid_json" if none else None)
+    # Between the names stand those of kinds: `str`, `list[str]`.
+    names = [str(part) for part in first["loc"] if str(part).isalnum() or "_" in str(part)]
+    place = ".".join(name for name in names if name != "str")
+    return ApiError(400, f"{place}: {first['msg'].removeprefix('Value error, ')}", None, place)
 
 
 def _known(model: ServedModel, ids: list[int]) -> list[int]:

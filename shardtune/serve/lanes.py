@@ -36,7 +36,7 @@ class Lane(Protocol):
         """One token more for each row."""
 
     def drop_finished(self) -> None:
-        """Frees the places of rows that have ended."""
+        """Frees the places of rows that have ended, or are to be read anew."""
 
 
 class EagerLane:
@@ -52,7 +52,7 @@ class EagerLane:
 
     def join(self, joining: Sequence[GenerationRequest], prefilled: Any) -> None:
         for row, request in enumerate(joining):
-            self._cache.add(prefilled, row, len(request.prompt))
+            self._cache.add(prefilled, row, len(request.tokens))
             self.rows.append(request)
 
     def decode(self) -> None:
@@ -69,9 +69,10 @@ class StaticLane:
     """Steps of few shapes. Where all rows take the likeliest token, the next step is launched
     before the last one's tokens are told: who turns out to have ended is computed once in vain."""
 
-    def __init__(self, steps: DecodeSteps) -> None:
+    def __init__(self, steps: DecodeSteps, longest_short: int | None = None) -> None:
+        """`longest_short` is that of `longest_short_text`."""
         self.rows: list[GenerationRequest] = []
-        self._steps = steps
+        self._steps, self._longest_short = steps, longest_short
         self._ahead: tuple[list[GenerationRequest], Flight] | None = None
 
     def prefill(self) -> Any:
@@ -81,7 +82,7 @@ class StaticLane:
         together = [*self.rows, *joining]
         self._steps.reserve(len(together), max(request.reserved for request in together))
         for row, request in enumerate(joining):
-            self._steps.add(prefilled, row, len(request.prompt))
+            self._steps.add(prefilled, row, len(request.tokens))
             self.rows.append(request)
 
     def decode(self) -> None:
@@ -92,7 +93,8 @@ class StaticLane:
             for request, token in zip(asked, tokens, strict=True):
                 request.last = token
             goes_on = (request.written + 1 < request.max_tokens for request in self.rows)
-            self._ahead = self._launch() if any(goes_on) else None
+            outgrown = (len(request.tokens) == self._longest_short for request in self.rows)
+            self._ahead = self._launch() if any(goes_on) and not any(outgrown) else None
         choose_tokens(asked, tokens, lambda row: self._steps.logits[row])
 
     def drop_finished(self) -> None:
@@ -107,9 +109,9 @@ class StaticLane:
 
 
 def _drop_finished(rows: list[GenerationRequest], remove: Callable[[int], None]) -> None:
-    """The last row takes the place of one that has ended, here and in the cache."""
+    """The last row takes the place of one that has ended or is read anew, here and in the cache."""
     for row in reversed(range(len(rows))):
-        if rows[row].finished:
+        if rows[row].finished or rows[row].outgrown:
             remove(row)
             rows[row] = rows[-1]
             rows.pop()

@@ -6,10 +6,12 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from shardtune.serve.generation_request import Piece, ToolCall
 from shardtune.serve.sampling import TokenLogprob
+from shardtune.serve.token_text import token_bytes, token_text
 from shardtune.web.replies import Json
 
 AnswerKind = Literal["chat", "text"]
@@ -46,6 +48,8 @@ class AnswerWriter:
     logprobs: int | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    _written: dict[int, int] = field(default_factory=dict, init=False)
+    """Letters so far of each choice whose log-probabilities are told."""
 
     def envelope(self, choices: Sequence[Json], *, chunk: bool, usage: Usage | None = None) -> Json:
         prefix = "chatcmpl-" if self.kind == "chat" else "cmpl-"
@@ -69,7 +73,7 @@ class AnswerWriter:
         if piece.calls:
             delta = {"tool_calls": [{"index": call.index, **_called(call)} for call in piece.calls]}
         said: Json = {"delta": delta} if self.kind == "chat" else {"text": piece.text}
-        known = self._logprobs(piece.tokens) if piece.tokens else None
+        known = self._logprobs(index, piece.tokens) if piece.tokens else None
         return {"index": index, **said, "logprobs": known, "finish_reason": piece.finish}
 
     def whole(self, index: int, answer: Piece) -> Json:
@@ -79,23 +83,30 @@ class AnswerWriter:
             calls = [_called(call) for call in answer.calls]
             message |= {"content": answer.text or None, "tool_calls": calls}
         said: Json = {"message": message} if self.kind == "chat" else {"text": answer.text}
-        known = self._logprobs(answer.tokens)
+        known = self._logprobs(index, answer.tokens)
         return {"index": index, **said, "logprobs": known, "finish_reason": answer.finish}
 
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json | None:
         if self.logprobs is None:
             return None
         if self.kind == "chat":
             return {"content": [self._entry(each) for each in tokens]}
-        words = [self._text(each.token) for each in tokens]
+        words = [token_text(self.tokenizer, each.token) for each in tokens]
+        begin = self._written.get(index, 0)
+        *begins, self._written[index] = accumulate(map(len, words), initial=begin)
         return {
             "tokens": words,
             "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [
-                {self._text(token): logprob for token, logprob in each.top} for each in tokens
-            ],
-            "text_offset": [sum(map(len, words[:place])) for place in range(len(words))],
+            "top_logprobs": [self._likeliest(each) for each in tokens],
+            "text_offset": begins,
         }
+
+    def _likeliest(self, chosen: TokenLogprob) -> dict[str, float | None]:
+        """With the chosen one, which needn't be among them. Halves of letters have one text."""
+        found: dict[str, float | None] = {}
+        for token, logprob in (*chosen.top, (chosen.token, chosen.logprob)):
+            found.setdefault(token_text(self.tokenizer, token), logprob)
+        return found
 
     def _entry(self, chosen: TokenLogprob) -> Json:
         assert chosen.logprob is not None
@@ -103,11 +114,8 @@ class AnswerWriter:
         return self._token(chosen.token, chosen.logprob) | {"top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    def _text(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        text, own = token_text(self.tokenizer, token), token_bytes(self.tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": list(own)}
 
 
 def _called(call: ToolCall) -> Json:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from shardtune.errors import did_you_mean
+from shardtune.errors import ShardtuneError, did_you_mean
 from shardtune.serve.generation_request import GenerationRequest, Piece
 from shardtune.serve.sampling import RequestSampling
 from shardtune.serve.served_model import ChatPrompt, ChatTurn, ServedModel
@@ -41,6 +41,8 @@ class ChatSettings:
             return "temperature lies between 0 (the likeliest token) and 2"
         if not 0 < self.top_p <= 1:
             return "top_p lies above 0 and at most at 1"
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            return "a seed is a number of 64 bits"
         return "" if self.top_k >= 0 and self.max_tokens >= 1 else "this number is too small"
 
 
@@ -65,7 +67,7 @@ class TerminalChat:
             if text.startswith("/"):
                 self._command(text)
             elif text:
-                self._answer_all(text)
+                self._answer_while_wanted(text)
 
     def _ask(self) -> str | None:
         """The next line. A backslash at its end continues it; None where nothing follows."""
@@ -76,6 +78,9 @@ class TerminalChat:
         except (EOFError, KeyboardInterrupt):
             self.write("\n")
             return None
+        except UnicodeDecodeError:  # what a terminal of another encoding sends
+            self.write("that is no UTF-8 text\n")
+            return ""
         text = "\n".join([*lines, line]).strip()
         return None if text == "/exit" else text
 
@@ -129,22 +134,33 @@ class TerminalChat:
             self.settings = changed
 
     def _save(self, name: str) -> None:
-        if not name or not any(self._dialogues.values()):
-            self.write("nothing was said yet\n" if name else "say /save FILE\n")
-            return
         lines = [
             json.dumps({"model": self._model(who).name, "messages": turns}, ensure_ascii=False)
             for who, turns in self._dialogues.items()
+            if any(turn["role"] == "assistant" for turn in turns)
         ]
+        if not name or not lines:
+            self.write("nothing was said yet\n" if name else "say /save FILE\n")
+            return
         try:
             with Path(name).expanduser().open("a", encoding="utf-8") as file:
                 file.write("".join(line + "\n" for line in lines))
             self.write(f"wrote {len(lines)} dialogue{'s' * (len(lines) > 1)} to {name}\n")
-        except OSError as error:
-            self.write(f"{name} can't be written: {error.strerror or error}\n")
+        except (OSError, RuntimeError, ValueError) as error:  # of ~NOBODY, and of half letters, too
+            self.write(f"{name} can't be written: {getattr(error, 'strerror', None) or error}\n")
+
+    def _answer_while_wanted(self, text: str) -> None:
+        """The chat goes on where the base can't be loaded, or takes too long for somebody."""
+        try:
+            self._answer_all(text)
+        except KeyboardInterrupt:
+            self.write(" [stopped]\n")
+        except ShardtuneError as error:
+            self.write(f"{error}\n")
 
     def _answer_all(self, text: str) -> None:
         for who in self.speakers:
+            model = self._model(who)  # before the question is a turn
             if len(self.speakers) > 1:
                 self.write(f"[{who}] ")
             opening: list[ChatTurn] = (
@@ -152,7 +168,7 @@ class TerminalChat:
             )
             turns = self._dialogues.setdefault(who, opening)
             turns.append({"role": "user", "content": text})
-            if answer := self._answer(self._model(who), turns):
+            if answer := self._answer(model, turns):
                 turns.append({"role": "assistant", "content": answer})
             else:
                 turns.pop()  # a question without an answer is no dialogue

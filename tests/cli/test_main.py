@@ -444,6 +444,34 @@ def test_odd_arguments_of_generate_are_a_sentence(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("evaluate tiny --batch-size 0", "is 0; it must be from 1 to 1,000,000,000"),
+        ("evaluate tiny --judge q.jsonl --limit -1", "is -1; it must be from 1"),
+        ("evaluate tiny --max-new-tokens -3", "is -3; it must be from 1"),
+        ("evaluate tiny --processes 0", "is 0; it must be from 1"),
+        ("serve tiny --queue many", "'many' is no whole number"),
+        ("serve tiny --port 70000", "--port: is '70000'; it must be from 0 to 65535"),
+        ("dashboard --port=-1", "--port: is '-1'; it must be from 0 to 65535"),
+        ("chat tiny --seed 99999999999999999999", "64 bits"),
+    ],
+)
+def test_numbers_out_of_range_are_a_sentence(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(*words.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["chat ~nobody-here/run", "dashboard ~nobody-here"])
+def test_a_user_who_is_not_there_is_a_sentence(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(*words.split()) == 2
+    assert "a path begins with a user who isn't here" in capsys.readouterr().err
+
+
 def test_a_path_that_no_system_takes_is_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -280,6 +280,8 @@ def test_hostile_names_and_files_harm_nothing(tmp_path: Path) -> None:
     (broken / "metrics.jsonl").write_bytes(
         b'{"kind": "step", "step": 1e300, "loss": 1e999, "tokens": -1}\n\x00\xff\n'
         b'{"kind": "step", "step": 9' + b"9" * 5000 + b"}\n" + b"[" * 9999 + b"\n"
+        b'{"kind": "step", "step": 1, "loss": 9' + b"9" * 400 + b"}\n"
+        b'{"kind": "evaluation", "step": 9' + b"9" * 30 + b', "set": "code", "loss": 1}\n'
     )
     (tmp_path / "no marker").mkdir()
     (tmp_path / "no marker" / "run.json").write_text("{}")

@@ -22,6 +22,8 @@ class Endpoint(ThreadingHTTPServer):
         self.always = ""
         self.refused: dict[str, str] = {}
         """Fields that it takes in no body, each with what it says then."""
+        self.cut = 0
+        """Replies that end before they are whole."""
 
     def verdict(self, system: str, text: str) -> str:
         if self.always:
@@ -48,6 +50,9 @@ class Handler(BaseHTTPRequestHandler):
         if refusals := [told for name, told in self.server.refused.items() if name in body]:
             code, reply = 400, json.dumps({"error": {"message": refusals[0]}})
         self.send_response(code if self.path == "/v1/chat/completions" else 404)
+        if self.server.cut:
+            self.server.cut -= 1
+            self.send_header("Content-Length", "1000")
         self.end_headers()
         self.wfile.write(reply.encode())
 

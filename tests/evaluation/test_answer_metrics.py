@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardtune.errors import JobError
+from shardtune.errors import DataError, JobError
 from shardtune.evaluation.answer_metrics import (
     ChrF,
     Code,
@@ -23,6 +23,7 @@ from shardtune.evaluation.answer_metrics import (
 )
 
 SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,16 @@ SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": 
         (Number(), "It is 42, ... I think,", "#### 42", 1),
         (Number(), "$1,200.50.", "1200.5", 1),
         (Number(), "it's $-.5", "-0.5", 1),
+        (Number(), "That is \u22125.", "-5", 1),
+        (Number(), "That is \u22125.", "5", 0),
+        (Number(), "between 5-10", "10", 1),
+        (Number(), "COVID-19", "19", 1),
+        (Number(), "x=-5", "-5", 1),
+        (Number(), "about 1e5.", "100,000", 1),
+        (Number(), "0.00001", str(1e-5), 1),
+        (Number(), "-5", str(1e-5), 0),
+        (Number(), "1.2E+3 m", "1200", 1),
+        (Number(), "3e8m is no number of theirs", "8", 1),
         (Contains(), "The capital is PARIS, of course", "Paris", 1),
         (Contains(ignore_case=False), "The capital is PARIS", "Paris", 0),
         (Regex(pattern=r"answer is (\w+)"), "The answer is B. No, the answer is C", "B", 1),
@@ -69,6 +80,37 @@ def test_any_of_several_answers_is_right() -> None:
 def test_a_schema_holds_or_not(answer: str, score: float) -> None:
     pytest.importorskip("jsonschema", reason="needs shardtune[eval]")
     assert JsonMetric(check="schema").score(answer, Reference(("",), truth=SCHEMA)) == score
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "#/\\$defs/none"),
+        ({"items": [{"$ref": "#/definitions/none"}], "$schema": DRAFT_7}, "#/definitions/none"),
+        ({"anyOf": [{"$ref": "http://127.0.0.1:9/other.json"}]}, "http://127.0.0.1:9"),
+    ],
+)
+def test_a_schema_that_refers_to_nothing_is_refused_before_asking(schema: Any, named: str) -> None:
+    pytest.importorskip("jsonschema", reason="needs shardtune[eval]")
+    metric = JsonMetric(check="schema")
+    with pytest.raises(DataError, match=f"row 3: the schema refers to '{named}"):
+        metric.require(Reference(("",), truth=schema), "row 3")
+
+
+def test_a_schema_is_read_by_the_draft_that_it_names() -> None:
+    """`items` with a list, and `dependencies`, are of draft 7; later ones say them otherwise."""
+    pytest.importorskip("jsonschema", reason="needs shardtune[eval]")
+    metric = JsonMetric(check="schema")
+    schema = {
+        "$schema": DRAFT_7,
+        "definitions": {"whole": {"type": "integer"}},
+        "properties": {"a": {"items": [{"$ref": "#/definitions/whole"}]}},
+        "dependencies": {"a": ["b"]},
+    }
+    reference = Reference(("",), truth=schema)
+    metric.require(reference, "row 0")
+    answers = ('{"a": [1], "b": 2}', '{"a": ["1"], "b": 2}', '{"a": [1]}')
+    assert [metric.score(answer, reference) for answer in answers] == [1, 0, 0]
 
 
 def test_a_schema_that_is_not_there_is_named() -> None:

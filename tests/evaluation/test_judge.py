@@ -153,6 +153,39 @@ def test_a_busy_judge_is_asked_again_and_a_wrong_key_is_told(
         JudgeClient("file:///etc/passwd", "judge")
 
 
+def test_a_reply_that_breaks_off_is_asked_for_again(
+    endpoint: Endpoint, client: JudgeClient
+) -> None:
+    endpoint.cut = 2
+    assert "[[" in client.ask("grade", "a\nb")
+    assert len(endpoint.seen) == 3
+    endpoint.cut = 5
+    with pytest.raises(JobError, match="the judge doesn't answer: IncompleteRead"):
+        client.ask("grade", "a\nb")
+
+
+def test_grades_are_shown_where_the_judge_failed_before_the_other_side(
+    tmp_path: Path, endpoint: Endpoint, client: JudgeClient
+) -> None:
+    asked = questions(tmp_path)
+    grades = list(grade(asked, answer_turns(asked, Repeating(1)), "before", client.ask))
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(draw_grades(grades))
+    assert "math" in console.export_text()
+
+
+def test_a_category_without_two_grades_of_a_question_has_no_change(
+    tmp_path: Path, endpoint: Endpoint, client: JudgeClient
+) -> None:
+    asked = questions(tmp_path)
+    said = answer_turns(asked, Repeating(1))
+    first, second = asked
+    sides = [grade([first], said, "before", client.ask), grade([second], said, "after", client.ask)]
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(draw_grades([each for side in sides for each in side]))
+    assert "nan" not in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("refused", "left"),
     [

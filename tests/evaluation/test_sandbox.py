@@ -45,6 +45,34 @@ def test_code_is_imported_and_tests_are_run() -> None:
     assert run(code, "if __name__ == '__main__': assert x == 2").outcome == "failed"
 
 
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            "@dataclass\nclass Point:\n    x: int = 3",
+            "assert Point().x == 3",
+        ),
+        (
+            "class Node: pass",
+            "import pickle\nassert type(pickle.loads(pickle.dumps(Node()))) is Node",
+        ),
+        (
+            "import typing\nclass Tree:\n    left: 'Tree | None'",
+            "assert typing.get_type_hints(Tree)['left'] == Tree | None",
+        ),
+    ],
+    ids=["dataclass", "pickle", "hints"],
+)
+def test_classes_are_found_in_their_module(code: str, tests: str) -> None:
+    assert run(code, tests) == CodeResult("passed")
+
+
+def test_examples_of_docstrings_are_run() -> None:
+    code = "def f():\n    '''\n    >>> f()\n    2\n    '''\n    return 1"
+    assert run(code, "import doctest\nassert not doctest.testmod().failed").outcome == "failed"
+
+
 def test_ranks_run_a_share_of_the_programs_each(tmp_path: Path) -> None:
     """The second of two ranks; what the first one found is told."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,90 @@ def test_code_is_run_only_when_asked() -> None:
     with pytest.raises(JobError, match="--allow-code"):
         require_answerable(tasks, allow_code=False)
     require_answerable(tasks, allow_code=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"), [([0, 2], ("one", "three")), (["C", "one"], ("three", "one"))]
+)
+def test_several_options_may_be_right(tmp_path: Path, answer: Any, right: Any) -> None:
+    rows = [{"prompt": "?", "choices": ["one", "two", "three"], "answer": answer}]
+    (task,) = find_tasks(f"choice={write(tmp_path / 'q.jsonl', rows)}")
+    (row,) = open_rows(task, has_template=True)
+    assert row.reference.answers == right
+
+
+@pytest.mark.parametrize("answer", ["\u00b2", "\u00df", "9", "two "])
+def test_an_answer_that_is_no_option_is_named(tmp_path: Path, answer: str) -> None:
+    path = write(tmp_path / "q.jsonl", [{"prompt": "?", "choices": ["a", "b"], "answer": answer}])
+    (task,) = find_tasks(f"choice={path}")
+    with pytest.raises(DataError, match="is none of the 2 options"):
+        open_rows(task, has_template=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "told"),
+    [
+        ({"metric": "choice"}, {"answer": "a"}, "metric: choice has no options"),
+        ({"metric": "contains"}, {"answer": ""}, "row 0: the answer is empty"),
+        ({"metric": "number"}, {"answer": "twelve"}, "row 0: the answer 'twelve' holds no number"),
+        ({"metric": "exact"}, {"answer": None}, "'{{answer}}': a value is null"),
+        ({"metric": "exact"}, {"prompt": None, "answer": ""}, "'{{prompt}}': a value is null"),
+        ({"metric": "exact", "prompt": "{{prompt + 1}}"}, {"answer": ""}, "can only concatenate"),
+        ({"metric": "exact"}, {"prompt": "\ud83d", "answer": ""}, "surrogates not allowed"),
+    ],
+)
+def test_rows_that_no_answer_can_be_compared_with_are_refused(
+    tmp_path: Path, task: dict[str, Any], row: dict[str, Any], told: str
+) -> None:
+    path = write(tmp_path / "q.jsonl", [{"prompt": "?"} | row])
+    with pytest.raises(DataError, match=re.escape(told)):
+        open_rows(parse_task({"name": "t", "path": str(path)} | task, "t"), has_template=True)
+
+
+def test_a_null_is_an_answer_in_json(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", [{"prompt": "?", "answer": None}])
+    (task,) = find_tasks(f"json={path}")
+    task = task.with_options({"metric": {"type": "json", "check": "equal"}})
+    (row,) = open_rows(task, has_template=True)
+    assert row.reference.answers == ("null",)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("q.json", b'[{"prompt": "?", "answer": "a"}, "b"]', "q.json: row 2: is no JSON object"),
+        ("q.jsonl", b'{"prompt": "?", "answer": "\xe9"}\n', "is no UTF-8 text"),
+        ("q.jsonl", b"[" * 100_000, "is nested too deeply"),
+        ("q.jsonl", b'{"a": ' * 100_000, "is nested too deeply"),
+        ("q.parquet", b"no table", "is no Parquet file"),
+    ],
+)
+def test_files_that_are_none_are_named(tmp_path: Path, name: str, data: bytes, told: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    (task,) = find_tasks(f"exact={tmp_path / name}")
+    with pytest.raises(DataError, match=told):
+        open_rows(task, has_template=True)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "?", "answer": "a"}\n')
+    (task,) = find_tasks(f"exact={tmp_path / 'q.jsonl'}")
+    assert len(open_rows(task, has_template=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "answers", "told"),
+    [
+        ([{"prompt": "?"}], [{"id": 1, "answer": "a"}], "q.jsonl: a row has no id"),
+        ([{"id": 1}], [{"answer": "a"}], "a.jsonl: a row has no id"),
+        ([{"id": 1}], [{"id": 1, "answer": "a"}, {"id": 1, "answer": "b"}], "two answers to 1"),
+        ([{"id": 2}], [{"id": 1, "answer": "a"}], "has no answer to 1 rows, such as 2"),
+    ],
+)
+def test_answers_belong_to_rows_by_their_ids(
+    tmp_path: Path, rows: list[Any], answers: list[Any], told: str
+) -> None:
+    path, other = write(tmp_path / "q.jsonl", rows), write(tmp_path / "a.jsonl", answers)
+    (task,) = find_tasks(f"exact={path}")
+    with pytest.raises(DataError, match=told):
+        open_rows(task.with_options({"answers_path": str(other)}), has_template=True)

@@ -230,6 +230,19 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 text of the last three alone."""
 
 
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 12,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 12,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 5.0, 6.0, 9.0],
+    },
+}
+"""Makes of a Phi-3 one whose texts of more than 12 tokens are rotated otherwise."""
+
+
 def config(family: str, **changes: Any) -> Any:
     """A small configuration of `family`."""
     from transformers import AutoConfig

@@ -32,6 +32,7 @@ from shardtune.models.load import load_base
 from shardtune.models.log_likelihood import score_continuations, split_pair
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.packed_attention import register
+from tests.models import families
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 TEXTS = ["Once", "Once upon a time there was a dog", "A", "The cat said: what is it? It is", "Tom"]
@@ -276,3 +277,29 @@ def test_encoder_decoders_have_no_log_likelihood_here() -> None:
     model = T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_ff=8, num_layers=1))
     with pytest.raises(ModelError, match="has an encoder"):
         score_continuations(model, [([1], [2])])
+
+
+@pytest.mark.parametrize("graphs", [None, static_steps()], ids=["eager", "static"])
+def test_rows_that_outgrow_short_texts_are_read_anew(
+    tokenizer: Any, tmp_path: Path, graphs: DecodeGraphs | None
+) -> None:
+    """LongRoPE: above 12 tokens all are rotated otherwise, as `generate` does it for one row."""
+    plain = families.write(tmp_path, "phi3", vocab_size=260, **families.LONGROPE).eval()
+    model = load_base(ModelFiles(ModelSection(name=str(tmp_path))), "fp32")
+    shared = [5, 9] * 20  # more than SHARED_PREFIX
+    prompts = [list(range(2, 2 + size)) for size in (3, 20, 12, 11, 13, 7, 1)]
+    for asked in (prompts, [[*shared[:40], n] for n in (3, 4)]):
+        found = complete(model, tokenizer, asked, stopping=Stopping(14), graphs=graphs)
+        expected = [by_transformers(plain, prompt, 14, set()) for prompt in asked]
+        assert [list(each.ids) for each in found] == expected
+
+
+def test_log_likelihoods_do_not_depend_on_longer_neighbours(tmp_path: Path) -> None:
+    plain = families.write(tmp_path, "phi3", vocab_size=260, **families.LONGROPE).eval()
+    model = load_base(ModelFiles(ModelSection(name=str(tmp_path))), "fp32")
+    pairs = [(list(range(2, 2 + size)), [7, 8]) for size in (3, 30, 9)]
+    found = score_continuations(model, pairs)
+    for (context, _), each in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*context, 7]])).logits[0, -2:].log_softmax(-1)
+        assert each.log_likelihood == pytest.approx(float(logits[0, 7] + logits[1, 8]), abs=1e-4)

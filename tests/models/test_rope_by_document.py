@@ -14,21 +14,12 @@ from shardtune.models.builder import PretrainedModelBuilder
 from shardtune.models.model_files import ModelFiles
 from shardtune.models.rope_by_document import document_lengths
 from shardtune.parallel.pipeline.strategy import Pipeline
-from tests.models.families import write
+from tests.models.families import LONGROPE, write
 from tests.models.family_runs import family_job, plain_outcome, run
 from tests.ranks import on_ranks
 
-SHORT = 12  # tokens that the model was first trained on; documents have 5 to 20
-LONGROPE: dict[str, Any] = {
-    "original_max_position_embeddings": SHORT,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": SHORT,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 5.0, 6.0, 9.0],
-    },
-}
+SHORT = LONGROPE["original_max_position_embeddings"]
+"""Tokens that the model was first trained on; documents have 5 to 20."""
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from tests.report.pages import PageReader
         (-3, 12, [0, 5, 10]),
         (0, 8e-4, [0, 2e-4, 4e-4, 6e-4, 8e-4]),
         (5, 5, [5]),
+        (0, 5e-324, [0]),
+        (-1.7e308, 1.7e308, [-1.7e308]),
     ],
 )
 def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 
 from shardtune.engine.decode_graphs import DecodeGraphs
+from shardtune.models.rope_by_document import rotate_by_document
 from shardtune.serve.continuous_batching import ContinuousBatch
 from shardtune.serve.lanes import EagerLane
 from shardtune.serve.sampling import RequestSampling
-from tests.models.families import CONFIGS, config
+from tests.models.families import CONFIGS, LONGROPE, config
 from tests.serve.answers import Answer, ask, batched, generated, random_prompts
 
 Make = Callable[..., ContinuousBatch]
@@ -231,3 +233,16 @@ def test_no_more_rows_than_the_cache_has_tokens_for(
         batch.submit(ask([n + 1] * 10, 30)[0])  # 40 tokens each: two fit
     batch.step()
     assert (batch.running, batch.waiting) == (2, 2)
+
+
+def test_who_outgrows_short_texts_is_read_anew(make: Make) -> None:
+    """LongRoPE: above 12 tokens all are rotated otherwise, as `generate` does it for one row."""
+    plain = tiny("phi3", **LONGROPE)
+    for weight in plain.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    model = deepcopy(plain)
+    rotate_by_document(model)
+    prompts = [list(range(2, 2 + size)) for size in (3, 20, 12, 11, 13, 30, 7, 1)]
+    alone = [generated(plain, prompt, 14) for prompt in prompts]
+    for rows in (1, 3, 8):
+        assert batched(make(model, max_rows=rows), prompts, [14] * 8) == alone

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardtune.errors import ModelError
 from shardtune.serve.terminal_chat import HELP, ChatSettings, TerminalChat
 from tests.serve.served import tiny_models
 from tests.serve.terminal import Terminal
@@ -19,14 +20,15 @@ def models() -> Any:
     return served
 
 
-def talk(models: Any, *lines: str, **settings: Any) -> tuple[str, TerminalChat]:
+def talk(models: Any, *lines: str | bytes, **settings: Any) -> tuple[str, TerminalChat]:
     """What is written when these lines are typed."""
     typed, written = list(lines), list[str]()
 
     def read(prompt: str) -> str:
         if not typed:
             raise EOFError
-        return typed.pop(0)
+        line = typed.pop(0)
+        return line if isinstance(line, str) else line.decode()
 
     how = ChatSettings(**{"temperature": 0, "max_tokens": 6} | settings)
     chat = TerminalChat(models[0], lambda: models[1], how, read, written.append)
@@ -73,6 +75,7 @@ def test_a_system_prompt_begins_the_dialogue(models: Any, tmp_path: Path) -> Non
         ("/set temperature hot", "can't be 'hot'"),
         ("/set temperature 3", "between 0"),
         ("/set top_p 0", "above 0"),
+        ("/set seed 99999999999999999999", "64 bits"),
         ("/save", "say /save FILE"),
     ],
 )
@@ -86,6 +89,54 @@ def test_settings_are_taken_and_a_file_that_cant_be_written_is_told(models: Any)
     assert chat.settings == ChatSettings(1.5, 1.0, 0, 2, 3)
     assert "/no/x can't be written" in text
     assert talk(models, "/set seed none")[1].settings.seed is None
+
+
+def test_a_line_that_is_no_text_and_a_place_that_is_none_end_no_chat(models: Any) -> None:
+    text, _ = talk(models, b"caf\xe9", "Hello", "/save ~nobody-here/x.jsonl", "/save a\0b", "/set")
+    assert "that is no UTF-8 text\n" in text
+    assert "~nobody-here/x.jsonl can't be written: " in text
+    assert "can't be written: embedded null" in text
+    assert "now: " in text, "the chat goes on"
+
+
+def test_only_dialogues_with_an_answer_are_saved(models: Any, tmp_path: Path) -> None:
+    file = tmp_path / "said.jsonl"
+    lines = ("/system Be brief.", "x" * 600, f"/save {file}", "Hello", "/model before", "y" * 600)
+    text, _ = talk(models, *lines, f"/save {file}")
+    assert "nothing was said yet" in text
+    (line,) = file.read_text(encoding="utf-8").splitlines()
+    assert [turn["role"] for turn in json.loads(line)["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (ModelError("the folder is gone"), "the folder is gone\n"),
+        (KeyboardInterrupt(), "[stopped]"),
+    ],
+    ids=["missing", "stopped"],
+)
+def test_a_base_that_does_not_come_ends_no_chat(
+    models: Any, failure: BaseException, told: str
+) -> None:
+    def load() -> Any:
+        raise failure
+
+    typed, written = ["/model before", "Hello", "/model after", "Hi"], list[str]()
+
+    def read(prompt: str) -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    chat = TerminalChat(models[0], load, ChatSettings(0, max_tokens=3), read, written.append)
+    chat.run()
+    assert told in "".join(written)
+    assert list(chat._dialogues) == ["after"]
 
 
 def test_ctrl_c_stops_the_answer_alone(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:

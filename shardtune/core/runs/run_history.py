@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
@@ -55,8 +55,8 @@ class LauncherEvent(Record):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     kind: Literal["restart", "failed", "slow", "resume"]
-    time: float
-    """Seconds since the epoch."""
+    time: Annotated[float, Field(ge=0, lt=253_402_300_800)]
+    """Seconds since the epoch; a calendar ends with the year 9999."""
     rank: int | None = None
     step: int | None = None
     cause: str = ""

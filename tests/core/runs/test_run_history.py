@@ -196,6 +196,16 @@ def test_states(tmp_path: Path) -> None:
     (run / "logs" / "events.jsonl").write_text(json.dumps(line) + "\ntorn")
     found = read_run_history(run)
     assert (found.state, [event.cause for event in found.events]) == ("failed", ["died"])
+
+
+@pytest.mark.parametrize("seconds", [-1e300, 1e12, 1e300])
+def test_an_event_of_no_calendar_is_left_out(tmp_path: Path, seconds: float) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "logs").mkdir()
+    lines = [{"kind": "failed", "time": each, "rank": 1} for each in (seconds, 1e9)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "logs" / "events.jsonl").write_text(text)
+    assert [event.time for event in read_run_history(run).events] == [1e9]
     report = make_report(finished=False)
     (run / "report.json").write_text(report.to_json())
     assert read_run_history(run).state == "stopped"
