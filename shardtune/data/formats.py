@@ -14,7 +14,7 @@ from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
 from shardtune.core.step import IGNORED
 from shardtune.data.chat_template import ChatTemplate
 from shardtune.data.control_tokens import AS_TOKENS, ControlTokens
-from shardtune.data.conversation import Conversation, read_conversation
+from shardtune.data.conversation import Conversation, read_conversation, read_tools
 from shardtune.data.data_file import TURNS
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.records import BadRow, SourceRecord, Unreadable
@@ -160,7 +160,8 @@ class _Chat(RowFormat):
         if not present:
             raise Missing(self._columns[0])
         turns = next((row[column] for column in present if row[column] is not None), None)
-        return read_conversation(turns, row.get("tools"), row.get(self._system))
+        tools = row.get("tools") or earlier_tools(row)
+        return read_conversation(turns, tools, row.get(self._system))
 
     def _encode(self, found: list[Conversation]) -> list[Tokens | Unreadable]:
         texts = self._template.texts(found)
@@ -186,7 +187,7 @@ class _ChatInstruction(_Chat):
         for asked, said in (*earlier_turns(row), (question, answer)):
             turns.append({"role": "user", "content": asked})
             turns.append({"role": "assistant", "content": said})
-        return Conversation(turns)
+        return Conversation(turns, given_tools(row))
 
 
 class _PlainInstruction(RowFormat):
@@ -203,7 +204,7 @@ class _PlainInstruction(RowFormat):
 
     def _read(self, row: dict[str, Any]) -> Text:
         system, question, answer = instruction_row(row, self._names)
-        require_no_earlier_turns(row)
+        require_template_for(row)
         prompt = plain_prompt(question, system)
         return Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
@@ -296,11 +297,32 @@ def earlier_turns(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [(asked, said) for asked, said in found]
 
 
-def require_no_earlier_turns(row: dict[str, Any]) -> None:
-    """Where a row becomes one question and its answer, others before it would be lost."""
-    if earlier_turns(row):
-        fact = f"{HISTORY!r} holds earlier turns, which take a chat template ({TEMPLATE_KEY})"
-        raise Unreadable(fact)
+def earlier_tools(row: dict[str, Any]) -> list[Any] | None:
+    """Functions as OpenAI's files had them before there were tools."""
+    found = row.get("functions")
+    return found if isinstance(found, list) else None
+
+
+def given_tools(row: dict[str, Any]) -> list[Any] | None:
+    """The functions that an answer may call (xLAM has them beside a question). Anything but a list
+    of functions in the column `tools` is something else."""
+    try:
+        found = read_tools(row.get("tools"))
+    except Unreadable:
+        return None
+    functions = all(isinstance(tool, dict) and "function" in tool for tool in found or ())
+    return found if functions else None
+
+
+def require_template_for(row: dict[str, Any]) -> None:
+    """Where a row becomes one question and its answer, turns before it and tools would be lost."""
+    for column, held, what in (
+        (HISTORY, earlier_turns(row), "earlier turns"),
+        ("tools", given_tools(row), "functions"),
+    ):
+        if held:
+            fact = f"{column!r} holds {what}, which take a chat template ({TEMPLATE_KEY})"
+            raise Unreadable(fact)
 
 
 def instruction_settings(columns: Columns) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from shardtune.data.formats import (
     instruction_settings,
     integer_column,
     renamed_columns,
-    require_no_earlier_turns,
     require_offsets,
+    require_template_for,
     text_column,
 )
 from shardtune.data.records import Unreadable
@@ -163,7 +163,7 @@ class _Instruction(_TextPair):
         self.settings = ("instruction", "pair", *instruction_settings(columns), str(target_length))
 
     def _read(self, row: dict[str, Any]) -> tuple[str, str]:
-        require_no_earlier_turns(row)
+        require_template_for(row)
         system, question, answer = instruction_row(row, self._names)
         return f"{system}\n\n{question}" if system else question, answer
 

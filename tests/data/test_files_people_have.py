@@ -167,6 +167,19 @@ GOOD = {
     "a turn that isn't to be learnt, in Axolotl's word": good(
         "a.jsonl", lines({"messages": [USER, {**ANSWER, "train": False}, USER, ANSWER]}), "chat",
         SUNNY),
+    "a turn that isn't to be learnt, in ms-swift's word": good(
+        "a.jsonl", lines({"messages": [USER, {**ANSWER, "loss": False}, USER, ANSWER]}), "chat",
+        SUNNY),
+    "OpenAI's earlier functions": good(
+        "a.jsonl", lines({"messages": [USER, {"role": "assistant", "content": None,
+            "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}}, ANSWER],
+            "functions": [TOOLS[0]["function"]]}), "chat", [CALLED + SUNNY[0]], template="chatml"),
+    "functions beside an instruction, as xLAM has them": good(
+        "a.jsonl", lines({"query": "Rome?", "answers": "[]", "tools": json.dumps(
+            [TOOLS[0]["function"]])}), "instruction", [f"[]{END}"], template="chatml",
+        columns=Columns(instruction="query", output="answers")),
+    "tools that are no functions": good(
+        "a.jsonl", lines({**QA[1], "tools": "a hammer"}), "instruction", ANSWERS[1:]),
     "a list of turns a line, as nanochat has it": good(
         "a.jsonl", lines([USER, ANSWER], [USER, ANSWER]), "chat", SUNNY * 2),
     "earlier turns beside an instruction": good(
@@ -221,6 +234,12 @@ BAD = {
         "a.jsonl", lines({**QA[0], "history": [["a", "b"]]}), "instruction",
         "'history' holds earlier turns, which take a chat template", FIX_ROWS, 1,
         template="plain"),
+    "functions without a template": bad(
+        "a.jsonl", lines({**QA[0], "tools": TOOLS}), "instruction",
+        "'tools' holds functions, which take a chat template", FIX_ROWS, 1, template="plain"),
+    "functions that the template leaves out": bad(
+        "a.jsonl", lines(*[{**QA[0], "tools": TOOLS}] * 3), "instruction",
+        "can't write tools: leaves out the tools", "data.chat_template", 3),
     "a broken history": bad(
         "a.jsonl", lines({**QA[0], "history": [["a"]]}), "instruction",
         "'history' holds no pair of a question and an answer at 1", FIX_ROWS, 1),
