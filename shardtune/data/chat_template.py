@@ -137,18 +137,25 @@ class ChatTemplate:
         ):
             asked = _outside(text, spans)
             _require_tools(conversation, asked)
-            self._require_results(conversation, text, asked)
+            self._require_results(conversation, text, asked, spans)
         return Text(text, spans)
 
-    def _require_results(self, conversation: Conversation, whole: str, asked: str) -> None:
-        """Raises if the template leaves out what a tool answered; it may write it as JSON."""
+    def _require_results(
+        self, conversation: Conversation, whole: str, asked: str, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        """Raises if the template leaves out what a tool answered, which it may write as JSON, or
+        writes it between the words of a turn (Gemma 4)."""
         for turn, message in enumerate(conversation.messages):
             content = message["content"]
             if message["role"] not in RESULT_ROLES or content.strip() in asked:
                 continue
-            if self._text(conversation.replaced(turn, _other_than(content))) == whole:
-                role = message["role"]
-                raise Unreadable(f"the chat template leaves out turn {turn + 1} ({role})")
+            named = f"turn {turn + 1} ({message['role']})"
+            changed = self._text(conversation.replaced(turn, _other_than(content)))
+            if changed == whole:
+                raise Unreadable(f"the chat template leaves out {named}")
+            first, last = _difference(whole, changed)
+            if any(start < last and first < end for start, end in spans):
+                raise Unreadable(f"the chat template writes {named} inside of an answer")
 
     def _fault(self, conversation: Conversation) -> TemplateFault | None:
         """Of the template that failed with this conversation, where not the row is to blame."""

@@ -373,6 +373,19 @@ def test_results_that_the_template_leaves_out_are_refused():
     )
 
 
+def test_a_result_inside_of_an_answer_is_refused():
+    # As Gemma 4: what is said beside a call stands behind its result.
+    template = (
+        "{% if tools %}" + LISTED + "{% endif %}{% for m in messages %}{% if m.role != 'tool' %}"
+        "{{ '<|im_start|>' ~ m.role ~ '\n' }}" + WRITTEN_CALLS + "{% if m.tool_calls and not "
+        "loop.last %}{{ loop.nextitem.content }}{% endif %}{{ m.content ~ '<|im_end|>\n' }}"
+        "{% endif %}{% endfor %}"
+    )
+    turns = [CALL[0], {**CALL[1], "content": "Let me look."}, {**CALL[2], "content": "wet"}]
+    (bad,) = render(with_template(template), read_conversation([*turns, CALL[3]], WEATHER))
+    assert bad.reason == "the chat template writes turn 3 (tool) inside of an answer"
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("known", ["reasoning_content", "thinking"])
 def test_reasoning_has_the_name_that_the_template_knows(key, known):

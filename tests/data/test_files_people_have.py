@@ -44,6 +44,11 @@ WITH_CALL = [
 ]  # fmt: skip
 
 
+def called(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 def lines(*rows: Any) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -140,6 +145,12 @@ GOOD = {
         "a.parquet",
         table([{"messages": [{**USER, "name": None}, {**ANSWER, "name": "x"}], "tools": None}],
               pa.parquet.write_table), "chat", SUNNY),
+    "calls in Parquet, with the arguments of all others": good(
+        "a.parquet", table([{"messages": [
+            USER, called("weather", {"city": "Rome"}), called("time", {"zone": "CET"}), ANSWER]}],
+            pa.parquet.write_table), "chat",
+        [CALLED + CALLED.replace("weather", "time").replace("city", "zone").replace("Rome", "CET")
+         + SUNNY[0]], template="chatml"),
     "turns as text in a CSV": good(
         "a.csv", b'messages\n"' + json.dumps(CHAT[0]["messages"]).replace('"', '""').encode()
         + b'"\n', "chat", SUNNY),
