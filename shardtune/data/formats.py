@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardtune.config.job import Columns, DataSection, Source
 
 
+MASK = "attention_mask"
+"""The column in which tokenizers say which ids are no padding."""
 HISTORY = "history"
 """The column of an instruction's earlier turns."""
 
@@ -253,8 +255,9 @@ class _Pretokenized(RowFormat):
             wrong = int(ids[(ids < 0) | (ids >= self._vocabulary)][0])
             last = self._vocabulary - 1
             raise Unreadable(f"{self._ids!r} holds {wrong}, but token ids go from 0 to {last}")
+        shown = shown_places(row, ids, self._ids)
         if row.get(self._labels) is None:
-            return Tokens(ids.astype(np.int32), np.ones(len(ids), dtype=np.bool_))
+            return Tokens(ids[shown].astype(np.int32), np.ones(int(shown.sum()), dtype=np.bool_))
         labels = integer_column(row, self._labels)
         if len(labels) != len(ids):
             raise Unreadable(f"{len(ids)} {self._ids}, but {len(labels)} {self._labels}")
@@ -266,7 +269,7 @@ class _Pretokenized(RowFormat):
                 f"{self._labels!r} holds {labels[place]} at place {place} where {self._ids!r} "
                 f"holds {ids[place]}; a label is the token at its own place, or {IGNORED}"
             )
-        return Tokens(ids.astype(np.int32), trained)
+        return Tokens(ids[shown].astype(np.int32), trained[shown])
 
     def _encode(self, found: list[Tokens]) -> list[Tokens]:
         return found
@@ -366,3 +369,15 @@ def integer_column(row: dict[str, Any], column: str) -> NDArray[np.int64]:
         return np.array(value, dtype=np.int64)
     except OverflowError:
         raise Unreadable(f"{column!r} holds a number that is no token id") from None
+
+
+def shown_places(row: dict[str, Any], ids: NDArray[np.int64], column: str) -> NDArray[np.bool_]:
+    """Which of the ids the row's attention mask shows; all where it has none."""
+    if row.get(MASK) is None:
+        return np.ones(len(ids), dtype=np.bool_)
+    mask = integer_column(row, MASK)
+    if len(mask) != len(ids):
+        raise Unreadable(f"{len(ids)} {column}, but {len(mask)} in {MASK!r}")
+    if not mask.any():
+        raise Unreadable(f"{MASK!r} holds nothing but 0")
+    return mask != 0
