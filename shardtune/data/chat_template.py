@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 
 from shardtune.core.host.render_limit import render_limit
-from shardtune.data.conversation import ChatMessage, Conversation
+from shardtune.data.conversation import REASONING, REASONING_KEYS, ChatMessage, Conversation
 from shardtune.data.encode import Text
 from shardtune.data.records import Unreadable
 
@@ -31,7 +31,8 @@ REPEATED_ROLES = (
     "user",
     "assistant",
 )
-END_OF_THOUGHT = "</think>"
+RESULT_ROLES = ("tool", "ipython")
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 """What stands before it in a turn is reasoning, which templates may drop."""
 
 # A template is a program of somebody else: what it may raise when a conversation isn't to its
@@ -60,10 +61,18 @@ _CALLING: list[ChatMessage] = [
     {"role": "tool", "name": "CALLED", "tool_call_id": "call00001", "content": "RESULT"},
     _ANSWER,
 ]
+THOUGHTS = "reasoning beside the content (as <think>...</think> in it, it is text like any other)"
+INNER_THOUGHTS = "reasoning in the content"
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+_THOUGHTFUL: ChatMessage = {**_ANSWER, REASONING: "BECAUSE"}
+_INNER: ChatMessage = {**_ANSWER, "content": "<think>\nBECAUSE\n</think>\n\nANSWER"}
 PROBES = {
     "a question and its answer": Conversation([_QUESTION, _ANSWER]),
     "system prompts": Conversation([_SYSTEM, _QUESTION, _ANSWER]),
-    "tool calls": Conversation(_CALLING, [{"type": "function", "function": _FUNCTION}]),
+    "tools": Conversation([_QUESTION, _ANSWER], _TOOLS),
+    "tool calls": Conversation(_CALLING, _TOOLS),
+    THOUGHTS: Conversation([_QUESTION, _THOUGHTFUL]),
+    INNER_THOUGHTS: Conversation([_QUESTION, _INNER]),
 }
 
 
@@ -108,21 +117,58 @@ class ChatTemplate:
         self, conversation: Conversation, whole: Rendered, around: list[tuple[Rendered, Rendered]]
     ) -> Text | Unreadable:
         try:
-            text = _raised(whole)
-            _require_all(conversation, text)
-            spans = [
-                self._span(conversation, turn, text, before, after)
-                for turn, (before, after) in zip(conversation.trained, around, strict=True)
-            ]
+            return self._checked(conversation, whole, around)
         except Unreadable as error:
             return self._fault(conversation) or error
+
+    def _checked(
+        self, conversation: Conversation, whole: Rendered, around: list[tuple[Rendered, Rendered]]
+    ) -> Text:
+        """The same, raising Unreadable where something of the conversation is left out."""
+        text = _raised(whole)
+        _require_all(conversation, text)
+        spans = []
+        for turn, (before, after) in zip(conversation.trained, around, strict=True):
+            start, end = self._span(conversation, turn, text, before, after)
+            _require_whole_turn(conversation, turn, text[start:end], after)
+            spans.append((start, end))
+        if conversation.tools or any(
+            message["role"] in RESULT_ROLES for message in conversation.messages
+        ):
+            asked = _outside(text, spans)
+            _require_tools(conversation, asked)
+            self._require_results(conversation, text, asked, spans)
         return Text(text, spans)
+
+    def _require_results(
+        self, conversation: Conversation, whole: str, asked: str, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        """Raises if the template leaves out what a tool answered, which it may write as JSON, or
+        writes it between the words of a turn (Gemma 4)."""
+        for turn, message in enumerate(conversation.messages):
+            content = message["content"]
+            if message["role"] not in RESULT_ROLES or content.strip() in asked:
+                continue
+            named = f"turn {turn + 1} ({message['role']})"
+            changed = self._text(conversation.replaced(turn, _other_than(content)))
+            if changed == whole:
+                raise Unreadable(f"the chat template leaves out {named}")
+            first, last = _difference(whole, changed)
+            if any(start < last and first < end for start, end in spans):
+                raise Unreadable(f"the chat template writes {named} inside of an answer")
 
     def _fault(self, conversation: Conversation) -> TemplateFault | None:
         """Of the template that failed with this conversation, where not the row is to blame."""
         roles = {message["role"] for message in conversation.messages}
         calls = any(message.get("tool_calls") for message in conversation.messages)
-        has = {"system prompts": "system" in roles, "tool calls": calls or "tool" in roles}
+        answers = [each for each in conversation.messages if each["role"] == "assistant"]
+        has = {
+            "system prompts": "system" in roles,
+            "tools": bool(conversation.tools),
+            "tool calls": calls or "tool" in roles,
+            THOUGHTS: any(REASONING in answer for answer in answers),
+            INNER_THOUGHTS: any(END_OF_THOUGHT in answer["content"] for answer in answers),
+        }
         reasons = (self._probed[kind] for kind in PROBES if has.get(kind, True))
         return next((TemplateFault(reason) for reason in reasons if reason), None)
 
@@ -132,8 +178,13 @@ class ChatTemplate:
         return {kind: self._probe(kind) for kind in PROBES}
 
     def _probe(self, kind: str) -> str:
+        probe = PROBES[kind]
+        around = [
+            (self._render_one(probe.until(turn), True), self._render_one(probe.until(turn + 1)))
+            for turn in probe.trained
+        ]
         try:
-            _require_all(PROBES[kind], self._text(PROBES[kind]))
+            self._checked(probe, self._render_one(probe), around)
         except Unreadable as error:
             why = error.reason.removeprefix("the chat template ").removeprefix("refuses it: ")
             return f"can't write {kind}: {why}"
@@ -163,30 +214,59 @@ class ChatTemplate:
     ) -> tuple[int, int]:
         """The same for a turn that the template writes otherwise when others follow it."""
         content = conversation.messages[turn]["content"]
-        probe = conversation.replaced(turn, _other_than(content))
+        calls_alone = not content.strip() and bool(conversation.messages[turn].get("tool_calls"))
+        if calls_alone:
+            probe = conversation.with_other_arguments(turn)
+        else:
+            probe = conversation.replaced(turn, _other_than(content))
         first, last = _difference(whole, self._text(probe))
-        if first >= last or whole[first:last].strip() not in content:
+        if not calls_alone and (first >= last or whole[first:last].strip() not in content):
             raise Unreadable(f"where the chat template writes turn {turn + 1} can't be told")
-        start = self._answer_start(conversation, turn, whole, before, first)
         # The turn's own text when nothing follows it, and where its terminator starts there.
         alone = self._text(conversation.until(turn + 1))
-        _, end = _difference(alone, self._text(probe.until(turn + 1)))
+        begin, end = _difference(alone, self._text(probe.until(turn + 1)))
+        start = self._answer_start(
+            conversation, turn, whole, before, first, alone[:begin], calls_alone
+        )
         terminator = self._common_start(whole[last:], alone[end:]).rstrip()
         return start, last + len(terminator)
 
     def _answer_start(
-        self, conversation: Conversation, turn: int, whole: str, before: Rendered, first: int
+        self,
+        conversation: Conversation,
+        turn: int,
+        whole: str,
+        before: Rendered,
+        first: int,
+        alone: str,
+        calls_alone: bool,
     ) -> int:
-        """Where the model's part of a turn starts whose content starts at `first`."""
+        """Where the model's part of a turn starts, which has its own words from `first` on; where
+        nothing follows the turn, `alone` stands before them."""
         if isinstance(before, str) and whole.startswith(before):
             return len(before)
         if self._prompt and whole[:first].endswith(self._prompt):
             return first
+        if isinstance(before, str) and alone.startswith(before):
+            # What is written earlier may move (Mistral's tools stand before the last question).
+            start = first - len(alone) + len(before)
+            shared = _common_length(whole[:start][::-1], before[::-1])
+            asked = conversation.messages[turn - 1]["content"].strip() if turn else ""
+            if (
+                whole[start:first] == alone[len(before) :]
+                and shared >= max(len(self._prompt), 1)
+                and (self._prompt or asked in before[len(before) - shared :])
+            ):
+                return start
         # The prompt opens a line of reasoning, say, which turns of the past don't show. That is
         # how the model will see them; but its next answer must start as it is asked for.
         is_past = any(message["role"] == "user" for message in conversation.messages[turn + 1 :])
         if is_past and isinstance(before, str) and before.startswith(whole[:first]):
             return first
+        if is_past and self._past_prompt:  # turns before it may be written otherwise, too
+            _, found, lead = whole[:first].rpartition(self._past_prompt)
+            if found and (not lead or (calls_alone and alone.endswith(lead))):
+                return first - len(lead)
         raise Unreadable(
             f"the chat template asks for an answer with {self._prompt!r}, but starts turn "
             f"{turn + 1} with {whole[max(0, first - 24) : first]!r}"
@@ -216,6 +296,30 @@ class ChatTemplate:
         asked, plain = self._text(question, prompt=True), self._text(question)
         return asked[len(self._common_start(asked, plain)) :]
 
+    @cached_property
+    def _past_prompt(self) -> str:
+        """What of it stands before an answer of the past; nothing where that starts otherwise."""
+        try:
+            asked = self._text(Conversation([_QUESTION]), prompt=True)
+            past = self._text(Conversation([_QUESTION, _ANSWER, _QUESTION]))
+        except Unreadable:
+            return ""
+        begun, _, _ = past.partition(_ANSWER["content"])
+        return begun[len(asked) - len(self._prompt) :] if asked.startswith(begun) else ""
+
+    @cached_property
+    def _reasoning_key(self) -> str:
+        """What the template calls a turn's reasoning beside its content; the most common name where
+        it knows none."""
+        return next(filter(self._knows_reasoning, REASONING_KEYS), REASONING)
+
+    def _knows_reasoning(self, key: str) -> bool:
+        try:
+            (text,) = self._write([_reasoning_under(key, PROBES[THOUGHTS].messages)], None, False)
+        except TEMPLATE_ERRORS:
+            return False  # told where the template is asked for a row
+        return _THOUGHTFUL[REASONING] in text
+
     def _text(self, conversation: Conversation, prompt: bool = False) -> str:
         return _raised(self._render_one(conversation, prompt))
 
@@ -230,13 +334,20 @@ class ChatTemplate:
             pass  # one of them; now find out which
         return [self._render_one(one, prompt) for one in conversations]
 
-    def _render_one(self, conversation: Conversation, prompt: bool) -> Rendered:
+    def _render_one(self, conversation: Conversation, prompt: bool = False) -> Rendered:
         try:
             return self._apply([conversation.messages], conversation.tools, prompt)[0]
         except TEMPLATE_ERRORS as error:
             return Unreadable(f"the chat template refuses it: {_told(error)}")
 
     def _apply(
+        self, messages: list[list[ChatMessage]], tools: list[Any] | None, prompt: bool
+    ) -> list[str]:
+        if any(REASONING in message for turns in messages for message in turns):
+            messages = [_reasoning_under(self._reasoning_key, turns) for turns in messages]
+        return self._write(messages, tools, prompt)
+
+    def _write(
         self, messages: list[list[ChatMessage]], tools: list[Any] | None, prompt: bool
     ) -> list[str]:
         with render_limit(len(messages)):
@@ -258,6 +369,44 @@ def _require_all(conversation: Conversation, whole: str) -> None:
             name = call.get("function", call).get("name", "") if isinstance(call, dict) else ""
             if not name or str(name) not in whole:
                 raise Unreadable(f"the chat template leaves out the tool calls of turn {number}")
+
+
+def _require_whole_turn(
+    conversation: Conversation, turn: int, written: str, alone: Rendered
+) -> None:
+    """Raises if a turn to learn lacks its calls, whose names the tools may have as well, or its
+    reasoning. That of the past may be left out, but not where nothing follows the turn."""
+    message = conversation.messages[turn]
+    for call in message.get("tool_calls") or ():
+        if call.get("function", call).get("name", "") not in written:
+            raise Unreadable(f"the chat template leaves out the tool calls of turn {turn + 1}")
+    inner = message["content"].rpartition(END_OF_THOUGHT)[0].strip().removeprefix(THOUGHT)
+    for thought in (inner.strip(), message.get(REASONING, "").strip()):
+        if thought not in written and not (isinstance(alone, str) and thought in alone):
+            raise Unreadable(f"the chat template leaves out the reasoning of turn {turn + 1}")
+
+
+def _require_tools(conversation: Conversation, asked: str) -> None:
+    """Raises if the template leaves out a tool that it was given."""
+    for tool in conversation.tools or ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name is not None and str(name) not in asked:
+            raise Unreadable("the chat template leaves out the tools")
+
+
+def _outside(whole: str, spans: Sequence[tuple[int, int]]) -> str:
+    """What is not trained: calls, say, have the names of tools as well."""
+    edges = [0, *(edge for span in spans for edge in span), len(whole)]
+    return "".join(whole[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _reasoning_under(key: str, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The turns with their reasoning under another name."""
+    return [
+        {key if name == REASONING else name: value for name, value in turn.items()}
+        for turn in turns
+    ]
 
 
 def _other_than(content: str) -> str:

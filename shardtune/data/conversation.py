@@ -20,6 +20,10 @@ ROLES = {
 CALLS = ("function_call", "tool_call")
 """Speakers whose words are a call, as ShareGPT's files have it."""
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""What data sets and chat templates call an assistant's reasoning beside its content."""
+REASONING = REASONING_KEYS[0]
+
 MEDIA = ("image", "audio", "video")
 
 ChatMessage = dict[str, Any]
@@ -34,14 +38,15 @@ class Conversation:
 
     @property
     def trained(self) -> list[int]:
-        """The turns to learn; `weight: 0` excepts one, as in OpenAI's files, or `train: false`, as
-        in Axolotl's."""
+        """The turns to learn; `weight: 0` excepts one, as in OpenAI's files, `train: false`, as in
+        Axolotl's, or `loss: false`, as in ms-swift's."""
         return [
             place
             for place, message in enumerate(self.messages)
             if message["role"] == "assistant"
             and message.get("weight", 1) != 0
             and message.get("train") is not False
+            and message.get("loss") is not False
         ]
 
     def until(self, end: int) -> Conversation:
@@ -52,6 +57,16 @@ class Conversation:
         messages[turn] = {**messages[turn], "content": content}
         return Conversation(messages, self.tools)
 
+    def with_other_arguments(self, turn: int) -> Conversation:
+        """The same with other arguments in the first call of a turn."""
+        messages = list(self.messages)
+        first, *others = messages[turn]["tool_calls"]
+        function = first["function"]
+        arguments = {} if function["arguments"] else {"a": "b"}
+        changed = {**first, "function": {**function, "arguments": arguments}}
+        messages[turn] = {**messages[turn], "tool_calls": [changed, *others]}
+        return Conversation(messages, self.tools)
+
 
 def read_conversation(turns: Any, tools: Any = None, system: Any = None) -> Conversation:
     """A conversation in OpenAI's or in ShareGPT's form; raises Unreadable for anything else.
@@ -59,7 +74,7 @@ def read_conversation(turns: Any, tools: Any = None, system: Any = None) -> Conv
     `system` is a system prompt that stands beside the turns, in a column of its own. What should be
     a list or an object may be JSON text: a table's column has one type, so people write it so.
     """
-    turns, tools = _structure(turns, "the turns are"), _structure(tools, "'tools' is")
+    turns = _structure(turns, "the turns are")
     if not isinstance(turns, list) or not turns:
         raise Unreadable("the turns are not a list" if turns else "there are no turns")
     messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
@@ -67,9 +82,24 @@ def read_conversation(turns: Any, tools: Any = None, system: Any = None) -> Conv
         raise Unreadable("no assistant turn, so there is nothing to learn")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
+    return Conversation(messages, read_tools(tools))
+
+
+def read_tools(value: Any) -> list[Any] | None:
+    """The functions that a model may call; None where there are none."""
+    tools = _structure(value, "'tools' is")
     if tools and not isinstance(tools, list):
         raise Unreadable("'tools' is not a list")
-    return Conversation(messages, [_structure(tool, "a tool is") for tool in tools or ()] or None)
+    return [_tool(tool) for tool in tools or ()] or None
+
+
+def _tool(value: Any) -> Any:
+    """A tool as servers give it to chat templates: a function in its wrapping."""
+    tool = _structure(value, "a tool is")
+    if not isinstance(tool, dict) or "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    function = {key: inner for key, inner in tool.items() if (key, inner) != ("type", "function")}
+    return {"type": "function", "function": function}
 
 
 def _structure(value: Any, what: str) -> Any:
@@ -108,6 +138,9 @@ def _message(turn: Any, number: int) -> ChatMessage:
         message["tool_calls"] = message.pop("function_call")
     if message.get("tool_calls"):
         message["tool_calls"] = _calls(message["tool_calls"], number)
+    reasoning = [message.pop(key, None) for key in REASONING_KEYS]
+    if thought := next((each for each in reasoning if isinstance(each, str) and each.strip()), ""):
+        message[REASONING] = thought
     message["content"] = content = _content(message, number)
     if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
         raise Unreadable(f"turn {number} (assistant) is empty")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,23 +75,41 @@ class Encoder:
     ) -> list[Tokens]:
         """Tokens of each text.
 
-        `special` adds what the tokenizer puts around a plain text. `end` is a token to train at the
-        end of each, put there where the text doesn't bring it along.
+        `special` adds what the tokenizer puts around a plain text, and `end` is a token to train at
+        the end of each; neither is put where the text brings it along.
         """
         encoded: list[Tokens] = []
         if self._control:
             texts = [replace(text, text=self._control.shown(text.text)) for text in texts]
         for group in _grouped(texts):
             if len(group) == 1 and len(group[0].text) > TEXT_WINDOW:
-                encoded.append(self._encode_long(group[0], special, end))
+                long = self._encode_long(group[0], special)
+                encoded.append(_ended(self._once(long) if special else long, end))
                 continue
             masked = any(text.spans is not None for text in group)
             # The fast one keeps no offsets.
             many = self._engine.encode_batch if masked else self._engine.encode_batch_fast
             plain = [text.text for text in group]
             for text, found in zip(group, many(plain, add_special_tokens=special), strict=True):
-                encoded.append(_ended(self._ids(found.ids), _trained(found, text), end))
+                tokens = Tokens(self._ids(found.ids), _trained(found, text))
+                encoded.append(_ended(self._once(tokens) if special else tokens, end))
         return encoded
+
+    def _once(self, tokens: Tokens) -> Tokens:
+        """The document without what the tokenizer put around a text that brought it along: one that
+        somebody has put through a chat template begins with `<s>` already."""
+        before, after = self._added
+        first, last = len(before), len(tokens.ids) - len(after)
+        if before and tokens.ids[first : 2 * first].tolist() == before:
+            tokens = Tokens(tokens.ids[first:], tokens.trained[first:])
+            last -= first
+        if after and tokens.ids[last - len(after) : last].tolist() == after:
+            tokens = Tokens(tokens.ids[:last], tokens.trained[:last])
+        return tokens
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        return self._around("x")
 
     def _ids(self, found: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
         ids = np.array(found, dtype=np.int32)
@@ -101,22 +120,22 @@ class Encoder:
             renamed[ids == stand_in] = own
         return renamed
 
-    def _encode_long(self, text: Text, special: bool, end: int | None) -> Tokens:
+    def _encode_long(self, text: Text, special: bool) -> Tokens:
         """The same for a text of megabytes, in bounded memory: where a token stands is known for
         two windows at a time."""
-        before, after = self._around(text.text) if special else ([], [])
+        before, after = self._added if special else ([], [])
         first, last = [_Window.at(before, 0)], [_Window.at(after, len(text.text))]
         parts: list[Tokens] = []
         place: int | None = None
         for window in chain(first, self._windows(text.text), last):
             if window is None:  # no two of them agree, as in a single word of megabytes
                 found = self._engine.encode(text.text, add_special_tokens=special)
-                return _ended(self._ids(found.ids), _trained(found, text), end)
+                return Tokens(self._ids(found.ids), _trained(found, text))
             trained = _overlapping(window.starts, window.ends, text.spans, place)
             parts.append(Tokens(window.ids, trained))
             place = int(window.ends[-1]) if len(window.ends) else place
         ids = self._ids(np.concatenate([part.ids for part in parts]))
-        return _ended(ids, np.concatenate([part.trained for part in parts]), end)
+        return Tokens(ids, np.concatenate([part.trained for part in parts]))
 
     def _windows(self, text: str) -> Iterator[_Window | None]:
         """Stretches of a text that join, one after the other; None where they can't be joined."""
@@ -210,8 +229,9 @@ def _grouped(texts: Sequence[Text]) -> Iterator[list[Text]]:
         yield group
 
 
-def _ended(ids: NDArray[np.int32], trained: NDArray[np.bool_], end: int | None) -> Tokens:
+def _ended(tokens: Tokens, end: int | None) -> Tokens:
     """The document, with the token `end` at its end, trained."""
+    ids, trained = tokens.ids, tokens.trained
     if end is not None:
         if not len(ids) or ids[-1] != end:
             ids = np.concatenate([ids, np.array([end], dtype=np.int32)])

@@ -14,7 +14,7 @@ from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
 from shardtune.core.step import IGNORED
 from shardtune.data.chat_template import ChatTemplate
 from shardtune.data.control_tokens import AS_TOKENS, ControlTokens
-from shardtune.data.conversation import Conversation, read_conversation
+from shardtune.data.conversation import Conversation, read_conversation, read_tools
 from shardtune.data.data_file import TURNS
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.records import BadRow, SourceRecord, Unreadable
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardtune.config.job import Columns, DataSection, Source
 
 
+MASK = "attention_mask"
+"""The column in which tokenizers say which ids are no padding."""
 HISTORY = "history"
 """The column of an instruction's earlier turns."""
 
@@ -160,7 +162,8 @@ class _Chat(RowFormat):
         if not present:
             raise Missing(self._columns[0])
         turns = next((row[column] for column in present if row[column] is not None), None)
-        return read_conversation(turns, row.get("tools"), row.get(self._system))
+        tools = row.get("tools") or earlier_tools(row)
+        return read_conversation(turns, tools, row.get(self._system))
 
     def _encode(self, found: list[Conversation]) -> list[Tokens | Unreadable]:
         texts = self._template.texts(found)
@@ -186,7 +189,7 @@ class _ChatInstruction(_Chat):
         for asked, said in (*earlier_turns(row), (question, answer)):
             turns.append({"role": "user", "content": asked})
             turns.append({"role": "assistant", "content": said})
-        return Conversation(turns)
+        return Conversation(turns, given_tools(row))
 
 
 class _PlainInstruction(RowFormat):
@@ -203,7 +206,7 @@ class _PlainInstruction(RowFormat):
 
     def _read(self, row: dict[str, Any]) -> Text:
         system, question, answer = instruction_row(row, self._names)
-        require_no_earlier_turns(row)
+        require_template_for(row)
         prompt = plain_prompt(question, system)
         return Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
@@ -252,8 +255,9 @@ class _Pretokenized(RowFormat):
             wrong = int(ids[(ids < 0) | (ids >= self._vocabulary)][0])
             last = self._vocabulary - 1
             raise Unreadable(f"{self._ids!r} holds {wrong}, but token ids go from 0 to {last}")
+        shown = shown_places(row, ids, self._ids)
         if row.get(self._labels) is None:
-            return Tokens(ids.astype(np.int32), np.ones(len(ids), dtype=np.bool_))
+            return Tokens(ids[shown].astype(np.int32), np.ones(int(shown.sum()), dtype=np.bool_))
         labels = integer_column(row, self._labels)
         if len(labels) != len(ids):
             raise Unreadable(f"{len(ids)} {self._ids}, but {len(labels)} {self._labels}")
@@ -265,7 +269,7 @@ class _Pretokenized(RowFormat):
                 f"{self._labels!r} holds {labels[place]} at place {place} where {self._ids!r} "
                 f"holds {ids[place]}; a label is the token at its own place, or {IGNORED}"
             )
-        return Tokens(ids.astype(np.int32), trained)
+        return Tokens(ids[shown].astype(np.int32), trained[shown])
 
     def _encode(self, found: list[Tokens]) -> list[Tokens]:
         return found
@@ -296,11 +300,32 @@ def earlier_turns(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [(asked, said) for asked, said in found]
 
 
-def require_no_earlier_turns(row: dict[str, Any]) -> None:
-    """Where a row becomes one question and its answer, others before it would be lost."""
-    if earlier_turns(row):
-        fact = f"{HISTORY!r} holds earlier turns, which take a chat template ({TEMPLATE_KEY})"
-        raise Unreadable(fact)
+def earlier_tools(row: dict[str, Any]) -> list[Any] | None:
+    """Functions as OpenAI's files had them before there were tools."""
+    found = row.get("functions")
+    return found if isinstance(found, list) else None
+
+
+def given_tools(row: dict[str, Any]) -> list[Any] | None:
+    """The functions that an answer may call (xLAM has them beside a question). Anything but a list
+    of functions in the column `tools` is something else."""
+    try:
+        found = read_tools(row.get("tools"))
+    except Unreadable:
+        return None
+    functions = all(isinstance(tool, dict) and "function" in tool for tool in found or ())
+    return found if functions else None
+
+
+def require_template_for(row: dict[str, Any]) -> None:
+    """Where a row becomes one question and its answer, turns before it and tools would be lost."""
+    for column, held, what in (
+        (HISTORY, earlier_turns(row), "earlier turns"),
+        ("tools", given_tools(row), "functions"),
+    ):
+        if held:
+            fact = f"{column!r} holds {what}, which take a chat template ({TEMPLATE_KEY})"
+            raise Unreadable(fact)
 
 
 def instruction_settings(columns: Columns) -> tuple[str, ...]:
@@ -344,3 +369,15 @@ def integer_column(row: dict[str, Any], column: str) -> NDArray[np.int64]:
         return np.array(value, dtype=np.int64)
     except OverflowError:
         raise Unreadable(f"{column!r} holds a number that is no token id") from None
+
+
+def shown_places(row: dict[str, Any], ids: NDArray[np.int64], column: str) -> NDArray[np.bool_]:
+    """Which of the ids the row's attention mask shows; all where it has none."""
+    if row.get(MASK) is None:
+        return np.ones(len(ids), dtype=np.bool_)
+    mask = integer_column(row, MASK)
+    if len(mask) != len(ids):
+        raise Unreadable(f"{len(ids)} {column}, but {len(mask)} in {MASK!r}")
+    if not mask.any():
+        raise Unreadable(f"{MASK!r} holds nothing but 0")
+    return mask != 0

@@ -17,14 +17,16 @@ from shardtune.core.step import IGNORED
 from shardtune.data.control_tokens import AS_TOKENS, ControlTokens
 from shardtune.data.encode import Encoder, Text, Tokens
 from shardtune.data.formats import (
+    MASK,
     Missing,
     RowFormat,
     instruction_row,
     instruction_settings,
     integer_column,
     renamed_columns,
-    require_no_earlier_turns,
     require_offsets,
+    require_template_for,
+    shown_places,
     text_column,
 )
 from shardtune.data.records import Unreadable
@@ -46,10 +48,6 @@ PAIRS = (
     ("inputs", "targets"),
 )
 """Columns that hold a source and its target in many data sets, most of them on the hub."""
-
-
-MASK = "attention_mask"
-"""The column in which tokenizers say which of the source's ids are no padding."""
 
 
 class PairFormat(RowFormat):
@@ -163,7 +161,7 @@ class _Instruction(_TextPair):
         self.settings = ("instruction", "pair", *instruction_settings(columns), str(target_length))
 
     def _read(self, row: dict[str, Any]) -> tuple[str, str]:
-        require_no_earlier_turns(row)
+        require_template_for(row)
         system, question, answer = instruction_row(row, self._names)
         return f"{system}\n\n{question}" if system else question, answer
 
@@ -193,14 +191,7 @@ class _Pretokenized(PairFormat):
     def _source(self, row: dict[str, Any]) -> NDArray[np.int64]:
         """The ids that the row's attention mask shows, or all where it has none."""
         ids = integer_column(row, self._ids)
-        if row.get(MASK) is None:
-            return ids
-        mask = integer_column(row, MASK)
-        if len(mask) != len(ids):
-            raise Unreadable(f"{len(ids)} {self._ids}, but {len(mask)} in {MASK!r}")
-        if not mask.any():
-            raise Unreadable(f"{MASK!r} holds nothing but 0")
-        shown: NDArray[np.int64] = ids[mask != 0]
+        shown: NDArray[np.int64] = ids[shown_places(row, ids, self._ids)]
         return shown
 
     def _target(self, row: dict[str, Any]) -> NDArray[np.int64]:

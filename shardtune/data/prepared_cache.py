@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardtune.data.data_file import OpenedSource
     from shardtune.data.formats import RowFormat
 
-PREPARE_VERSION = 6
+PREPARE_VERSION = 7
 """A change of what preparation makes of the same input, or of how that is kept, needs another."""
 _DIGEST_RULE = 4
 """Of the digest that runs note. It stays while the same input becomes the same documents."""

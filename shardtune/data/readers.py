@@ -321,14 +321,41 @@ def _table_rows(
         for offset in range(len(batch)):
             yield from _table_row(batch.slice(offset, 1), first + offset)
         return
+    structured = _structured_columns(batch)
     for number, value in enumerate(values, first):
-        yield SourceRecord(number, value)
+        yield SourceRecord(number, _without_nulls(value, structured))
 
 
 def _table_row(
     row: pyarrow.RecordBatch | pyarrow.Table, number: int
 ) -> Iterator[SourceRecord | BadRow]:
     try:
-        yield SourceRecord(number, row.to_pylist()[0])
+        yield SourceRecord(number, _without_nulls(row.to_pylist()[0], _structured_columns(row)))
     except UnicodeDecodeError:
         yield BadRow(number, NOT_UTF8)
+
+
+def _structured_columns(batch: pyarrow.RecordBatch | pyarrow.Table) -> list[str]:
+    """The columns that hold objects, however deep."""
+    return [field.name for field in batch.schema if _holds_objects(field.type)]
+
+
+def _holds_objects(kind: pyarrow.DataType) -> bool:
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return True
+    lists = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
+    return any(is_one(kind) for is_one in lists) and _holds_objects(kind.value_type)
+
+
+def _without_nulls(row: dict[str, Any], columns: list[str]) -> dict[str, Any]:
+    """The row without what its objects lack: a table gives each of them the keys of all others, so
+    a call would be written with the arguments of every other function, as null."""
+    return {**row, **{name: _pruned(row[name]) for name in columns}}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
+    return [_pruned(inner) for inner in value] if isinstance(value, list) else value

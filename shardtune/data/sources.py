@@ -74,8 +74,18 @@ def _whole_or_sliced(source: Source, opened: Callable[[], OpenedSource]) -> Open
 def _matching(pattern: Path) -> list[Path]:
     """The files that match a pattern, in the order of their names."""
     first = next(place for place, part in enumerate(pattern.parts) if "*" in part)
-    found = Path(*pattern.parts[:first]).glob("/".join(pattern.parts[first:]))
-    return sorted(file for file in found if file.is_file())
+    folder, rest = Path(*pattern.parts[:first]), pattern.parts[first:]
+    found = folder.glob("/".join(rest))
+    asked = any(part.startswith(".") for part in rest)
+    return sorted(
+        file for file in found if file.is_file() and (asked or not _is_hidden(file, folder))
+    )
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a program keeps it for itself: a notebook the copies of files (.ipynb_checkpoints), a
+    Mac what belongs to each (._rows.jsonl)."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 # Folders ------------------------------------------------------------------------------------------
@@ -88,7 +98,8 @@ def _open_folder(source: Source, path: Path) -> OpenedSource:
     files = [
         file
         for file in sorted(path.rglob("*"))
-        if ending(file) in ENDINGS and file.is_file() and file.name.lower() != "readme.md"
+        if ending(file) in ENDINGS and file.is_file() and not _is_hidden(file, path)
+        if file.name.lower() != "readme.md"
     ]
     divided = any(_SPLIT_NAME.search(str(file.relative_to(path))) for file in files)
     if source.config or source.split != "train" or divided or _has_card(path):

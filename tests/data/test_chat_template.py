@@ -11,7 +11,7 @@ import re
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardtune.data.chat_template import ChatTemplate
@@ -153,6 +153,7 @@ def test_exactly_the_answers_are_trained(name, words):
     template, expected = TEMPLATES[name]
     if name == "thinking":  # it takes blanks away from answers, and its own tags for reasoning
         words = [word.strip() for word in words]
+        assume(not any("</think>" in word for word in words))
     conversation = talk(*words)
     assert trained_text(with_template(template), conversation) == expected(conversation)
 
@@ -279,6 +280,132 @@ def test_calls_that_the_template_leaves_out_are_refused():
     (bad,) = render(with_template(CHATML), read_conversation(CALL))
     assert bad.reason == "can't write tool calls: leaves out the tool calls of turn 2"
     assert bad.culprit == "template"
+
+
+WEATHER = [{"type": "function", "function": {"name": "forecast", "description": "tomorrow"}}]
+WRITTEN_CALLS = (
+    "{% for c in m.tool_calls or [] %}"
+    "{{ 'call ' ~ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
+)
+LISTED = "{{ tools | map(attribute='function.name') | join(' ') }}"
+# As Qwen3: an answer that nothing follows gets a thought, an empty one if there is none.
+THINKING_TOOLS = (
+    "{% if tools %}" + LISTED + "{% endif %}{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ "
+    "'\n' }}{% if m.role == 'assistant' and (loop.last or m.reasoning_content) %}"
+    "{{ '<think>\n' ~ (m.reasoning_content or '') ~ '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    + WRITTEN_CALLS
+    + "{{ '<|im_end|>\n' }}{% endfor %}"
+    + ASK
+)
+# As Qwen3.5: all answers behind the last question have a thought, and asking opens it.
+OPENED_THOUGHT = (
+    "{% if tools %}" + LISTED + "{% endif %}"
+    "{% set n = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set n.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > n.last %}{{ '<think>\n\n</think>\n\n' }}"
+    "{% endif %}{{ m.content }}" + WRITTEN_CALLS + "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# As Mistral: tools stand before the last question, nothing asks for an answer.
+TOOLS_LAST = (
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == asked[-1] %}"
+    "{{ '[TOOLS]' ~ tools[0].function.name ~ '[/TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' ~ m.content ~ '[/INST]' }}{% elif m.role == 'tool' %}"
+    "{{ '[RESULT]' ~ m.content ~ '[/RESULT]' }}{% else %}"
+    "{{ ' ' ~ m.content if m.content }}" + WRITTEN_CALLS + "{{ eos_token }}{% endif %}{% endfor %}"
+)
+CALLED = "call forecast{}<|im_end|>"
+
+
+def again(question):
+    return [{**CALL[0], "content": question}, *CALL[1:]]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            THINKING_TOOLS,
+            [
+                *(CALLED, "It rains.<|im_end|>"),
+                *(CALLED, "<think>\n\n</think>\n\nIt rains.<|im_end|>"),
+            ],
+        ),
+        (
+            OPENED_THOUGHT,
+            [CALLED, "It rains.<|im_end|>"]
+            + [f"\n</think>\n\n{answer}" for answer in (CALLED, "It rains.<|im_end|>")],
+        ),
+        (TOOLS_LAST, [CALLED, " It rains.<|im_end|>"] * 2),
+    ],
+    ids=["thinking", "opened thought", "tools before the last question"],
+)
+def test_calls_without_words_are_trained(template, expected):
+    conversation = read_conversation([*CALL, *again("and then?")], WEATHER)
+    assert trained_text(with_template(template), conversation) == expected
+
+
+def test_calls_that_only_the_tools_name_are_refused():
+    template = "{% if tools %}" + LISTED + "{% endif %}" + CHATML
+    (bad,) = render(with_template(template), read_conversation(CALL, WEATHER))
+    assert bad.reason == "can't write tool calls: leaves out the tool calls of turn 2"
+
+
+def test_tools_that_the_template_leaves_out_are_refused():
+    (bad,) = render(with_template(CHATML), read_conversation(talk("a", "b").messages, WEATHER))
+    assert bad.reason == "can't write tools: leaves out the tools"
+    assert bad.culprit == "template"
+
+
+def test_results_that_the_template_leaves_out_are_refused():
+    template = "{% for m in messages %}{% if m.role != 'tool' %}" + TURN + "{% endif %}{% endfor %}"
+    said = [*talk("a", "<call>").messages, {"role": "tool", "content": "rain"}, CALL[-1]]
+    (bad,) = render(with_template(template), read_conversation(said))
+    assert "leaves out" in bad.reason
+    assert bad.culprit == "template"
+    as_json = template.replace("{% endif %}{% endfor %}", "{% else %}{{ m.content | tojson }}"
+                               "{% endif %}{% endfor %}")  # fmt: skip
+    said[2] = {"role": "tool", "content": 'it "rains"'}
+    assert trained_text(with_template(as_json), read_conversation(said))[1] == (
+        "<|im_start|>assistant\nIt rains.<|im_end|>"
+    )
+
+
+def test_a_result_inside_of_an_answer_is_refused():
+    # As Gemma 4: what is said beside a call stands behind its result.
+    template = (
+        "{% if tools %}" + LISTED + "{% endif %}{% for m in messages %}{% if m.role != 'tool' %}"
+        "{{ '<|im_start|>' ~ m.role ~ '\n' }}" + WRITTEN_CALLS + "{% if m.tool_calls and not "
+        "loop.last %}{{ loop.nextitem.content }}{% endif %}{{ m.content ~ '<|im_end|>\n' }}"
+        "{% endif %}{% endfor %}"
+    )
+    turns = [CALL[0], {**CALL[1], "content": "Let me look."}, {**CALL[2], "content": "wet"}]
+    (bad,) = render(with_template(template), read_conversation([*turns, CALL[3]], WEATHER))
+    assert bad.reason == "the chat template writes turn 3 (tool) inside of an answer"
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("known", ["reasoning_content", "thinking"])
+def test_reasoning_has_the_name_that_the_template_knows(key, known):
+    template = THINKING_TOOLS.replace("reasoning_content", known)
+    turns = [CALL[0], {**CALL[-1], key: "clouds", "reasoning": "clouds"}]
+    assert trained_text(with_template(template), read_conversation(turns)) == [
+        "<think>\nclouds\n</think>\n\nIt rains.<|im_end|>"
+    ]
+
+
+def test_reasoning_that_the_template_leaves_out_is_refused():
+    beside = read_conversation([CALL[0], {**CALL[-1], "reasoning_content": "clouds"}])
+    (bad,) = render(with_template(CHATML), beside)
+    assert bad.reason.startswith("can't write reasoning beside the content (as <think>")
+    assert bad.culprit == "template"
+    cutting = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    inner = talk("a", "<think>easy</think>b", "c", "<think>hm</think>d")
+    (bad,) = render(with_template(cutting), inner)
+    assert bad.reason == "can't write reasoning in the content: leaves out the reasoning of turn 2"
+    assert trained_text(with_template(CHATML), inner) == with_end(inner)
 
 
 def test_both_forms_are_the_same_conversation():

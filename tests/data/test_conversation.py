@@ -59,7 +59,17 @@ def test_calls_in_all_their_forms_are_the_same(turns):
     assert read_conversation(turns).messages == WANTED
 
 
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [TOOL],
+        json.dumps([TOOL]),
+        [json.dumps(TOOL)],
+        [TOOL["function"]],
+        json.dumps([TOOL["function"]]),
+        [{"type": "function", **TOOL["function"]}],
+    ],
+)
 def test_tools_in_all_their_forms_are_the_same(tools):
     assert read_conversation(WANTED, tools).tools == [TOOL]
 

@@ -44,6 +44,11 @@ WITH_CALL = [
 ]  # fmt: skip
 
 
+def called(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 def lines(*rows: Any) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -140,6 +145,12 @@ GOOD = {
         "a.parquet",
         table([{"messages": [{**USER, "name": None}, {**ANSWER, "name": "x"}], "tools": None}],
               pa.parquet.write_table), "chat", SUNNY),
+    "calls in Parquet, with the arguments of all others": good(
+        "a.parquet", table([{"messages": [
+            USER, called("weather", {"city": "Rome"}), called("time", {"zone": "CET"}), ANSWER]}],
+            pa.parquet.write_table), "chat",
+        [CALLED + CALLED.replace("weather", "time").replace("city", "zone").replace("Rome", "CET")
+         + SUNNY[0]], template="chatml"),
     "turns as text in a CSV": good(
         "a.csv", b'messages\n"' + json.dumps(CHAT[0]["messages"]).replace('"', '""').encode()
         + b'"\n', "chat", SUNNY),
@@ -167,6 +178,19 @@ GOOD = {
     "a turn that isn't to be learnt, in Axolotl's word": good(
         "a.jsonl", lines({"messages": [USER, {**ANSWER, "train": False}, USER, ANSWER]}), "chat",
         SUNNY),
+    "a turn that isn't to be learnt, in ms-swift's word": good(
+        "a.jsonl", lines({"messages": [USER, {**ANSWER, "loss": False}, USER, ANSWER]}), "chat",
+        SUNNY),
+    "OpenAI's earlier functions": good(
+        "a.jsonl", lines({"messages": [USER, {"role": "assistant", "content": None,
+            "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}}, ANSWER],
+            "functions": [TOOLS[0]["function"]]}), "chat", [CALLED + SUNNY[0]], template="chatml"),
+    "functions beside an instruction, as xLAM has them": good(
+        "a.jsonl", lines({"query": "Rome?", "answers": "[]", "tools": json.dumps(
+            [TOOLS[0]["function"]])}), "instruction", [f"[]{END}"], template="chatml",
+        columns=Columns(instruction="query", output="answers")),
+    "tools that are no functions": good(
+        "a.jsonl", lines({**QA[1], "tools": "a hammer"}), "instruction", ANSWERS[1:]),
     "a list of turns a line, as nanochat has it": good(
         "a.jsonl", lines([USER, ANSWER], [USER, ANSWER]), "chat", SUNNY * 2),
     "earlier turns beside an instruction": good(
@@ -221,6 +245,12 @@ BAD = {
         "a.jsonl", lines({**QA[0], "history": [["a", "b"]]}), "instruction",
         "'history' holds earlier turns, which take a chat template", FIX_ROWS, 1,
         template="plain"),
+    "functions without a template": bad(
+        "a.jsonl", lines({**QA[0], "tools": TOOLS}), "instruction",
+        "'tools' holds functions, which take a chat template", FIX_ROWS, 1, template="plain"),
+    "functions that the template leaves out": bad(
+        "a.jsonl", lines(*[{**QA[0], "tools": TOOLS}] * 3), "instruction",
+        "can't write tools: leaves out the tools", "data.chat_template", 3),
     "a broken history": bad(
         "a.jsonl", lines({**QA[0], "history": [["a"]]}), "instruction",
         "'history' holds no pair of a question and an answer at 1", FIX_ROWS, 1),

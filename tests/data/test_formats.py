@@ -136,6 +136,28 @@ def test_completion_begins_and_ends_as_the_tokenizer_has_it(real_tokenizer):
     assert document.ids.tolist() == expected
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_what_a_text_brings_along_isn_t_put_around_it_again(long, monkeypatch):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(tiny.tokens())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>",
+        special_tokens=[("<|im_start|>", 258), ("<|im_end|>", 259)],
+    )
+    if long:
+        monkeypatch.setattr(encode, "TEXT_WINDOW", 2)
+    plain, begun, ended, both = documents(
+        tokenizer,
+        "completion",
+        *({"text": text} for text in ("abc", "<|im_start|>abc", "abc<|im_end|>")),
+        {"text": "<|im_start|>abc<|im_end|>"},
+    )
+    for document in (plain, begun, ended, both):
+        assert document.ids.tolist() == [258, *b"abc", 259]
+        assert document.trained.all()
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -165,6 +187,16 @@ def test_pretokenized(tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("ids", "mask"), [([65, 259, 256, 256], [1, 1, 0, 0]), ([259, 259, 65, 259], [0, 0, 1, 1])]
+)
+def test_padding_of_pretokenized_rows_is_left_out(tokenizer, ids, mask):
+    row = {"input_ids": ids, "attention_mask": mask}
+    plain, labelled = documents(tokenizer, "pretokenized", row, {**row, "labels": ids})
+    assert plain.ids.tolist() == labelled.ids.tolist() == [65, 259]
+    assert plain.trained.tolist() == labelled.trained.tolist() == [True, True]
+
+
+@pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"ids": [1]}, "no column 'input_ids'"),
@@ -177,6 +209,7 @@ def test_pretokenized(tokenizer):
         ({"input_ids": [-1, 2]}, "'input_ids' holds -1, but token ids go from 0 to 259"),
         ({"input_ids": [10**30]}, "'input_ids' holds a number that is no token id"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, but 1 labels"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "2 input_ids, but 1 in 'attention_mask'"),
         # labels of somebody who shifted them already: the silent error of this format
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "'labels' holds 2 at place 0 where"),
     ],

@@ -155,6 +155,14 @@ def test_a_folder_of_files_is_read_in_the_order_of_their_names(tmp_path):
     assert texts(f"{tmp_path}/**/*.jsonl") == ["one", "two", "three"]
 
 
+def test_hidden_files_of_a_folder_are_left_alone(tmp_path):
+    write(tmp_path / "a.jsonl", "one")
+    write(tmp_path / ".ipynb_checkpoints" / "a-checkpoint.jsonl", "one")
+    (tmp_path / "._a.jsonl").write_bytes(b"\0\5\x16\7")
+    assert texts(tmp_path) == texts(f"{tmp_path}/**/*.jsonl") == ["one"]
+    assert texts(f"{tmp_path}/.ipynb_checkpoints/*.jsonl") == ["one"]
+
+
 def test_a_folder_with_a_test_file_trains_on_the_others(tmp_path, library):
     write(tmp_path / "train.jsonl", "one", "two")
     write(tmp_path / "test.jsonl", "held out")
