@@ -133,8 +133,7 @@ STRATEGY_RULES: tuple[Rule, ...] = (
         ("train", "optimizer", "paged"),
         lambda job: _paged(job) and not job.splits_weights(rank_count(job)),
         lambda job: (
-            "needs a full fine-tune on one GPU, in bf16 with 32-bit moments; here "
-            f"{_not_all(job)}"
+            f"needs a full fine-tune on one GPU, in bf16 with 32-bit moments; here {_not_all(job)}"
         ),
         lambda job: f"leave paged out{_offloading()}",
     ),
