@@ -68,7 +68,7 @@ def add_job(command: argparse.ArgumentParser, *, optional: bool = False) -> None
         )
     else:
         command.add_argument("job", type=Path, metavar="JOB", help="the job, a YAML file")
-    change = "change a value of the job, as train.learning_rate=1e-4"
+    change = "override a value of the job, as train.learning_rate=1e-4"
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=change)
 
 
@@ -80,11 +80,11 @@ def add_run_directory(command: argparse.ArgumentParser, what: str = "directory o
 def add_nodes(command: argparse.ArgumentParser) -> None:
     """Which of several nodes this is."""
     nodes = command.add_argument_group("several nodes", "the same command on each of them")
-    nodes.add_argument("--nodes", type=int, metavar="N", help="machines that work together")
-    nodes.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, from 0")
-    nodes.add_argument("--head", metavar="HOST:PORT", help="where the others reach node 0")
+    nodes.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
+    nodes.add_argument("--node-rank", type=int, metavar="K", help="rank of this node, from 0")
+    nodes.add_argument("--head", metavar="HOST:PORT", help="address of node 0")
     nodes.add_argument(
-        "--interface", metavar="NAME", help="network to use (the one that leads to the head)"
+        "--interface", metavar="NAME", help="network interface (the one that leads to the head)"
     )
 
 

@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "chat",
         _chat,
-        "talk to the result of a run, and to the model before it",
+        "chat with the result of a run, and with its base model",
         """\
   shardtune chat runs/quickstart
   shardtune chat runs/quickstart --temperature 0 --system "Be brief."
@@ -33,14 +33,18 @@ def add_parser(commands: Commands) -> None:
         "--system", type=text, default="", metavar="TEXT", help="the system prompt"
     )
     command.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest (0.7)"
+        "--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (0.7)"
     )
-    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus (1)")
-    command.add_argument("--top-k", type=int, default=0, metavar="K", help="likeliest few (all)")
     command.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (512)"
+        "--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (1)"
     )
-    command.add_argument("--seed", type=int, metavar="N", help="draws the same again")
+    command.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the top K (all)"
+    )
+    command.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="longest answer, in tokens (512)"
+    )
+    command.add_argument("--seed", type=int, metavar="N", help="random seed")
     add_loading(command)
 
 

@@ -17,7 +17,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "dashboard",
         _dashboard,
-        "show all runs in a folder in a browser, live",
+        "show all runs of a folder live in a browser",
         """\
   shardtune dashboard
   shardtune dashboard /shared/runs --port 8090
@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
     )
     command.add_argument(
         "folder", type=Path, nargs="?", default=Path("runs"), metavar="DIR",
-        help="folder that holds runs, at any depth down to 5 (runs)",
+        help="folder with runs, up to 5 levels deep (runs)",
     )  # fmt: skip
     add_address(command, 8070)
 

@@ -12,7 +12,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "data",
         data,
-        "show what the model will see: tokens, lengths, truncations",
+        "show which tokens are trained, lengths, truncations",
         """\
   shardtune data recipes/quickstart.yaml
   shardtune data recipes/quickstart.yaml --examples 5 data.sequence_length=128""",

@@ -22,14 +22,14 @@ def add_parser(commands: Commands) -> None:
         commands,
         "diagnose",
         diagnose_run,
-        "say what bounds a run's speed, and what would help",
+        "find the bottleneck of a run, and what would help",
         """\
   shardtune diagnose runs/quickstart
   shardtune diagnose runs/quickstart --cluster 4xA40""",
     )
     add_run_directory(command)
     command.add_argument(
-        "--cluster", metavar="SPEC", help="what it ran on, where that isn't this machine: 4xA40"
+        "--cluster", metavar="SPEC", help="devices of the run, if not this machine's: 4xA40"
     )
     add_json(command)
 

@@ -47,7 +47,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "doctor",
         doctor,
-        "look at this machine, or at several nodes, before a run",
+        "check this machine, or several nodes, before a run",
         """\
   shardtune doctor
   shardtune doctor recipes/quickstart.yaml --json
@@ -56,7 +56,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_job(command, optional=True)
     command.add_argument(
-        "--expected", type=float, metavar="GBPS", help="gigabits a second between two nodes"
+        "--expected", type=float, metavar="GBPS", help="expected Gbit/s between two nodes"
     )
     add_json(command)
     add_nodes(command)

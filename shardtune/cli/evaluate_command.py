@@ -23,7 +23,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "evaluate",
         evaluate,
-        "measure a result beside the model that it began with",
+        "score the result of a run, and its base model, on tasks",
         """\
   shardtune evaluate runs/quickstart --task gsm8k=gsm8k_test.jsonl --limit 200
   shardtune evaluate runs/quickstart --task exact=mine.jsonl --out scores.json
@@ -40,20 +40,22 @@ def add_parser(commands: Commands) -> None:
     )
     command.add_argument(
         "--harness", default="", metavar="TASKS",
-        help="tasks of lm-evaluation-harness, by comma",
+        help="tasks of lm-evaluation-harness, separated by commas",
     )  # fmt: skip
-    command.add_argument("--limit", type=count, metavar="N", help="ask only the first rows")
-    command.add_argument("--shots", type=int, metavar="K", help="examples before each question")
-    command.add_argument("--max-new-tokens", type=count, metavar="N", help="longest answer")
+    command.add_argument("--limit", type=count, metavar="N", help="use only the first N rows")
+    command.add_argument("--shots", type=int, metavar="K", help="few-shot examples")
     command.add_argument(
-        "--batch-size", type=count, default=16, metavar="N", help="rows at once (16)"
+        "--max-new-tokens", type=count, metavar="N", help="longest answer, in tokens"
+    )
+    command.add_argument(
+        "--batch-size", type=count, default=16, metavar="N", help="rows per batch (16)"
     )
     command.add_argument(
         "--processes", type=count, default=1, metavar="N",
-        help="ranks that share the rows, each with the model (1)",
+        help="ranks that share the rows, each with the whole model (1)",
     )  # fmt: skip
     command.add_argument(
-        "--after-only", action="store_true", help="leave out the model that a run began with"
+        "--after-only", action="store_true", help="don't evaluate the run's base model"
     )
     command.add_argument(
         "--allow-code", action="store_true", help="run code that the model writes, in a sandbox"
@@ -67,10 +69,10 @@ def add_parser(commands: Commands) -> None:
         "--judge", metavar="FILE", help="questions: rows with `turns` and `category`"
     )
     judge.add_argument("--judge-url", metavar="URL", help="OpenAI-compatible endpoint, up to /v1")
-    judge.add_argument("--judge-model", metavar="NAME", help="the model to ask there")
+    judge.add_argument("--judge-model", metavar="NAME", help="the judge's name at that endpoint")
     judge.add_argument(
         "--judge-key", default="OPENAI_API_KEY", metavar="VARIABLE",
-        help="where its key is (OPENAI_API_KEY)",
+        help="environment variable with its key (OPENAI_API_KEY)",
     )  # fmt: skip
     judge.add_argument(
         "--judge-mode", choices=("single", "pairwise", "both"), default="both", metavar="MODE",

@@ -27,7 +27,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "export",
         _export,
-        "write a run's model for another tool, and read it back",
+        "export a run's model for another tool, and verify it",
         """\
   shardtune export runs/quickstart --to hf out/hf
   shardtune export runs/qlora --to hf out/qlora --as-stored
@@ -37,11 +37,11 @@ def add_parser(commands: Commands) -> None:
     )
     add_run_directory(command)
     command.add_argument("target", type=Path, metavar="DIR", help="folder to write")
-    command.add_argument("--to", required=True, choices=tuple(_TARGETS), help="who reads it")
+    command.add_argument("--to", required=True, choices=tuple(_TARGETS), help="the target format")
     command.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="hf: what weights are written in (what the run computed in)",
+        help="hf: dtype of the weights (the run's compute dtype)",
     )
     command.add_argument(
         "--as-stored",
@@ -50,7 +50,7 @@ def add_parser(commands: Commands) -> None:
         "otherwise weights are dequantized and the adapter is merged",
     )
     command.add_argument(
-        "--type", choices=_GGUF_TYPES, help="gguf, ollama: what weights are written in (q8_0)"
+        "--type", choices=_GGUF_TYPES, help="gguf, ollama: type of the weights (q8_0)"
     )
     command.add_argument(
         "--adapter-only", action="store_true", help="gguf: the LoRA adapter, for its base model"

@@ -27,7 +27,7 @@ def add_parser(commands: Commands) -> None:
     command.add_argument(
         "--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job (job.yaml)"
     )
-    command.add_argument("--force", action="store_true", help="replace a file that is there")
+    command.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def init(arguments: argparse.Namespace) -> int:

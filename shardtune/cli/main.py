@@ -236,7 +236,7 @@ def _parser() -> tuple[_Parser, Collection[str]]:
         description="Fine-tunes large language models on one GPU or many nodes.",
         epilog="""\
 a first run, on any machine with the repository at hand:
-  shardtune data recipes/quickstart.yaml       see what the model will see
+  shardtune data recipes/quickstart.yaml       see which tokens are trained
   shardtune train recipes/quickstart.yaml      train it on 2 processes
   shardtune generate runs/quickstart --prompt "Reverse a string in Python."
 `shardtune COMMAND --help` shows a command's options and an example.""",

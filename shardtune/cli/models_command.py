@@ -13,7 +13,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "models",
         list_models,
-        "list the built-in models, or fetch one",
+        "list the built-in models, or download one",
         """\
   shardtune models list
   shardtune models pull smollm2-135m-instruct""",
@@ -24,7 +24,7 @@ def add_parser(commands: Commands) -> None:
         actions,
         "pull",
         pull_model,
-        "fetch a built-in model into the user's cache",
+        "download a built-in model into the user's cache",
         "  shardtune models pull smollm2-135m-instruct",
     )
     command.add_argument("name", metavar="NAME", help="a name from `shardtune models list`")

@@ -52,7 +52,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "estimate",
         estimate,
-        "say whether a job fits on a cluster, and how fast it is",
+        "forecast whether a job fits on a cluster, and its step time",
         """\
   shardtune estimate recipes/quickstart.yaml --cluster 1xRTX4090
   shardtune estimate recipes/zero3_full.yaml --cluster 8xH100-80GB --json
@@ -60,7 +60,9 @@ def add_parser(commands: Commands) -> None:
     )
     _add_cluster(command)
     command.add_argument(
-        "--dry-run", action="store_true", help="also run the engine on fake tensors, and count"
+        "--dry-run",
+        action="store_true",
+        help="also run two steps on fake tensors, and count their bytes",
     )
     command.add_argument(
         "--sweep",
@@ -83,7 +85,7 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
         help="[NODESx]GPUSxTYPE[:pcie|:nvlink][:display|:NGiB][@Gbps], as 2x8xA100-80GB@400Gbps, "
         "or a profile",
     )
-    command.add_argument("--price", type=float, metavar="P", help="price of a GPU for an hour")
+    command.add_argument("--price", type=float, metavar="P", help="price per GPU hour")
     add_json(command)
 
 

@@ -21,7 +21,9 @@ def add_parser(commands: Commands) -> None:
     )
     command.add_argument("directory", type=Path, metavar="RUN", help="a run, or an export's folder")
     command.add_argument("repo", metavar="REPO", help="where to, as OWNER/NAME")
-    command.add_argument("--public", action="store_true", help="for all to see (private)")
+    command.add_argument(
+        "--public", action="store_true", help="make the repository public (private)"
+    )
     command.add_argument("--dry-run", action="store_true", help="list the files, send nothing")
 
 

@@ -32,32 +32,36 @@ def add_parser(commands: Commands) -> None:
         commands,
         "generate",
         _generate,
-        "ask the result of a run",
+        "answer a prompt with the result of a run",
         """\
   shardtune generate runs/quickstart --prompt "Add two numbers in Python."
   shardtune generate runs/quickstart --prompt "Once" --raw --temperature 0.8""",
     )
     add_run_directory(command)
-    command.add_argument("--prompt", type=text, required=True, help="what to ask")
+    command.add_argument("--prompt", type=text, required=True, help="the prompt")
     command.add_argument(
-        "--max-new-tokens", type=count, default=256, metavar="N", help="longest answer (256)"
+        "--max-new-tokens",
+        type=count,
+        default=256,
+        metavar="N",
+        help="longest answer, in tokens (256)",
     )
     command.add_argument(
         "--temperature",
         type=temperature,
         default=0.0,
         metavar="T",
-        help="0 takes the likeliest (0)",
+        help="0 is greedy (0)",
     )
     command.add_argument(
-        "--raw", action="store_true", help="continue the text as it is, without a chat template"
+        "--raw", action="store_true", help="continue the prompt without a chat template"
     )
 
     command = add_command(
         commands,
         "merge",
         _merge,
-        "fold the adapter of a run into its model",
+        "merge the adapter of a run into its base model",
         """\
   shardtune merge runs/quickstart merged/quickstart
   shardtune merge runs/quickstart merged/quickstart --dtype bf16""",
@@ -65,7 +69,9 @@ def add_parser(commands: Commands) -> None:
     add_run_directory(command)
     command.add_argument("target", type=Path, metavar="OUT", help="folder to write")
     command.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="what to write (what the run computed in)"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of the weights (the run's compute dtype)",
     )
 
 

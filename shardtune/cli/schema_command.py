@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "schema",
         schema,
-        "print the JSON Schema of a job or of what commands write",
+        "print the JSON Schema of a job or of a command's output",
         """\
   shardtune schema > job.schema.json
   shardtune schema --of report""",

@@ -14,7 +14,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "serve",
         _serve,
-        "answer over HTTP as OpenAI's interface does, with a page at /",
+        "serve models over HTTP: OpenAI's API, and a chat page at /",
         """\
   shardtune serve runs/quickstart
   shardtune serve runs/first runs/second --port 8080
@@ -32,12 +32,12 @@ def add_parser(commands: Commands) -> None:
     add_loading(command)
     limits = command.add_argument_group("limits")
     for name, metavar, default, told in (
-        ("--max-batch", "N", 16, "requests that run at once"),
-        ("--cache-tokens", "N", 65_536, "tokens that the KV cache has room for"),
-        ("--max-tokens", "N", 4096, "longest answer"),
-        ("--queue", "N", 256, "requests that may wait"),
-        ("--timeout", "S", 600, "seconds that a request may take"),
-        ("--drain", "S", 30, "seconds that answers have after Ctrl-C"),
+        ("--max-batch", "N", 16, "concurrent requests"),
+        ("--cache-tokens", "N", 65_536, "tokens in the KV cache"),
+        ("--max-tokens", "N", 4096, "longest answer, in tokens"),
+        ("--queue", "N", 256, "queued requests"),
+        ("--timeout", "S", 600, "seconds per request"),
+        ("--drain", "S", 30, "seconds to finish answers after Ctrl-C"),
         ("--start-timeout", "S", 1800, "seconds until vLLM must answer"),
     ):
         limits.add_argument(
@@ -56,10 +56,10 @@ def add_loading(command: argparse.ArgumentParser) -> None:
     """How the weights are held."""
     command.add_argument(
         "--load", choices=("auto", "4bit", "8bit"), default="auto",
-        help="store the linear layers in so many bits (as trained)",
+        help="quantize the linear layers (as trained)",
     )  # fmt: skip
     command.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="compute in (as trained, if fast here)"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="compute dtype (as trained, if fast here)"
     )
 
 

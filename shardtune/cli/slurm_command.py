@@ -19,15 +19,15 @@ def add_parser(commands: Commands) -> None:
   shardtune slurm recipes/zero3_full.yaml --nodes 2 --gpus 4 > job.sbatch
   shardtune slurm recipes/zero1.yaml --nodes 2 --gpus 4 --time 2-00:00:00""",
     )
-    command.add_argument("--nodes", type=int, required=True, metavar="N", help="machines")
+    command.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes")
     command.add_argument(
-        "--gpus", type=int, required=True, metavar="N", help="GPUs of each, and so many ranks"
+        "--gpus", type=int, required=True, metavar="N", help="GPUs per node, one rank each"
     )
     command.add_argument(
-        "--time", default="24:00:00", metavar="T", help="as Slurm writes it (24:00:00)"
+        "--time", default="24:00:00", metavar="T", help="time limit, in Slurm's format (24:00:00)"
     )
-    command.add_argument("--partition", metavar="NAME", help="where to run")
-    command.add_argument("--account", metavar="NAME", help="who pays")
+    command.add_argument("--partition", metavar="NAME", help="partition")
+    command.add_argument("--account", metavar="NAME", help="account")
     add_job(command)
 
 

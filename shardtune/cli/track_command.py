@@ -18,7 +18,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "track",
         track,
-        "send a run's figures to TensorBoard, W&B, MLflow or Trackio",
+        "send a run's metrics to TensorBoard, W&B, MLflow or Trackio",
         """\
   shardtune track runs/quickstart --to tensorboard
   shardtune track runs/quickstart --to wandb project=mine mode=offline""",
@@ -28,7 +28,7 @@ def add_parser(commands: Commands) -> None:
         "--to", required=True, metavar="TRACKER", help="tensorboard, wandb, mlflow, trackio or csv"
     )
     command.add_argument(
-        "--new", action="store_true", help="all of it once more, to a run of its own there"
+        "--new", action="store_true", help="send everything again, to a new run of the tracker"
     )
     change = "a setting of the tracker, as project=mine"
     command.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=change)

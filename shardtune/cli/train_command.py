@@ -43,18 +43,18 @@ def add_parser(commands: Commands) -> None:
     add_nodes(command)
     again = command.add_mutually_exclusive_group()
     again.add_argument(
-        "--resume", action="store_true", help="go on after the newest checkpoint of the run"
+        "--resume", action="store_true", help="continue from the run's newest checkpoint"
     )
-    again.add_argument(
-        "--overwrite", action="store_true", help="replace the run that is in save.directory"
-    )
+    again.add_argument("--overwrite", action="store_true", help="replace the run in save.directory")
     command.add_argument(
         "--restart-schedule",
         action="store_true",
-        help="with --resume: the learning rate's schedule begins anew",
+        help="with --resume: restart the learning-rate schedule",
     )
     command.add_argument(
-        "--ignore-forecast", action="store_true", help="run even what is forecast not to fit"
+        "--ignore-forecast",
+        action="store_true",
+        help="run even if the forecast says it doesn't fit",
     )
     command.add_argument(
         "--profile",

@@ -30,7 +30,7 @@ OTHERS_KEYS = {
     "lora_target_modules": "here it is adapter.targets",
     "lora_target": "here it is adapter.targets; `all` is all-linear",
     "lora_target_linear": "here it is adapter.targets: all-linear",
-    "lora_attn_modules": "here it is adapter.targets, with the MLP's layers among them",
+    "lora_attn_modules": "here it is adapter.targets, which lists the MLP's layers too",
     "apply_lora_to_mlp": "here it is adapter.targets, a list that names them, or all-linear",
     "apply_lora_to_output": "here it is adapter.modules_to_save: [lm_head], trained whole",
     "lora_modules_to_save": "here it is adapter.modules_to_save",
@@ -66,7 +66,7 @@ OTHERS_KEYS = {
     "sample_packing": "here it is data.packing",
     "eval_sample_packing": "here it is data.packing, for held-out rows, too",
     "packed": "here it is data.packing",
-    "group_by_length": "here it is data.packing, which wastes no padding either",
+    "group_by_length": "here it is data.packing, which avoids padding too",
     "preprocessing_num_workers": "here it is data.workers",
     "dataset_num_proc": "here it is data.workers",
     # train
@@ -162,15 +162,16 @@ OTHERS_KEYS = {
 """What keys are called in the configurations that people bring, and where it is here."""
 
 _READ = "shardtune reads it from the model's own files"
-_ONE_TASK = "shardtune trains on answers and texts (SFT), and has no preference training or RL"
+_ONE_TASK = "shardtune does supervised fine-tuning (SFT) only: no preference training, no RL"
 _ACCELERATE = (
     "a file of accelerate's is given to accelerate: `accelerate launch --config_file FILE -m "
     "shardtune train JOB`"
 )
-_NODES = "it is given to the command: `train JOB --nodes 2 --node-rank 0 --head ...`"
+_NODES = "it is an option of the command: `train JOB --nodes 2 --node-rank 0 --head ...`"
 _MERGE = "a finished run is merged or exported by a command: `shardtune merge RUN FOLDER`"
 _WATCHED = "a loss that jumps is warned of; a step whose loss isn't finite is skipped"
-_CACHED = "prepared data are kept by content, and made anew where it changes"
+_CACHED = "prepared data are cached by content, and prepared again when it changes"
+_CONTEXT = "there is no context parallelism: a sequence stays on one rank, or in one tensor group"
 NEEDLESS_KEYS = {
     **dict.fromkeys(("model_type", "model_class", "tokenizer_type", "model_config"), _READ),
     **dict.fromkeys(("tokenizer", "model_quantization_config", "custom_sharded_layers"), _READ),
@@ -190,17 +191,15 @@ NEEDLESS_KEYS = {
     "eval_batch_size": "held-out rows are computed in micro-batches like the others",
     "optimizer_in_bwd": "the optimizer steps once all gradients of a step are there",
     "gradient_checkpointing_kwargs": "activation checkpointing is always the non-reentrant kind",
-    "tf32": "products in fp32 are exact; train.precision: bf16 is faster than TF32",
+    "tf32": "fp32 matmuls don't use TF32; train.precision: bf16 is faster",
     "plugins": "there are no plugins; fused kernels are used where they run",
     **dict.fromkeys(("loss_watchdog_threshold", "loss_watchdog_patience"), _WATCHED),
     "strict": "an unknown key is always an error",
-    "context_parallel_size": "a sequence isn't divided over ranks",
-    "cp_size": "a sequence isn't divided over ranks",
-    "cp_mode": "a sequence isn't divided over ranks",
+    **dict.fromkeys(("context_parallel_size", "cp_size", "cp_mode"), _CONTEXT),
     "tensor_parallel_plan": "the plan follows from the model's family",
     "parallelism_config": "strategies have sections of their own; see docs/strategies.md",
     "ddp_timeout": "a rank that hangs is found by the watchdog (launch.patience)",
-    "local_rank": "the launcher tells each rank",
+    "local_rank": "the launcher sets it for each rank",
     "device": "GPUs are used where there are any",
     "use_cpu": "GPUs are used where there are any",
     "gpu_ids": "the environment names them: CUDA_VISIBLE_DEVICES",
@@ -211,10 +210,10 @@ NEEDLESS_KEYS = {
     **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo"), _ACCELERATE),
     "experimental_skip_move_to_device": "weights are loaded straight to their device",
     "low_cpu_ram": "weights are loaded straight to their device",
-    "save_only_model": "the result holds no optimizer; checkpoints, for a resume, do",
+    "save_only_model": "the result has no optimizer states; checkpoints, which resume a run, have",
     "save_adapter_weights_only": "the result of an adapter is the adapter",
-    "overwrite_output_dir": "it is said to the command: `train JOB --overwrite`",
-    "resume_from_checkpoint": "it is said to the command: `train JOB --resume`",
+    "overwrite_output_dir": "it is an option of the command: `train JOB --overwrite`",
+    "resume_from_checkpoint": "it is an option of the command: `train JOB --resume`",
     "hub_model_id": "a finished run is pushed by a command: `shardtune push RUN NAME`",
     "push_to_hub": "a finished run is pushed by a command: `shardtune push RUN NAME`",
     **dict.fromkeys(("export_dir", "export_size", "export_device"), _MERGE),
@@ -222,7 +221,7 @@ NEEDLESS_KEYS = {
     "wandb_watch": "gradients aren't sent to W&B",
     "wandb_log_model": "a tracker is sent figures; the result stays in the run's folder",
     "plot_loss": "every run has a page with its curves, report.html",
-    "profiler": "it is asked of the command: `train JOB --profile 5`",
+    "profiler": "it is an option of the command: `train JOB --profile 5`",
     "log_level": "`train JOB --quiet` prints warnings and errors only",
     "log_peak_memory_stats": "peak memory is always measured",
     "sample_backend": "answers before and after are the run's own (evaluate.samples)",

@@ -302,8 +302,8 @@ def _another_tools(path: Path, value: dict[str, Any]) -> list[Problem]:
     if len(known) < OTHERS_AT_ONCE or {"model", "data"} & {*_sections(value)}:
         return []
     model = _model_elsewhere(value) or "MODEL"
-    fact = f"is written for another tool: {len(known)} of its {len(value)} keys are called or "
-    fact += "placed otherwise here, as the next lines say one by one"
+    fact = f"is another tool's file: {len(known)} of its {len(value)} keys have other names or "
+    fact += "places here, listed below"
     fix = f"`shardtune init {model} DATA` writes a whole job to put the values into"
     return [Problem(str(path), fact, fix)]
 

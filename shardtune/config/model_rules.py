@@ -18,11 +18,12 @@ BOTH: ModelKind = "encoder_decoder"
 
 
 def _refusal(job: Job) -> Refusal:
-    return job.strategy.capabilities.models.refusals.get(BOTH, Refusal("takes decoders alone"))
+    only = f"strategy {job.strategy.type} takes decoder-only models"
+    return job.strategy.capabilities.models.refusals.get(BOTH, Refusal(only))
 
 
 def _as_written(setting: str) -> str:
-    return f"{setting} is for decoders alone; this model has an encoder, too"
+    return f"{setting} is for decoder-only models; this is an encoder-decoder"
 
 
 ENCODER_DECODER: tuple[Rule, ...] = (
@@ -30,21 +31,21 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         "strategy-takes-both-halves",
         ("strategy", "type"),
         lambda job: BOTH not in job.strategy.capabilities.models,
-        lambda job: f"this model has an encoder and a decoder, and {_refusal(job).fact}",
+        lambda job: f"this model is an encoder-decoder, and {_refusal(job).fact}",
         lambda job: strategies_for(lambda each: BOTH in each.capabilities.models),
     ),
     Rule(
         "tasks-are-for-decoders",
         ("evaluate", "tasks"),
         lambda job: bool(job.evaluate.tasks),
-        lambda job: _as_written("asking tasks in batches"),
+        lambda job: _as_written("evaluate.tasks"),
         "leave evaluate.tasks out; evaluate.samples shows answers",
     ),
     Rule(
         "both-halves-of-one-pair",
         ("data", "packing"),
         lambda job: job.data.packing is True,
-        lambda job: "is true, but each source has a row of its own beside its target",
+        lambda job: "is true, but source-target pairs can't be packed",
         "set data.packing: auto, or leave it out",
     ),
     Rule(
@@ -73,7 +74,7 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         ("model", "quantization"),
         lambda job: job.model.quantization == "nf4",
         # transformers' T5 casts what goes into `wo` to the dtype of its weight, were it bytes.
-        lambda job: "is nf4, but T5 turns activations into the dtype of its weights: into bytes",
+        lambda job: "is nf4, but T5 casts activations to the dtype of its weights: to packed bytes",
         "set model.quantization: int8 or none",
     ),
     Rule(
@@ -92,8 +93,8 @@ DECODER: tuple[Rule, ...] = (
         ("data", "target_length"),
         lambda job: job.data.target_length != "auto",
         lambda job: (
-            f"is {job.data.target_length}, but this model is a decoder alone: source and target "
-            "are one row"
+            f"is {job.data.target_length}, but this is a decoder-only model: source and target "
+            "share one row"
         ),
         "leave it out; data.sequence_length limits the row",
     ),

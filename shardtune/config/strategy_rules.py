@@ -133,8 +133,7 @@ STRATEGY_RULES: tuple[Rule, ...] = (
         ("train", "optimizer", "paged"),
         lambda job: _paged(job) and not job.splits_weights(rank_count(job)),
         lambda job: (
-            "a GPU reads the update's memory over the bus where it alone trains all weights in "
-            f"bf16; here {_not_all(job)}"
+            f"needs a full fine-tune on one GPU, in bf16 with 32-bit moments; here {_not_all(job)}"
         ),
         lambda job: f"leave paged out{_offloading()}",
     ),
@@ -143,7 +142,7 @@ STRATEGY_RULES: tuple[Rule, ...] = (
         ("train", "kernels"),
         lambda job: job.train.kernels == "compiled",
         lambda can: can.compiled_layers,
-        "computes layers as transformers writes them, not compiled ones",
+        "doesn't support compiled layers",
         "set train.kernels: eager",
     ),
     _allows(
@@ -151,7 +150,7 @@ STRATEGY_RULES: tuple[Rule, ...] = (
         ("train", "offload_activations"),
         lambda job: job.train.offload_activations,
         lambda can: can.activation_offload,
-        "keeps activations on the device",
+        "doesn't offload activations",
         "leave it out: gradient_checkpointing: full saves most",
     ),
     _allows(
@@ -159,7 +158,7 @@ STRATEGY_RULES: tuple[Rule, ...] = (
         ("train", "router_aux_loss_coef"),
         lambda job: bool(job.train.balances_experts or job.train.router_z_loss_coef),
         lambda can: can.router_losses,
-        "has no losses of routers",
+        "doesn't support router losses",
         "set train.router_aux_loss_coef: 0 and train.router_z_loss_coef: 0",
     ),
     _allows(
@@ -167,7 +166,7 @@ STRATEGY_RULES: tuple[Rule, ...] = (
         ("save", "every"),
         lambda job: job.save.every > 0,
         lambda can: can.resumes,
-        "writes no checkpoints that a run could go on from",
+        "writes no checkpoints to resume from",
         "set save.every: 0, which writes the result alone",
     ),
     _allows(

@@ -19,7 +19,7 @@ def _shared_names(job: Job) -> list[str]:
 def _prefixed(job: Job) -> list[str]:
     """What is wrong with sets that have a prefix, and a format that has no source for it."""
     return [
-        f"{each.label}: a prefix stands before sources, and format: {each.format} has none"
+        f"{each.label}: prefix is put before a source, and format: {each.format} has none"
         for each in (*job.data.train, *job.data.eval_sources)
         if each.prefix and each.format != "source_target"
     ]
@@ -67,7 +67,7 @@ VALUE_RULES: tuple[Rule, ...] = (
         lambda job: job.train.steps is not None and job.train.warmup_steps >= job.train.steps,
         lambda job: (
             f"{job.train.warmup_steps} steps of warmup in a run of {job.train.steps}: "
-            "the rate would never reach its peak"
+            "the learning rate would never reach its peak"
         ),
         "warm up for fewer steps, or train for more",
     ),
@@ -107,7 +107,7 @@ VALUE_RULES: tuple[Rule, ...] = (
             job.train.kernels == "compiled"
             and bool(job.train.balances_experts or job.train.router_z_loss_coef)
         ),
-        lambda job: "is compiled, and losses of routers reach into layers while they run",
+        lambda job: "is compiled, and router losses need hooks that compiled layers bypass",
         "set train.kernels: eager, or train.router_aux_loss_coef: 0 and "
         "train.router_z_loss_coef: 0",
     ),
@@ -115,7 +115,7 @@ VALUE_RULES: tuple[Rule, ...] = (
         "one-cycle-is-the-schedule",
         ("train", "one_cycle"),
         lambda job: job.train.schedule != "one_cycle" and job.train.one_cycle != OneCycle(),
-        lambda job: f"shapes a cycle, and schedule is {job.train.schedule}",
+        lambda job: f"is set, but train.schedule is {job.train.schedule}",
         "set train.schedule: one_cycle, or leave it out",
     ),
     Rule(
@@ -137,8 +137,8 @@ VALUE_RULES: tuple[Rule, ...] = (
             and job.train.micro_batch != 1
         ),
         lambda job: (
-            f"flash_attention_2 keeps packed documents apart in one row at a time, not in "
-            f"{job.train.micro_batch}"
+            f"is {job.train.micro_batch}, but flash_attention_2 isolates packed documents only in "
+            "micro-batches of one row"
         ),
         "set train.micro_batch: 1, data.packing: false, or model.attention: sdpa",
     ),
@@ -178,8 +178,8 @@ VALUE_RULES: tuple[Rule, ...] = (
         ("model", "quantization"),
         lambda job: job.model.quantization != "none" and isinstance(job.adapter, NoAdapter),
         lambda job: (
-            f"the weights are stored in {job.model.quantization}, and all of them are to be "
-            "trained: a step is far smaller than the distance between two such numbers"
+            f"is {job.model.quantization}, and adapter.type is none: a full fine-tune can't update "
+            "quantized weights, as an update is far smaller than the spacing of their values"
         ),
         "train an adapter (`adapter: {type: lora}`), or set model.quantization: none",
     ),
@@ -188,8 +188,9 @@ VALUE_RULES: tuple[Rule, ...] = (
         ("adapter", "variant"),
         lambda job: job.model.quantization != "none" and _variant(job) == "pissa",
         lambda job: (
-            "pissa moves the strongest part of each weight into the adapter; what remains would be "
-            f"quantized ({job.model.quantization}) otherwise than by whoever loads the adapter"
+            "pissa moves the top singular components of each weight into the adapter and keeps the "
+            f"rest as the base; a tool that loads the adapter quantizes ({job.model.quantization}) "
+            "another base"
         ),
         "use variant: plain, dora or rslora, or set model.quantization: none",
     ),
@@ -198,8 +199,8 @@ VALUE_RULES: tuple[Rule, ...] = (
         ("train", "precision"),
         lambda job: job.model.quantization == "fp8" and job.train.precision != "bf16",
         lambda job: (
-            f"is {job.train.precision}, but products with weights stored in fp8 are computed in "
-            "bf16, as GPUs scale them row by row"
+            f"is {job.train.precision}, but matmuls with fp8 weights give bf16: GPUs' row-wise "
+            "scaled FP8 matmul has no other output"
         ),
         "set train.precision: bf16, or model.quantization: none",
     ),
@@ -208,8 +209,8 @@ VALUE_RULES: tuple[Rule, ...] = (
         ("model", "add_tokens"),
         lambda job: bool(job.model.add_tokens) and not _trains_modules(job),
         lambda job: (
-            f"{', '.join(job.model.add_tokens)} would never come to mean anything: an adapter "
-            f"({job.adapter.type}) by itself doesn't train the embedding"
+            f"the embeddings of {', '.join(job.model.add_tokens)} would stay untrained: an adapter "
+            f"({job.adapter.type}) alone doesn't train the embedding"
         ),
         "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
     ),

@@ -84,16 +84,16 @@ def use_varlen_attention(model: Any, device: str, compute: torch.dtype) -> None:
 
 
 def describe_attention(model: Any) -> str:
-    """In words, for whoever wonders why attention is slow."""
+    """Which kernels and which kind of isolation attention has, and why."""
     base = unwrap_model(model)
     if takes_boundaries(model):
         kernels = "FlashAttention 4"
         if model.config._attn_implementation != VARLEN_DETERMINISTIC:
-            why = _ordinary.get(base, "nobody has asked for it")
+            why = _ordinary.get(base, "not requested")
             kernels = f"torch's kernels ({kernels}: {why})"
-        return f"attention: {kernels}; packed documents are kept apart by their boundaries"
-    why = _masked.get(base, "the strategy cuts the model into stages")
-    return f"attention: packed documents are kept apart by a dense mask ({why})"
+        return f"attention: {kernels}; packed documents are isolated by cu_seqlens"
+    why = _masked.get(base, "the strategy splits the model into stages")
+    return f"attention: packed documents are isolated by a dense mask ({why})"
 
 
 def same_on_all_ranks(said: list[str]) -> str:
@@ -141,16 +141,16 @@ def why_unavailable(device: str, compute: torch.dtype) -> str | None:
     if torch.device(device).type != "cuda":
         return "its weights are not on a GPU"
     if _varlen is None:
-        return f"torch {torch.__version__} has no attention for documents of different lengths"
+        return f"torch {torch.__version__} has no usable varlen_attn (torch 2.11 has)"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than the kernel's first, of compute capability 8.0"
+        return "the kernel needs compute capability 8.0 or later"
     if compute not in (torch.bfloat16, torch.float16):
-        return "the kernel takes 16-bit numbers only"
+        return "the kernel needs a 16-bit precision"
     return None
 
 
 def why_unsuited(model: Any) -> str | None:
-    """What a family's attention does besides looking back over its document."""
+    """What a family's attention has besides plain causal attention within a document."""
     whole, config = model.config, model.config.get_text_config()
     known = {"full_attention"}
     if config.model_type in WINDOW_FAMILIES:
@@ -162,13 +162,13 @@ def why_unsuited(model: Any) -> str | None:
     ahead = not getattr(config, "is_causal", True)
     own = "eager" if config.model_type in SINK_FAMILIES else "sdpa"
     reasons = (
-        (not model._supports_attention_backend, "it takes no attention from outside"),
-        (config is not whole or whole.is_encoder_decoder, "it is not a decoder of text alone"),
+        (not model._supports_attention_backend, "it has no exchangeable attention"),
+        (config is not whole or whole.is_encoder_decoder, "it is not a text-only decoder"),
         (bool(kinds), f"it has layers of {', '.join(sorted(kinds))}"),
-        (getattr(model, "_is_stateful", False), "it carries a state from token to token"),
-        (windowed, "it looks back a part only"),
-        (ahead or getattr(config, "use_bidirectional_attention", False), "it looks ahead"),
-        (whole._attn_implementation != own, "another attention was asked for"),
+        (getattr(model, "_is_stateful", False), "it has a recurrent state"),
+        (windowed, "its layers don't pass on their sliding window"),
+        (ahead or getattr(config, "use_bidirectional_attention", False), "it is not causal"),
+        (whole._attn_implementation != own, f"model.attention is not {own}"),
     )
     found = next((why for holds, why in reasons if holds), None)
     found = found or _probe(model, sinks=config.model_type in SINK_FAMILIES)
@@ -207,25 +207,25 @@ def _probe(model: Any, *, sinks: bool) -> str | None:
         model(input_ids=ids, position_ids=positions, use_cache=False, **told)
     except _Arrived as arrived:
         if sinks and arrived.asked.pop("s_aux", None) is None:
-            return "it hands no sinks to attention"
+            return "it passes no sinks to attention"
         return _why_refused(arrived)
     except Exception as error:  # noqa: BLE001 - a family that we know too little of
-        return f"it can't be asked ({type(error).__name__})"
+        return f"its layers can't be probed ({type(error).__name__})"
     finally:
         model.set_attn_implementation(before)
         model.train(was_training)
-    return "it never asks for attention"
+    return "it never calls attention"
 
 
 def _why_refused(arrived: _Arrived) -> str | None:
     if arrived.asked.get("cu_seq_lens_q") is None or arrived.asked.get("max_length_q") is None:
-        return "it doesn't hand boundaries on to its layers"
+        return "it doesn't pass cu_seqlens on to its layers"
     if more := _unsupported(**arrived.asked):
-        return f"it asks for {', '.join(more)}"
+        return f"it needs {', '.join(more)}"
     widest = max(arrived.widths)
     if len(arrived.widths) > 1 or widest > 256 or widest % 8:
         widths = ", ".join(map(str, sorted(arrived.widths)))
-        return f"its heads are {widths} wide: the kernel takes one width, a multiple of 8 to 256"
+        return f"its head dims are {widths}: the kernel takes one, a multiple of 8 up to 256"
     return None
 
 
@@ -235,7 +235,7 @@ def _unsupported(
     """What attention is asked for that boundaries and a causal kernel can't give."""
     asked = [name for name in _UNSUPPORTED if others.get(name) is not None]
     asked += ["dropout"] if dropout else []
-    return asked + (["a look ahead"] if is_causal is False else [])
+    return asked + (["bidirectional attention"] if is_causal is False else [])
 
 
 def varlen_attention(

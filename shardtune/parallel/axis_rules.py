@@ -82,7 +82,7 @@ def chunk_problems(schedule: PipelineSchedule, chunks: int, usual: int) -> list[
     """Stages of each rank, where somebody has set a number that the schedule has no use for."""
     if schedule == "interleaved" or chunks == usual:
         return []
-    fact = f"only interleaved gives each rank a number of stages, here {chunks}"
+    fact = f"is {chunks}, the number of stages of a rank under schedule: interleaved only"
     return [Problem("strategy.chunks", fact, "set schedule: interleaved, or leave chunks out")]
 
 

@@ -28,7 +28,7 @@ WHOLE_COPIES = Capabilities(
 
 def divided(found: Capabilities, name: str) -> Capabilities:
     """The same where an engine divides what a rank would hold, be it layer by layer."""
-    fp8 = f"fp8 multiplies with whole weights, each with a scale for its rows; {name} divides them"
+    fp8 = f"fp8 needs every linear layer whole, with row-wise scales; {name} doesn't support it"
     return replace(
         not_whole(found, name), quantizations=found.quantizations.without({"fp8": Refusal(fp8)})
     )
@@ -37,8 +37,8 @@ def divided(found: Capabilities, name: str) -> Capabilities:
 def not_whole(found: Capabilities, name: str) -> Capabilities:
     """The same where ranks have no whole copies, though each matrix that they have is whole."""
     waiting = (
-        "activations wait in CPU memory where each rank has the whole model; "
-        f"{name} saves weights and messages among them"
+        "activation offload needs the whole model on each rank; "
+        f"{name} saves gathered weights or communication buffers too"
     )
     return replace(
         found,
@@ -51,11 +51,10 @@ def not_whole(found: Capabilities, name: str) -> Capabilities:
 def layers_as_written(found: Capabilities, name: str) -> Capabilities:
     """The same where an engine needs layers as transformers writes them, because it hooks into
     them: it can't be given compiled ones, nor choose what they compute again."""
-    closed = f"{name} reaches into layers while they run, where compiled ones are closed"
+    closed = f"{name} hooks into the modules inside each layer, which compiled layers bypass"
     between = {
         level: Refusal(
-            f"{level} chooses among the products of a whole layer; "
-            f"{name} sends messages between them"
+            f"{level} recomputes part of a layer, and {name} hooks into the modules inside of it"
         )
         for level in ("mlp", "most")
     }
@@ -68,13 +67,13 @@ def layers_as_written(found: Capabilities, name: str) -> Capabilities:
 
 def sliced(found: Capabilities, name: str, degree: int) -> Capabilities:
     """The same where each layer is sliced over `degree` ranks (tensor parallelism)."""
-    fp16 = "fp16 needs a loss scale on which all slices agree; tensor here has none"
-    across = f"packs weights in blocks that run across the borders of tensor({degree})'s slices"
+    fp16 = "fp16 needs a loss scale shared by all tensor-parallel ranks, which isn't implemented"
+    across = f"packs weights in blocks that cross the borders of tensor({degree})'s shards"
     dora = (
-        "dora measures whole columns of each weight in every forward pass; under "
-        f"tensor({degree}) a rank has slices of them"
+        "dora needs the norms of whole weight rows in every forward pass; under "
+        f"tensor({degree}) a rank has shards of them"
     )
-    routers = f"losses of routers are read from whole layers; tensor({degree}) slices them"
+    routers = f"router losses are read from whole layers; tensor({degree}) shards them"
     return replace(
         _in_parts(found, name),
         precisions=found.precisions.without({"fp16": Refusal(fp16)}),
@@ -88,9 +87,9 @@ def sliced(found: Capabilities, name: str, degree: int) -> Capabilities:
 
 def routed(found: Capabilities, name: str) -> Capabilities:
     """The same where ranks have experts of their own (expert parallelism)."""
-    fp16 = "fp16 needs a loss scale on which all experts' ranks agree; there is none here"
-    packed = f"int8 leaves experts in 16 bits, and {name} is for models that consist of them"
-    waits = "a rank waits for the tokens that others send, and here there is one rank"
+    fp16 = "fp16 needs a loss scale shared by all expert-parallel ranks, which isn't implemented"
+    packed = "int8 leaves experts, most of the model, in 16 bits"
+    waits = "a dry run has one rank, which would wait for the tokens of the others"
     return replace(
         layers_as_written(found, name),
         precisions=found.precisions.without({"fp16": Refusal(fp16)}),
@@ -98,7 +97,7 @@ def routed(found: Capabilities, name: str) -> Capabilities:
         models=found.models.without(
             {"encoder_decoder": Refusal(f"{name} divides experts, and this model has none")}
         ),
-        router_losses=Refusal(f"losses of routers are not proven equal under {name}"),
+        router_losses=Refusal(f"router losses have not been verified under {name}"),
         micro_batch_by_memory=False,
         dry_run=Refusal(waits),
     )
@@ -106,14 +105,14 @@ def routed(found: Capabilities, name: str) -> Capabilities:
 
 def staged(found: Capabilities, name: str) -> Capabilities:
     """The same where the layers lie on different ranks (pipeline parallelism)."""
-    fp16 = "fp16 needs a loss scale on which all stages agree; there is none here"
+    fp16 = "fp16 needs a loss scale shared by all stages, which isn't implemented"
     return replace(
         _in_parts(found, name),
         precisions=found.precisions.without({"fp16": Refusal(fp16)}),
         router_losses=Refusal(
-            f"{name} computes some micro-batches' gradients before it has seen where all tokens go"
+            f"{name} starts backward passes before it has counted where all tokens of a step go"
         ),
-        dry_run=Refusal("a stage waits for what others send, and here there is one rank"),
+        dry_run=Refusal("a dry run has one rank, whose stage would wait for the others"),
     )
 
 
@@ -121,8 +120,7 @@ def _in_parts(found: Capabilities, name: str) -> Capabilities:
     """Ranks that hold parts of one model share its rows, and leave the logits to it."""
     whole = layers_as_written(found, name)
     both = (
-        f"{name} cuts models whose layers form one chain; here each layer of the decoder also "
-        "reads the encoder's result"
+        f"{name} splits a chain of layers; here each decoder layer also reads the encoder's output"
     )
     return replace(
         whole,

@@ -102,12 +102,12 @@ def test_a_file_of_another_tool_is_told_so_first(tmp_path: Path) -> None:
     with pytest.raises(JobError) as caught:
         load_job(path)
     first, *others = caught.value.problems
-    assert first.fact.startswith("is written for another tool: 7 of its 10 keys")
+    assert first.fact.startswith("is another tool's file: 7 of its 10 keys")
     assert "`shardtune init NousResearch/Llama-3.2-1B DATA`" in first.fix
     fixes = {each.place.partition(": ")[2]: each.fix for each in others}
     assert fixes["model"] == "add `model: {name: NousResearch/Llama-3.2-1B}`"
     assert fixes["val_set_size"].startswith("here it is data.eval: {share:")
-    assert fixes["stage"].startswith("leave it out: shardtune trains on answers and texts (SFT)")
+    assert fixes["stage"].startswith("leave it out: shardtune does supervised fine-tuning")
     assert fixes["learning_rate"] == "did you mean 'train.learning_rate'?"
     assert "fsdp" not in fixes  # which is understood
 

@@ -73,7 +73,7 @@ def test_a_fix_names_strategies_that_take_both() -> None:
     (problem,) = told("encoder_decoder", strategy={"type": "pipeline", "stages": 2})
     for name in ("ddp", "fsdp", "deepspeed"):
         assert name in problem.fix
-    assert "encoder's result" in problem.fact
+    assert "encoder's output" in problem.fact
 
 
 def test_a_target_of_its_own_needs_an_encoder() -> None:

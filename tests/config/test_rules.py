@@ -35,7 +35,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"train": {"steps": 10, "warmup_steps": 10}},
         Problem(
             "train.warmup_steps",
-            "10 steps of warmup in a run of 10: the rate would never reach its peak",
+            "10 steps of warmup in a run of 10: the learning rate would never reach its peak",
             "warm up for fewer steps, or train for more",
         ),
     ),
@@ -59,7 +59,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"train": {"kernels": "compiled", "router_z_loss_coef": 0.001}},
         Problem(
             "train.kernels",
-            "is compiled, and losses of routers reach into layers while they run",
+            "is compiled, and router losses need hooks that compiled layers bypass",
             "set train.kernels: eager, or train.router_aux_loss_coef: 0 and "
             "train.router_z_loss_coef: 0",
         ),
@@ -77,7 +77,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"train": {"one_cycle": {"pct_start": 0.1}}},
         Problem(
             "train.one_cycle",
-            "shapes a cycle, and schedule is cosine",
+            "is set, but train.schedule is cosine",
             "set train.schedule: one_cycle, or leave it out",
         ),
     ),
@@ -93,7 +93,8 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"model": {"name": "m", "attention": "flash_attention_2"}, "train": {"micro_batch": 2}},
         Problem(
             "train.micro_batch",
-            "flash_attention_2 keeps packed documents apart in one row at a time, not in 2",
+            "is 2, but flash_attention_2 isolates packed documents only in micro-batches of one "
+            "row",
             "set train.micro_batch: 1, data.packing: false, or model.attention: sdpa",
         ),
     ),
@@ -113,7 +114,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"data": {"train": [source("x.jsonl", prefix="summarize: ")]}},
         Problem(
             "data",
-            "x: a prefix stands before sources, and format: completion has none",
+            "x: prefix is put before a source, and format: completion has none",
             "leave prefix out, or use format: source_target",
         ),
     ),
@@ -129,8 +130,8 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"model": {"name": "m", "quantization": "nf4"}, "adapter": {"type": "none"}},
         Problem(
             "model.quantization",
-            "the weights are stored in nf4, and all of them are to be trained: a step is far "
-            "smaller than the distance between two such numbers",
+            "is nf4, and adapter.type is none: a full fine-tune can't update quantized weights, as "
+            "an update is far smaller than the spacing of their values",
             "train an adapter (`adapter: {type: lora}`), or set model.quantization: none",
         ),
     ),
@@ -141,8 +142,8 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "adapter.variant",
-            "pissa moves the strongest part of each weight into the adapter; what remains would be "
-            "quantized (nf4) otherwise than by whoever loads the adapter",
+            "pissa moves the top singular components of each weight into the adapter and keeps the "
+            "rest as the base; a tool that loads the adapter quantizes (nf4) another base",
             "use variant: plain, dora or rslora, or set model.quantization: none",
         ),
     ),
@@ -154,8 +155,8 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.precision",
-            "is fp32, but products with weights stored in fp8 are computed in bf16, as GPUs scale "
-            "them row by row",
+            "is fp32, but matmuls with fp8 weights give bf16: GPUs' row-wise scaled FP8 matmul has "
+            "no other output",
             "set train.precision: bf16, or model.quantization: none",
         ),
     ),
@@ -163,7 +164,7 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"model": {"name": "m", "add_tokens": ["<|a|>", "<|b|>"]}, "adapter": {"type": "lora"}},
         Problem(
             "model.add_tokens",
-            "<|a|>, <|b|> would never come to mean anything: an adapter (lora) by itself doesn't "
+            "the embeddings of <|a|>, <|b|> would stay untrained: an adapter (lora) alone doesn't "
             "train the embedding",
             "use adapter: {type: lora, modules_to_save: [embed_tokens, lm_head]}, or {type: none}",
         ),
@@ -177,9 +178,8 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.optimizer.paged",
-            "a GPU reads the update's memory over the bus where it alone trains all weights in "
-            "bf16; here an adapter (lora) is trained and moments have 8 bits and strategy is fsdp "
-            "and there are 2 ranks",
+            "needs a full fine-tune on one GPU, in bf16 with 32-bit moments; here an adapter "
+            "(lora) is trained and moments have 8 bits and strategy is fsdp and there are 2 ranks",
             "leave paged out; with several GPUs use strategy: {type: fsdp, offload: cpu}",
         ),
     ),
@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.precision",
-            "fp16 needs a loss scale on which all slices agree; tensor here has none",
+            "fp16 needs a loss scale shared by all tensor-parallel ranks, which isn't implemented",
             "set train.precision: fp32 or bf16, or use strategy: {type: ddp}, {type: deepspeed} or "
             "{type: fsdp}",
         ),
@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.precision",
-            "fp16 needs a loss scale on which all stages agree; there is none here",
+            "fp16 needs a loss scale shared by all stages, which isn't implemented",
             "set train.precision: fp32 or bf16, or use strategy: {type: ddp}, {type: deepspeed} or "
             "{type: fsdp}",
         ),
@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "model.quantization",
-            "fp8 multiplies with whole weights, each with a scale for its rows; fsdp divides them",
+            "fp8 needs every linear layer whole, with row-wise scales; fsdp doesn't support it",
             "set model.quantization: none, nf4 or int8, or use strategy: {type: ddp}",
         ),
     ),
@@ -282,8 +282,8 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "model.quantization",
-            "weights in nf4, and zero_optimization.offload_param into files: DeepSpeed reads them "
-            "back as numbers of the model's precision, which they are not",
+            "nf4 weights can't be offloaded to NVMe (zero_optimization.offload_param): DeepSpeed "
+            "reads their packed bytes back as numbers in the model's dtype",
             "set offload_param.device: cpu, or set model.quantization: none",
         ),
     ),
@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "model.quantization",
-            "nf4 packs weights in blocks that run across the borders of tensor(2)'s slices",
+            "nf4 packs weights in blocks that cross the borders of tensor(2)'s shards",
             "set model.quantization: none, or use strategy: {type: ddp}, {type: deepspeed} or"
             " {type: fsdp}",
         ),
@@ -310,8 +310,8 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.optimizer.bits",
-            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
-            "share would be unpacked to 32 bits in every update",
+            "8-bit moments can't be offloaded (zero_optimization.offload_optimizer): on the CPU "
+            "each update would unpack a rank's whole shard to 32 bits",
             "set offload_optimizer.device: none, or set train.optimizer.bits: 32",
         ),
     ),
@@ -324,8 +324,8 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "adapter.variant",
-            "dora measures whole columns of each weight in every forward pass; under tensor(2) a "
-            "rank has slices of them",
+            "dora needs the norms of whole weight rows in every forward pass; under tensor(2) a "
+            "rank has shards of them",
             "set adapter.variant: plain, rslora or pissa, or use strategy: {type: ddp}, "
             "{type: deepspeed} or {type: fsdp}",
         ),
@@ -339,7 +339,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.kernels",
-            "tensor reaches into layers while they run, where compiled ones are closed",
+            "tensor hooks into the modules inside each layer, which compiled layers bypass",
             "set train.kernels: eager, or use strategy: {type: ddp} or {type: fsdp}",
         ),
     ),
@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.router_aux_loss_coef",
-            "losses of routers are read from whole layers; tensor(2) slices them",
+            "router losses are read from whole layers; tensor(2) shards them",
             "set train.router_aux_loss_coef: 0 and train.router_z_loss_coef: 0, or use strategy: "
             "{type: ddp} or {type: fsdp}",
         ),
@@ -366,7 +366,8 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.gradient_checkpointing",
-            "mlp chooses among the products of a whole layer; fsdp sends messages between them",
+            "mlp recomputes part of a layer, and fsdp with tensor: 2 hooks into the modules inside "
+            "of it",
             "set train.gradient_checkpointing: none or full, or use strategy: {type: ddp} or "
             "{type: fsdp}",
         ),
@@ -380,8 +381,7 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "train.router_aux_loss_coef",
-            "pipeline computes some micro-batches' gradients before it has seen where all tokens "
-            "go",
+            "pipeline starts backward passes before it has counted where all tokens of a step go",
             "set train.router_aux_loss_coef: 0 and train.router_z_loss_coef: 0, or use strategy: "
             "{type: ddp} or {type: fsdp}",
         ),
@@ -391,8 +391,8 @@ REFUSED: dict[str, tuple[str, dict[str, dict[str, Any]], Problem]] = {
         {"strategy": {"type": "fsdp"}, "train": {"offload_activations": True}},
         Problem(
             "train.offload_activations",
-            "activations wait in CPU memory where each rank has the whole model; fsdp saves "
-            "weights and messages among them",
+            "activation offload needs the whole model on each rank; fsdp saves gathered weights or "
+            "communication buffers too",
             "leave it out: gradient_checkpointing: full saves most, or use strategy: {type: ddp}",
         ),
     ),
@@ -444,7 +444,7 @@ GENERIC: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"train": {"kernels": "compiled"}},
         Problem(
             "train.kernels",
-            "strategy poor computes layers as transformers writes them, not compiled ones",
+            "strategy poor doesn't support compiled layers",
             "set train.kernels: eager, or use strategy: {type: ddp} or {type: fsdp}",
         ),
     ),
@@ -452,7 +452,7 @@ GENERIC: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"save": {"every": 5}},
         Problem(
             "save.every",
-            "strategy poor writes no checkpoints that a run could go on from",
+            "strategy poor writes no checkpoints to resume from",
             "set save.every: 0, which writes the result alone, or use strategy: {type: ddp}, "
             "{type: deepspeed} or {type: fsdp}",
         ),
@@ -491,7 +491,7 @@ OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"strategy": {"type": "fsdp", "schedule": "gpipe"}},
         Problem(
             "strategy.schedule",
-            "gpipe is an order of stages, and pipeline: 1 has but one",
+            "gpipe is a pipeline schedule, and pipeline: 1 has only one stage",
             "set pipeline to the number of stages, or leave schedule out",
         ),
     ),
@@ -499,7 +499,7 @@ OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"strategy": {"type": "pipeline", "stages": 2, "chunks": 4}, "launch": {"processes": 2}},
         Problem(
             "strategy.chunks",
-            "only interleaved gives each rank a number of stages, here 4",
+            "is 4, the number of stages of a rank under schedule: interleaved only",
             "set schedule: interleaved, or leave chunks out",
         ),
     ),
@@ -510,15 +510,17 @@ OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "strategy.sharding",
-            "is hybrid beside expert: 2, and shares of experts are not repeated in groups",
-            "set sharding: full; or use type: expert, which repeats all weights but experts",
+            "is hybrid together with expert: 2, and replicated shards of experts are not "
+            "implemented",
+            "set sharding: full; or use type: expert, which replicates all weights but experts",
         ),
     ),
     "experts and stages": (
         {"strategy": {"type": "fsdp", "expert": 2, "pipeline": 2}, "launch": {"processes": 4}},
         Problem(
             "strategy.pipeline",
-            "is 2 beside expert: 2, and no schedule of stages waits for tokens of other ranks",
+            "is 2 together with expert: 2, and no pipeline schedule here waits for tokens of other "
+            "ranks",
             "set pipeline: 1, or expert: 1",
         ),
     ),
@@ -526,7 +528,8 @@ OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"strategy": {"type": "fsdp", "expert": 2, "tensor": 2}, "launch": {"processes": 4}},
         Problem(
             "strategy.tensor",
-            "is 2 beside expert: 2, and nobody has said how layers with experts are sliced",
+            "is 2 together with expert: 2, and tensor parallelism of layers with experts is not "
+            "implemented",
             "set tensor: 1",
         ),
     ),
@@ -534,7 +537,7 @@ OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         {"strategy": {"type": "fsdp", "expert": 2, "offload": "cpu"}, "launch": {"processes": 2}},
         Problem(
             "strategy.offload",
-            "is cpu beside expert: 2, which is not proven to compute the same",
+            "is cpu together with expert: 2, which has not been verified to compute the same",
             "set offload: none, or expert: 1",
         ),
     ),
@@ -545,9 +548,9 @@ OWN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
         },
         Problem(
             "strategy.tensor",
-            "zero_bubble computes gradients of weights apart from those of inputs, which torch "
-            "can't do for the slices of tensor(2)",
-            "use schedule: interleaved, which waits little too, or tensor: 1",
+            "zero_bubble computes weight gradients separately from input gradients, which torch "
+            "can't do for weights sharded by tensor(2)",
+            "use schedule: interleaved, whose bubble is small too, or tensor: 1",
         ),
     ),
 }
@@ -635,7 +638,7 @@ def test_what_pissa_leaves_is_not_held_in_8_bits() -> None:
     job = resolved(model={"name": "m", "quantization": "fp8"}, adapter=adapter)
     (problem,) = problems(job)
     assert problem.place == "adapter.variant"
-    assert "quantized (fp8)" in problem.fact
+    assert "quantizes (fp8)" in problem.fact
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -17,33 +17,32 @@ class NoAdapter(Section):
 
 
 class LoRA(Section):
-    """Train a low-rank correction of each chosen linear layer; the model itself stays as it is."""
+    """LoRA: train a low-rank update of each chosen linear layer; the base model stays frozen."""
 
     type: Literal["lora"] = "lora"
     rank: Positive = 16
-    """Columns of the correction. More of them learn more and cost more memory."""
+    """Rank r of the update BA. A higher rank can learn more, and costs more memory."""
     alpha: Annotated[float, Field(gt=0)] = 32
-    """Strength: the correction is multiplied by alpha / rank, of experts by alpha / expert_rank."""
+    """Scaling: the update is multiplied by alpha / rank (of experts: alpha / expert_rank)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' inputs that is dropped in training."""
+    """Dropout on the adapters' inputs."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of the linear layers to adapt, or every one but the output head and those of encoders
-    of pictures and sounds, which text never goes through."""
+    """Names of the linear layers to adapt, or `all-linear`: every one except the output head and
+    those of image and audio encoders."""
     variant: Literal["plain", "dora", "rslora", "pissa"] = "plain"
-    """`dora` trains the length of each row apart from its direction; `rslora` multiplies by
-    alpha / sqrt(rank), so that high ranks keep their strength; `pissa` starts from the strongest
-    directions of the weights instead of from nothing."""
+    """`dora` trains the magnitude of each weight row apart from its direction; `rslora` scales by
+    alpha / sqrt(rank), so that high ranks keep their strength; `pissa` initialises A and B with the
+    top singular components of the weight."""
     modules_to_save: tuple[str, ...] = ()
-    """Names of modules that are trained whole beside the adapters, and saved with them, such as
+    """Names of modules that are trained in full beside the adapters, and saved with them, such as
     `embed_tokens` and `lm_head` after new tokens were added, or the router of a mixture of experts
     (`gate`, or `router`), which is frozen otherwise."""
     experts: Auto | Literal["all", "none"] = "auto"
     """Of a mixture of experts: adapt `all` routed experts of every layer, or `none`. `auto` adapts
     them with `targets: all-linear`, and not where targets are named."""
     expert_rank: Auto | Positive = "auto"
-    """Rank of the correction of each expert's matrices. `auto` is rank / experts that a token goes
-    through, at least 1: a token then meets about as many trained numbers as in a model without
-    experts."""
+    """LoRA rank of each expert. `auto` is rank / active experts per token, at least 1: a token then
+    passes about as many trained weights as in a dense model."""
 
     @property
     def adapts_experts(self) -> bool:
@@ -57,14 +56,14 @@ class LoRA(Section):
 
 
 class IA3(Section):
-    """Train one factor for each output of the keys and values and each input of the MLP's last
-    layer: a few thousand numbers; the model itself stays as it is."""
+    """IA3: train one scaling factor for each output of the K and V projections and each input of
+    the MLP's down projection; the base model stays frozen."""
 
     type: Literal["ia3"] = "ia3"
     targets: Auto | tuple[str, ...] = "auto"
     """Names of the linear layers to scale; `auto` knows the common families."""
     feedforward: Auto | tuple[str, ...] = "auto"
-    """Those of the targets whose input is scaled, not their output."""
+    """Those of the targets whose inputs are scaled, not their outputs."""
 
 
 Adapter = Annotated[LoRA | IA3 | NoAdapter, Field(discriminator="type")]

@@ -15,12 +15,12 @@ Format = Literal["instruction", "chat", "completion", "pretokenized", "source_ta
 
 
 class Columns(Section):
-    """Which columns of the files hold what. What a format doesn't use is left alone."""
+    """Which columns of the files hold what. Columns that a format doesn't use are ignored."""
 
     instruction: str = "instruction"
-    """What is asked (format `instruction`)."""
+    """The instruction (format `instruction`)."""
     input: str = "input"
-    """Further material to the question; may be missing or empty (format `instruction`)."""
+    """Context of the instruction; may be missing or empty (format `instruction`)."""
     output: str = "output"
     """The answer to learn (format `instruction`)."""
     system: str = "system"
@@ -32,19 +32,19 @@ class Columns(Section):
     input_ids: str = "input_ids"
     """Token ids (format `pretokenized`)."""
     labels: str = "labels"
-    """Target ids, -100 where not trained; may be missing (format `pretokenized`). For a model with
-    an encoder: what its decoder has to write."""
+    """Label ids, -100 where not trained; may be missing (format `pretokenized`). For an
+    encoder-decoder: the target."""
     source: Auto | str = "auto"
     """What the encoder reads (format `source_target`). `auto` knows common names: `source`,
     `input`, `prompt`, `document`, `article`, `dialogue`, `question`, `inputs`."""
     target: Auto | str = "auto"
-    """What the decoder has to write (format `source_target`). `auto` takes the name that goes with
-    the source's: `target`, `output`, `completion`, `summary`, `highlights`, `answer`,
+    """What the decoder learns to write (format `source_target`). `auto` takes the name that goes
+    with the source's: `target`, `output`, `completion`, `summary`, `highlights`, `answer`,
     `targets`."""
 
 
 class Separator(Section):
-    """Documents of a text file are what stands between occurrences of a text."""
+    """Splits a text file into documents at each occurrence of a text."""
 
     separator: Annotated[str, Field(min_length=1)]
     """Such as `"\\n---\\n"`; it is no part of a document."""
@@ -67,17 +67,16 @@ class Source(Section):
     columns: Columns = Columns()
     """Which columns hold what, where they are called otherwise."""
     prefix: str = ""
-    """Text before each source (format `source_target`): `summarize: `, for T5 knows its tasks by
-    one."""
+    """Text before each source (format `source_target`), such as T5's `summarize: `."""
     template: Literal["auto", "chat", "plain"] = "auto"
-    """How an instruction becomes text: the tokenizer's chat template, or plain headings.
+    """How an instruction becomes text: by the tokenizer's chat template, or under plain headings.
     `auto` takes the chat template where the tokenizer has one."""
     documents: Auto | Literal["file", "blank_line", "line"] | Separator = "auto"
-    """What a document of a text file is: the whole file, what stands between blank lines or between
-    occurrences of a separator, or a line. `auto` looks at the file, and what it takes is told."""
+    """What a document of a text file is: the whole file, what stands between blank lines or
+    separators, or a line. `auto` decides by the file's beginning and prints what it took."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
-    """What becomes of a document longer than the sequence: its end is cut off, it is cut into
-    several documents, or it is left out. Reported either way."""
+    """What happens to a document longer than the sequence: it is truncated, split into several
+    documents, or dropped. Counted either way."""
 
     @property
     def label(self) -> str:
@@ -92,21 +91,21 @@ class TrainSource(Source):
     """A data set to train on."""
 
     stop: Literal["required", "none"] = "required"
-    """Whether documents have to end with a stop token. `none` trains a set in which none does: a
-    model learns from it how to go on, not when to end. Rows of token ids that fill the sequence are
-    a corpus cut into windows, and need no such word."""
+    """Whether documents have to end with a stop token. `none` trains a set in which none does, from
+    which a model learns to continue, not to stop. Token ids that all fill the sequence are a corpus
+    cut into windows, and don't need `stop: none`."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """How often its rows are seen in an epoch: 0.5 takes half of them (the other half the next
-    time), 2 takes each twice."""
+    """How often its rows are trained in an epoch: 0.5 takes half of them (the other half in the
+    next epoch), 2 takes each twice."""
 
 
 class EvalShare(Section):
-    """Rows of the training sets that are held out, drawn by their content: the same ones when rows
-    are added or reordered, and never one whose copy is trained."""
+    """Rows of the training sets that are held out, chosen by a hash of their content: the same ones
+    when rows are added or reordered, and never one whose copy is trained."""
 
     share: Annotated[float, Field(gt=0, lt=1)]
-    """About which part of the rows."""
+    """The approximate fraction of the rows."""
 
 
 class DataSection(Section):
@@ -118,28 +117,28 @@ class DataSection(Section):
     """Held-out data sets, or `{share: 0.02}` of the training sets; each is reported by its own
     name."""
     sequence_length: Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = 1024
-    """The longest row, in tokens; the longest source of a model with an encoder."""
+    """The longest row, in tokens; for an encoder-decoder the longest source."""
     target_length: Auto | Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = "auto"
-    """The longest target of a model with an encoder (T5, BART), in tokens; `auto` is as many as
-    `sequence_length`. A decoder alone has source and target in one row."""
+    """The longest target of an encoder-decoder (T5, BART), in tokens; `auto` is as many as
+    `sequence_length`. A decoder-only model has source and target in one row."""
     packing: Auto | bool = "auto"
-    """Fill each row with several documents, kept apart in attention and positions. `auto` does so
-    where the model's family keeps them apart, and else gives each document a row of its own."""
+    """Fill each row with several documents, isolated in attention and positions. `auto` does so
+    where the model's family isolates them, and else pads one document per row."""
     shuffle: bool = True
-    """Draw the documents in a random order, another each epoch; false keeps the files' order."""
+    """Shuffle the documents, anew in each epoch; false keeps the files' order."""
     chat_template: str | None = None
-    """A chat template for a tokenizer that has none, or in the place of its own: a Jinja file, or
-    one of chatml, llama3, gemma, phi3, mistral, zephyr, alpaca, vicuna. It is saved with the
-    result, and the token that ends its answers is a stop token."""
+    """A chat template that replaces the tokenizer's own, if it has one: a Jinja file, or one of
+    chatml, llama3, gemma, phi3, mistral, zephyr, alpaca, vicuna. It is saved with the result, and
+    the token that ends its answers is a stop token."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What to do when rows can't be read: list them all and stop, or list them and go on."""
     control_tokens: Literal["refuse", "text", "token"] = "refuse"
-    """What to do with a row whose own text holds a control token of the tokenizer (`<|im_end|>`,
-    `</s>`): refuse it as a bad row, read it as ordinary text, or as that token. What the chat
-    template writes, the job's `add_tokens` and an end-of-text token at the end of a text are not
-    meant."""
+    """What to do with a row whose own text contains a control token of the tokenizer (`<|im_end|>`,
+    `</s>`): refuse it as a bad row, tokenize it as ordinary text, or as that token. Tokens that the
+    chat template writes, the job's `add_tokens` and an end-of-text token at the end of a text are
+    exempt."""
     workers: Auto | Positive = "auto"
-    """Processes that tokenise."""
+    """Processes that tokenize."""
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:

@@ -1,4 +1,4 @@
-"""`evaluate`: when held-out sets and benchmarks are looked at, and how."""
+"""`evaluate`: when held-out sets and benchmarks are evaluated, and how."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def _entries(value: object) -> object:
 
 
 class EvaluateSection(Section):
-    """When the held-out sets are looked at, and how."""
+    """When held-out sets and benchmarks are evaluated, and how."""
 
     every: Auto | NotNegative = "auto"
-    """Steps between evaluations; 0 looks only before and after. `auto` follows `save.every`."""
+    """Steps between evaluations; 0 evaluates only before and after the run. `auto` follows
+    `save.every`."""
     tasks: Annotated[
         tuple[TaskEntry, ...],
         BeforeValidator(_entries, json_schema_input_type=list[str | TaskEntry]),
     ] = ()
-    """Benchmarks of which the score is measured before, while and after training; an entry may be
-    the task's name alone. Their questions are answered greedily, in batches, shared among the
-    ranks."""
+    """Benchmarks that are scored before, during and after training; an entry may be the task's name
+    alone. Questions are answered by greedy decoding, in batches, shared among the ranks."""
     batch_size: Positive = 16
     """Questions of a task that a rank answers at once."""
     allow_code: bool = False

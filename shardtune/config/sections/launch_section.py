@@ -27,8 +27,8 @@ class LocalLaunch(Section):
     """Threads a process may use; `auto` takes OMP_NUM_THREADS where the environment has it, and
     else divides the cores among the processes."""
     restarts: NotNegative = 3
-    """How often the run is started again from its last checkpoint after a process died or hung. At
-    the third failure in the same step it ends in any case."""
+    """How often the run restarts from its last checkpoint after a process died or hung. At the
+    third failure in the same step it ends in any case."""
     patience: Annotated[float, Field(ge=1)] = 4.0
     """Seconds of silence inside a step (or 2.5 median steps, if that is more) after which a process
     counts as hung. The first step, compiling, evaluating and saving may take longer."""
@@ -43,7 +43,7 @@ class LocalLaunch(Section):
 
 
 class RayLaunch(Section):
-    """Run on Ray's workers: on a Ray that is started for this run, or on a cluster that is there.
+    """Run on Ray's workers: on a Ray that is started for this run, or on a running cluster.
 
     `save.directory` has to be on storage that all workers share."""
 
@@ -55,12 +55,12 @@ class RayLaunch(Section):
     resources_per_worker: dict[str, NotNegativeNumber] = Field(default_factory=dict)
     """What else a worker is given, as Ray counts it: `{CPU: 4}`."""
     address: str | None = None
-    """Of a Ray that is there: `auto` finds it, `ray://HOST:10001` connects to one elsewhere. Null
-    starts one on this machine and stops it afterwards."""
+    """Address of a running Ray: `auto` finds it, `ray://HOST:10001` connects to another machine.
+    Null starts one on this machine and stops it afterwards."""
     max_failures: NotNegative = 3
-    """How often the run is started again from its last checkpoint after workers died."""
+    """How often the run restarts from its last checkpoint after workers died."""
     dashboard: bool = False
-    """Let a Ray that is started here serve its web page, on the loopback address."""
+    """Whether a Ray that is started here serves its dashboard, on the loopback address."""
     storage: str | None = None
     """Where the run directory is copied at the end, result and checkpoints with it: any path that
     fsspec understands, such as `s3://bucket/run`."""

@@ -19,19 +19,19 @@ class AdamW(Section):
         0.9,
         0.95,
     )
-    """How much of the past the means of the gradient and of its square remember."""
+    """Decay rates of Adam's first and second moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Keeps the division by the root of the mean square from blowing up."""
+    """Added to the denominator of the update, for numerical stability."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Share of a weight that is taken off in each step, times the learning rate."""
+    """Decoupled weight decay: each step subtracts learning rate x weight_decay x weight."""
     bits: Bits = 32
-    """Of each of the two means. 8 stores them block-wise, a byte a number and a scale for 256 of
-    them: a quarter of the memory, slightly other steps. Needs `shardtune[quant]`."""
+    """Bits of Adam's moments. 8 quantizes them block-wise, a byte per value and a scale per 256
+    values: a quarter of the memory, slightly different updates. Needs `shardtune[quant]`."""
     paged: bool = False
-    """Optimizer states, and the lower halves of split fp32 weights, lie in pinned CPU memory that
-    the GPU reads and writes in place (host-mapped; bitsandbytes calls it paged): 10 bytes less a
-    weight on the GPU, the same steps to the bit, and the way over the bus once a step. Where one
-    GPU trains all weights in bf16."""
+    """Keep optimizer states, and the lower halves of split fp32 weights, in pinned CPU memory that
+    the GPU reads and writes in place (host-mapped; bitsandbytes calls it paged): 10 bytes less per
+    weight on the GPU, the same steps to the bit, one transfer over the bus per step. For a full
+    fine-tune in bf16 on one GPU."""
 
     def setup(self) -> OptimizerSetup:
         """The update rule as the engine is told it."""
@@ -45,13 +45,13 @@ class AdamW(Section):
 
 
 class SGD(Section):
-    """Plain gradient descent. It shows errors of gradient scale that AdamW hides."""
+    """SGD. It shows errors of gradient scale that AdamW hides."""
 
     type: Literal["sgd"]
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """How much of the last update goes into the next."""
+    """Momentum factor."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Share of a weight that is added to its gradient."""
+    """L2 penalty: weight_decay x weight is added to the gradient."""
 
     def setup(self) -> OptimizerSetup:
         """The update rule as the engine is told it."""

@@ -21,15 +21,16 @@ class SaveSection(Section):
     keep: Positive = 2
     """Checkpoints that are kept; older ones are removed once a newer one is complete."""
     best: BestCheckpoint | None = None
-    """Keep the checkpoint of the step with the best value of a metric besides those of `keep`, and
+    """Keep the checkpoint of the step with the best value of a metric, beside those of `keep`, and
     write the result from it. Null writes the result from the last step."""
     background: bool = True
-    """Copy the state to CPU memory and write the copy while training goes on. Each rank needs
-    memory for its share of a checkpoint, from the first step on if `every` says so; false needs
-    none, and trains on when all is written."""
+    """Asynchronous checkpoints: copy the state to CPU memory and write it while training goes on.
+    Each rank needs CPU memory for its shard of a checkpoint, from the first step on if `every` is
+    set; false needs none, and training waits for the write."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What to do when a checkpoint can't be written: say so and train on until the next one is due,
-    or stop. The last checkpoint of a run has to succeed in any case."""
+    """What to do when a checkpoint can't be written: report it and train on until the next one is
+    due, or stop. The last checkpoint of a run has to succeed in any case."""
     trace: bool = False
-    """Write `trace.jsonl`: after each step its loss, gradient norm and rate to the bit, and digests
-    of samples, random numbers, weights and optimizer state. For proofs; it gathers the state."""
+    """Write `trace.jsonl`: for each step its loss, gradient norm and learning rate to the bit, and
+    digests of samples, RNG states, weights and optimizer states. For proofs: it gathers the whole
+    state in every step."""

@@ -37,14 +37,14 @@ class TrainSection(Section):
     the random numbers of dropout, where there is any). `auto`: on GPUs the fewest that are about as
     fast as any that fit, by the forecast; elsewhere up to 4,096 tokens."""
     learning_rate: Annotated[float, Field(gt=0, le=1e4)] = 2e-4
-    """The highest rate of the schedule."""
+    """The peak learning rate."""
     schedule: ScheduleKind = "cosine"
-    """How the rate falls after the warmup. `one_cycle` rises and falls as torch's OneCycleLR, by
-    the three numbers of `one_cycle`, and takes no `warmup_steps`."""
+    """The learning-rate schedule after the warmup. `one_cycle` is torch's OneCycleLR with the three
+    numbers of `one_cycle`, and takes no `warmup_steps`."""
     one_cycle: OneCycle = OneCycle()
     """The shape of `schedule: one_cycle`."""
     warmup_steps: NotNegative = 0
-    """Steps in which the rate rises from zero."""
+    """Steps of linear warmup from zero."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
     """The same as a share of the run, rounded up. Give this or `warmup_steps`."""
     schedule_start: NotNegative = 0
@@ -54,53 +54,53 @@ class TrainSection(Section):
     """The epochs after which a run that was extended had come to its end before. A step that was
     short there stays so, and the next begins with the row after it. Set by `--resume`."""
     precision: Auto | Precision = "auto"
-    """Of the computation: `bf16` or `fp16` (mixed precision, the latter with loss scaling), or
-    `fp32`. `auto` takes bf16 where the device is fast in it; else fp16 on a GPU and fp32 on a CPU.
-    Weights that are trained are kept in fp32 in any case; how frozen ones are stored is
-    `model.quantization`."""
+    """Precision of the computation: `bf16` or `fp16` (mixed precision, the latter with loss
+    scaling), or `fp32`. `auto` takes bf16 where the device is fast in it; else fp16 on a GPU and
+    fp32 on a CPU. Trained weights are kept in fp32 in any case; `model.quantization` says how
+    frozen ones are stored."""
     gradient_checkpointing: Auto | Recompute = "none"
-    """Activation checkpointing: what the backward pass recomputes instead of keeping it. `none`
-    keeps the result of every matmul (small operations between them are recomputed where layers are
-    compiled), `mlp` drops the wide ones of the MLP, `most` keeps only attention, `full` nothing but
-    each layer's input: least memory, about a third more time. `mlp` and `most` are for `ddp` and
-    `fsdp`. `auto` takes the lowest level that fits into the memory, by the forecast, and sets
+    """Activation checkpointing: what the backward pass recomputes instead of saving it. `none`
+    saves the result of every matmul (where layers are compiled, cheap operations between them are
+    recomputed), `mlp` drops those of the MLP's gate and up, `most` saves only attention, `full`
+    only each layer's input: least memory, about a third more time. `mlp` and `most` are for `ddp`
+    and `fsdp`. `auto` takes the lowest level whose forecast fits into memory, and sets
     `keep_layers` too."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """What a rank may take of its GPU, in GiB: the forecast, and what is chosen by it, keep to it.
-    Null: all that the GPU has."""
+    """Limit of GPU memory per rank, in GiB, for the forecast and all that it chooses. Null: all
+    that the GPU has."""
     keep_layers: NotNegative = 0
-    """So many of the layers, the last ones, are exempt from `gradient_checkpointing: mlp` or
-    `most`: memory that is left buys time."""
+    """The last N layers are exempt from `gradient_checkpointing: mlp` or `most`: more memory, less
+    recomputation."""
     offload_activations: bool = False
-    """What the forward pass saves waits for the backward pass in pinned CPU memory, copied beside
-    the computation: the GPU keeps about two layers of it. With `gradient_checkpointing: full` it is
-    little; without, computing often waits for the link to the host. On a GPU, under
-    `strategy: ddp`."""
+    """Keep saved activations in pinned CPU memory until the backward pass. Copies overlap with the
+    computation, and the GPU keeps about two layers' worth. With `gradient_checkpointing: full`
+    there is little to copy; without, computing often waits for the link to the host. On a GPU,
+    under `strategy: ddp`."""
     loss: Auto | Loss = "auto"
-    """`fused` computes output head and loss together, in pieces: the logits of a micro-batch, often
-    the largest thing of all, never exist at once. `auto` does so on a GPU."""
+    """`fused` computes output head and cross-entropy together, in chunks: the logits of a
+    micro-batch, often the largest tensor of all, never exist at once. `auto`: fused on a GPU where
+    layers may be compiled."""
     kernels: Auto | Kernels = "auto"
-    """`compiled` fuses the small operations of each layer (torch.compile, some 20 seconds once);
-    `eager` runs each as transformers writes it. `auto` compiles on a GPU."""
+    """`compiled` compiles and fuses each layer (torch.compile, some 20 seconds once); `eager` runs
+    it as transformers writes it. `auto`: compiled on a GPU where strategy and model allow it."""
     router_aux_loss_coef: Auto | NotNegativeNumber = "auto"
-    """Weight of the load-balancing loss of a mixture of experts, over all tokens of a step. `auto`
-    takes what the model's config.json says, if it says that the loss is used
-    (`output_router_logits`), else 0. With several micro-batches a step it takes a forward pass
-    more."""
+    """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of a step.
+    `auto` takes the one of the model's config.json if that uses it (`output_router_logits: true`),
+    else 0. With several micro-batches a step, each takes one more forward pass."""
     router_z_loss_coef: NotNegativeNumber = 0.0
-    """Weight of the mean square of the log of the routers' partition sums (ST-MoE's z-loss)."""
+    """Coefficient of ST-MoE's z-loss, the mean square of the router logits' logsumexp."""
     log_every: Positive = 1
-    """Steps between two sync points. At each, loss, gradient norm and health of all steps since the
-    last are read and logged, but for the newest, so that a GPU never waits for the log. A gradient
-    that is not finite is reported there, too. An evaluation, a checkpoint and the end of the run
-    begin with a sync point of their own, which reads every step."""
+    """Steps between two sync points. Each reads and logs loss, gradient norm and health of all
+    steps since the last one, except the newest, so that a GPU never waits for the log. A non-finite
+    gradient is reported there, too. An evaluation, a checkpoint and the end of the run begin with a
+    sync point of their own, which reads every step."""
     preflight: bool = True
     """Try the largest micro-batch, an evaluation and the disk before the first step, so that what
     doesn't fit shows at once and not hours later. It changes nothing that is computed."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Longer gradients are scaled down to this length; null never clips."""
+    """Gradient clipping: a gradient with a larger norm is scaled down to it; null never clips."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Decides order, initial adapters and dropout."""
+    """Seed of the data order, the adapters' initialisation and dropout."""
     optimizer: Optimizer = AdamW()
     """The update rule."""
     early_stop: EarlyStop | None = None

@@ -11,7 +11,7 @@ from shardtune.core.job_section import Section
 
 
 class WatchedMetric(Section):
-    """A metric that the run measures on its way."""
+    """A metric that the run measures while training."""
 
     metric: Annotated[str, Field(min_length=1)] = "loss"
     """`loss`, `perplexity` or `accuracy` of all held-out sets together, `SET.loss` of one of them,
@@ -22,7 +22,7 @@ class WatchedMetric(Section):
 
 
 class EarlyStop(WatchedMetric):
-    """Ends a run that gets no better."""
+    """Early stopping: ends a run whose metric has stopped improving."""
 
     patience: Positive = 3
     """Evaluations in a row without an improvement after which the run ends."""
@@ -31,4 +31,4 @@ class EarlyStop(WatchedMetric):
 
 
 class BestCheckpoint(WatchedMetric):
-    """Writes the result from the best step."""
+    """Writes the result from the step with the best metric."""

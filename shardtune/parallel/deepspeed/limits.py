@@ -31,22 +31,22 @@ def anywhere(zero: ZeRO) -> list[Problem]:
         "zero_quantized_gradients": zero.zero_quantized_gradients,
     }
     for key in (key for key, used in needs_3.items() if used and zero.stage < 3):
-        fact = f"stage {zero.stage} keeps whole weights on every rank; this acts on divided ones"
+        fact = f"stage {zero.stage} keeps the weights whole on every rank; this needs sharded ones"
         refuse(key, fact, "set stage: 3, or leave it out")
     if optimizer.device != "none" and zero.stage == 0:
-        fact = "DeepSpeed has no offload in stage 0: it would keep the states on the GPU, unsaid"
-        fix = "set stage: 1, which moves them, and divides them where there are several ranks"
+        fact = "DeepSpeed doesn't offload in stage 0: it silently keeps the states on the GPU"
+        fix = "set stage: 1, which offloads the states, and shards them over several ranks"
         refuse("offload_optimizer.device", fact, fix)
     if optimizer.device == "nvme" and zero.stage in (1, 2):
         # DeepSpeed takes it and keeps the states in CPU memory, without a word.
-        fact = f"stage {zero.stage} can't put optimizer states into files"
+        fact = f"stage {zero.stage} can't offload optimizer states to NVMe"
         refuse("offload_optimizer.device", fact, "set stage: 3, or device: cpu")
     if zero.use_multi_rank_bucket_allreduce and zero.stage > 0:
-        fact = "all ranks would get what one of them needs: twice the bytes of a reduction"
-        fix = "leave it out; each rank is sent its own share"
+        fact = "it sends every gradient to all ranks, not to its owner: twice the bytes of a reduce"
+        fix = "leave it out; each rank is sent its own shard"
         refuse("use_multi_rank_bucket_allreduce", fact, fix)
     if zero.reduce_scatter is False and zero.zero_quantized_gradients:
-        fact = "quantized gradients are sent to their owners only"
+        fact = "quantized gradients are only ever reduce-scattered"
         refuse("reduce_scatter", fact, "leave it out, or set zero_quantized_gradients: false")
     for key, section in (("offload_optimizer", optimizer), ("offload_param", param)):
         if section.device == "nvme" and section.nvme_path is None:
@@ -104,7 +104,7 @@ def _without_nvme(key: str, folder: str | None) -> list[Problem]:
         path = Path(folder).absolute()
         nearest = next(each for each in (path, *path.parents) if each.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-            fact = f"{folder} can't be written to here: {nearest} is closed to us"
+            fact = f"{folder} can't be written to: {nearest} is not a folder with write permission"
             fix = "name a folder on a fast local disk"
             problems.append(Problem(f"{PLACE}.{key}.nvme_path", fact, fix))
     return problems

@@ -172,28 +172,28 @@ def _capabilities(files: bool, offload: bool, everywhere: bool, described: bool)
     quantizations, bits = whole.quantizations, whole.optimizer_bits
     if files:
         fact = (
-            "and zero_optimization.offload_param into files: DeepSpeed reads them back as numbers "
-            "of the model's precision, which they are not"
+            "weights can't be offloaded to NVMe (zero_optimization.offload_param): DeepSpeed reads "
+            "their packed bytes back as numbers in the model's dtype"
         )
         fix = "set offload_param.device: cpu"
         quantizations = quantizations.without(
-            {kind: Refusal(f"weights in {kind}, {fact}", fix) for kind in ("nf4", "int8")}
+            {kind: Refusal(f"{kind} {fact}", fix) for kind in ("nf4", "int8")}
         )
     if offload:
         fact = (
-            "moments in 8 bits, and zero_optimization.offload_optimizer: on the CPU a rank's whole "
-            "share would be unpacked to 32 bits in every update"
+            "8-bit moments can't be offloaded (zero_optimization.offload_optimizer): on the CPU "
+            "each update would unpack a rank's whole shard to 32 bits"
         )
         bits = bits.without({"8": Refusal(fact, "set offload_optimizer.device: none")})
     return replace(
         whole,
         quantizations=quantizations,
         optimizer_bits=bits,
-        router_losses=Refusal("DeepSpeed scales the gradients of its own loss alone"),
+        router_losses=Refusal("DeepSpeed scales the gradients of its own loss only"),
         micro_batch_by_memory=not described,  # the file has a word in it
         dry_run=Refusal(
-            "DeepSpeed manages memory of its own, which fake tensors can't stand in for",
-            "set strategy.type: fsdp, which divides as stage 3",
+            "DeepSpeed allocates buffers of its own, which fake tensors can't represent",
+            "set strategy.type: fsdp, which shards as stage 3 does",
         ),
         offload={"params": ("cpu", "nvme"), "grads": ("cpu",), "optim": ("cpu", "nvme")},
         trained_weights="compute_precision",

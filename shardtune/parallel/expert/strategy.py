@@ -26,13 +26,14 @@ _CAPABILITIES = routed(not_whole(WHOLE_COPIES, "expert"), "expert")
 
 
 class Expert(StrategyBase):
-    """Each rank keeps some experts of every layer, and all other weights whole."""
+    """Expert parallelism: each rank holds some experts of every layer, and all other weights
+    whole."""
 
     type: Literal["expert"] = "expert"
     degree: Annotated[int, Field(ge=1)]
-    """Over how many ranks the experts of a layer are divided. They send each other tokens four
-    times a layer: keep them in one node. It has to divide the number of experts. Ranks beyond it
-    make data parallelism."""
+    """Over how many ranks the experts of a layer are divided. They exchange tokens (all-to-all)
+    four times per layer: keep them in one node. It has to divide the number of experts. Further
+    ranks are data-parallel."""
 
     def mesh(self, ranks: int) -> Mesh:
         return Mesh.around({"expert": self.degree}, "data", ranks)

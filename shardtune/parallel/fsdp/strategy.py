@@ -41,31 +41,32 @@ if TYPE_CHECKING:
 
 
 class FSDP(StrategyBase):
-    """Weights, gradients and optimizer states in shares; a layer is gathered when it is needed."""
+    """FSDP2: weights, gradients and optimizer states are sharded; each layer is gathered when it
+    is needed."""
 
     type: Literal["fsdp"] = "fsdp"
     sharding: Literal["full", "hybrid"] = "full"
-    """`full` divides over all ranks. `hybrid` divides within groups and repeats the groups: only
+    """`full` shards over all ranks. `hybrid` shards within groups and replicates the groups: only
     gradients cross between them, which suits slow links between nodes."""
     replicas: Annotated[int, Field(ge=1)] | None = None
     """How many groups `hybrid` forms; each has ranks / replicas ranks. Null: one on each node, as
     torch's HYBRID_SHARD."""
     offload: Literal["none", "cpu"] = "none"
-    """Keep the shares in CPU memory and bring them to the device when needed: slow, but fits."""
+    """Keep the shards in CPU memory and copy them to the device when needed: slow, but fits."""
     reshard_after_forward: bool = True
-    """Let a layer's gathered weights go after the forward pass. False keeps them for the backward
-    pass: half the gathering, at the price of memory for all weights."""
+    """Free a layer's gathered weights after the forward pass. False keeps them for the backward
+    pass: half the all-gathers, but memory for all weights."""
 
     tensor: Annotated[int, Field(ge=1)] = 1
-    """Over how many neighbouring ranks each layer is sliced first, as `type: tensor` does; what is
-    divided into shares is then a slice."""
+    """Tensor-parallel degree: each layer is first sharded over so many neighbouring ranks, as
+    `type: tensor` does, and FSDP then shards these parts."""
     expert: Annotated[int, Field(ge=1)] = 1
-    """Over how many neighbouring ranks the experts of each layer are divided first, as `type:
-    expert` does. Ranks with the same experts divide these into shares; all other weights are
-    divided over all ranks."""
+    """Expert-parallel degree: the experts of each layer are first divided over so many
+    neighbouring ranks, as `type: expert` does. Ranks with the same experts shard these; all other
+    weights are sharded over all ranks."""
     pipeline: Annotated[int, Field(ge=1)] = 1
-    """Into how many stages the layers are divided first, as `type: pipeline` does; the layers of a
-    stage are then divided into shares."""
+    """Pipeline-parallel degree: the layers are first divided into so many stages, as `type:
+    pipeline` does, and the layers of a stage are then sharded."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """The order in which stages work, as in `type: pipeline`."""
     chunks: Annotated[int, Field(ge=2)] = 2
@@ -122,7 +123,7 @@ class FSDP(StrategyBase):
             fix = "set sharding: hybrid, or leave replicas out"
             found.append(Problem("strategy.replicas", fact, fix))
         if self.schedule != "1f1b" and self.pipeline == 1:
-            fact = f"{self.schedule} is an order of stages, and pipeline: 1 has but one"
+            fact = f"{self.schedule} is a pipeline schedule, and pipeline: 1 has only one stage"
             fix = "set pipeline to the number of stages, or leave schedule out"
             found.append(Problem("strategy.schedule", fact, fix))
         found += self._beside_experts()
@@ -134,28 +135,28 @@ class FSDP(StrategyBase):
         """What isn't possible together with ranks that have experts of their own."""
         if self.expert == 1:
             return []
-        beside = f"beside expert: {self.expert}"
+        beside = f"together with expert: {self.expert}"
         others = {
             "sharding": (
                 self.sharding == "hybrid",
-                f"is hybrid {beside}, and shares of experts are not repeated in groups",
-                "set sharding: full; or use type: expert, which repeats all weights but experts",
+                f"is hybrid {beside}, and replicated shards of experts are not implemented",
+                "set sharding: full; or use type: expert, which replicates all weights but experts",
             ),
             "tensor": (
                 self.tensor > 1,
-                f"is {self.tensor} {beside}, and nobody has said how layers with experts are "
-                "sliced",
+                f"is {self.tensor} {beside}, and tensor parallelism of layers with experts is not "
+                "implemented",
                 "set tensor: 1",
             ),
             "pipeline": (
                 self.pipeline > 1,
-                f"is {self.pipeline} {beside}, and no schedule of stages waits for tokens of "
+                f"is {self.pipeline} {beside}, and no pipeline schedule here waits for tokens of "
                 "other ranks",
                 "set pipeline: 1, or expert: 1",
             ),
             "offload": (
                 self.offload == "cpu",
-                f"is cpu {beside}, which is not proven to compute the same",
+                f"is cpu {beside}, which has not been verified to compute the same",
                 "set offload: none, or expert: 1",
             ),
         }
@@ -216,7 +217,7 @@ def _capabilities(everywhere: bool, slices: int, stages: int, experts: int) -> C
         gathers_from_all_nodes=everywhere,
     )
     if experts > 1:
-        found = routed(found, name)
+        found = routed(found, f"{name} with expert: {experts}")
     if slices > 1:
-        found = sliced(found, name, slices)
-    return staged(found, name) if stages > 1 else found
+        found = sliced(found, f"{name} with tensor: {slices}", slices)
+    return staged(found, f"{name} with pipeline: {stages}") if stages > 1 else found

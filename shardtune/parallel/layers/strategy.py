@@ -24,12 +24,12 @@ _CAPABILITIES = staged(divided(WHOLE_COPIES, "layers"), "layers")
 
 
 class Layers(StrategyBase):
-    """Consecutive layers on different ranks. To understand and compare: a rank works 1/N of the
-    time. `pipeline` holds the same and waits less."""
+    """Naive model parallelism: consecutive layers on different ranks, each of which works 1/N of
+    the time. For comparison; `pipeline` holds the same and waits less."""
 
     type: Literal["layers"] = "layers"
     stages: Annotated[int, Field(ge=2)]
-    """Over how many ranks the layers are divided. Ranks beyond them make data parallelism."""
+    """Over how many ranks the layers are divided. Further ranks are data-parallel."""
 
     def mesh(self, ranks: int) -> Mesh:
         return Mesh.around({"pipeline": self.stages}, "data", ranks)

@@ -34,19 +34,21 @@ if TYPE_CHECKING:
 
 
 class Pipeline(StrategyBase):
-    """Consecutive layers on different ranks, all of which work at once on other micro-batches."""
+    """Consecutive layers on different ranks, with several micro-batches in flight."""
 
     type: Literal["pipeline"] = "pipeline"
     stages: Annotated[int, Field(ge=2)]
-    """Over how many ranks the layers are divided. Ranks beyond them make data parallelism."""
+    """Pipeline-parallel degree: over how many ranks the layers are divided. Further ranks are
+    data-parallel."""
     schedule: PipelineSchedule = "1f1b"
     """`gpipe` runs all forward passes, then all backward passes. `1f1b` alternates, and so keeps
-    the activations of fewer micro-batches. `interleaved` gives every rank several stages and waits
-    less. `zero_bubble` gives every rank two and computes gradients of weights while others wait."""
+    the activations of fewer micro-batches. `interleaved` gives each rank several stages, for a
+    smaller bubble. `zero_bubble` gives each rank two, and computes weight gradients in the
+    bubble."""
     chunks: Annotated[int, Field(ge=2)] = 2
     """Stages of each rank under `interleaved`."""
     tensor: Annotated[int, Field(ge=1)] = 1
-    """Over how many ranks each layer of a stage is sliced."""
+    """Tensor-parallel degree: over how many ranks each layer of a stage is sharded."""
 
     def mesh(self, ranks: int) -> Mesh:
         return Mesh.around({"pipeline": self.stages, "tensor": self.tensor}, "data", ranks)
@@ -65,10 +67,10 @@ class Pipeline(StrategyBase):
         found = chunk_problems(self.schedule, self.chunks, usual)
         if self.schedule == "zero_bubble" and self.tensor > 1:
             fact = (
-                "zero_bubble computes gradients of weights apart from those of inputs, which torch "
-                f"can't do for the slices of tensor({self.tensor})"
+                "zero_bubble computes weight gradients separately from input gradients, which "
+                f"torch can't do for weights sharded by tensor({self.tensor})"
             )
-            fix = "use schedule: interleaved, which waits little too, or tensor: 1"
+            fix = "use schedule: interleaved, whose bubble is small too, or tensor: 1"
             found.append(Problem("strategy.tensor", fact, fix))
         return [*found, *super().problems(ranks)]
 
@@ -93,4 +95,6 @@ class Pipeline(StrategyBase):
 def _capabilities(slices: int) -> Capabilities:
     name = "pipeline"
     found = replace(divided(WHOLE_COPIES, name), combines=frozenset({"tensor"}))
-    return staged(sliced(found, name, slices) if slices > 1 else found, name)
+    if slices > 1:
+        found = sliced(found, f"{name} with tensor: {slices}", slices)
+    return staged(found, name)

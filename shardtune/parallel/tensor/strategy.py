@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class Tensor(StrategyBase):
-    """Every matrix in slices: weights, gradients, optimizer states and activations with it."""
+    """Tensor parallelism: every matrix is sharded, with its gradients, optimizer states and
+    activations."""
 
     type: Literal["tensor"] = "tensor"
     degree: Annotated[int, Field(ge=1)]
-    """Over how many ranks a layer is sliced. They talk several times a layer: keep them in one
-    node. It has to divide the model's heads. Ranks beyond it make data parallelism."""
+    """Over how many ranks each layer is sharded. They communicate several times per layer: keep
+    them in one node. It has to divide the model's heads. Further ranks are data-parallel."""
 
     def mesh(self, ranks: int) -> Mesh:
         return Mesh.around({"tensor": self.degree}, "data", ranks)
