@@ -61,7 +61,7 @@ _CALLING: list[ChatMessage] = [
     {"role": "tool", "name": "CALLED", "tool_call_id": "call00001", "content": "RESULT"},
     _ANSWER,
 ]
-THOUGHTS = "reasoning beside the content (as <think>...</think> in it, it is text like any other)"
+THOUGHTS = "reasoning beside the content"
 INNER_THOUGHTS = "reasoning in the content"
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _THOUGHTFUL: ChatMessage = {**_ANSWER, REASONING: "BECAUSE"}

@@ -380,4 +380,5 @@ def shown_places(row: dict[str, Any], ids: NDArray[np.int64], column: str) -> ND
         raise Unreadable(f"{len(ids)} {column}, but {len(mask)} in {MASK!r}")
     if not mask.any():
         raise Unreadable(f"{MASK!r} holds nothing but 0")
-    return mask != 0
+    shown: NDArray[np.bool_] = mask != 0
+    return shown

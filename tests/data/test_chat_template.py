@@ -399,7 +399,9 @@ def test_reasoning_has_the_name_that_the_template_knows(key, known):
 def test_reasoning_that_the_template_leaves_out_is_refused():
     beside = read_conversation([CALL[0], {**CALL[-1], "reasoning_content": "clouds"}])
     (bad,) = render(with_template(CHATML), beside)
-    assert bad.reason.startswith("can't write reasoning beside the content (as <think>")
+    assert bad.reason == (
+        "can't write reasoning beside the content: leaves out the reasoning of turn 2"
+    )
     assert bad.culprit == "template"
     cutting = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     inner = talk("a", "<think>easy</think>b", "c", "<think>hm</think>d")
