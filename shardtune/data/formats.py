@@ -346,6 +346,8 @@ def text_column(row: dict[str, Any], column: str, *, optional: bool = False) -> 
             return ""
         raise Missing(column)
     value = row[column]
+    if value != value:  # NaN, which pandas has for what isn't there
+        value = None
     if value is None and optional:
         return ""
     if not isinstance(value, str):

@@ -445,6 +445,8 @@ def test_both_forms_are_the_same_conversation():
         ([{"role": "user", "content": "a\0b"}], "turn 1 (user) holds a NUL character"),
         ([{"role": "user", "content": "a"}], "no assistant turn"),
         ([{"role": "assistant", "content": " \n"}], "turn 1 (assistant) is empty"),
+        ([{"role": "assistant", "content": "a", "weight": 0.5}], "turn 1 has the weight 0.5, and"),
+        ([{"role": "assistant", "content": "a", "weight": "0"}], "turn 1 has the weight '0', and"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused(turns, reason):

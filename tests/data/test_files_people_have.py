@@ -203,6 +203,8 @@ GOOD = {
     "empty inputs": good(
         "a.jsonl", lines({**QA[0], "input": ""}, {**QA[1], "input": None, "system": None}),
         "instruction", ANSWERS),
+    "NaN for what isn't there, as pandas has it": good(
+        "a.jsonl", lines({**QA[0], "input": float("nan")}, QA[1]), "instruction", ANSWERS),
     "other columns' names": good(
         "a.jsonl", lines({"question": "Say hi.", "answer": "hi"}), "instruction", ANSWERS[1:],
         columns=Columns(instruction="question", output="answer")),
