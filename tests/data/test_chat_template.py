@@ -373,6 +373,25 @@ def test_results_that_the_template_leaves_out_are_refused():
     )
 
 
+TAGGING = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' ~ "
+    "m.content ~ '\n</tool_response><|im_end|>\n' }}{% else %}" + TURN + "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [(TAGGING, "user\n<tool_response>\nrain\n</tool_response><|im_end|>"),
+     (CHATML, "tool\n<tool_response>\nrain\n</tool_response><|im_end|>")],
+)  # fmt: skip
+def test_tags_around_a_result_are_written_once(template, written):
+    result = {"from": "tool", "value": "<tool_response>\nrain\n</tool_response>"}
+    said = [*talk("a", "<tool_call>\n{}\n</tool_call>").messages, result, CALL[-1]]
+    (text,) = render(with_template(template), read_conversation(said))
+    assert f"<|im_start|>{written}\n" in text.text
+    assert text.text.count("<tool_response>") == 1
+
+
 def test_a_result_inside_of_an_answer_is_refused():
     # As Gemma 4: what is said beside a call stands behind its result.
     template = (
