@@ -32,6 +32,8 @@ REPEATED_ROLES = (
     "assistant",
 )
 RESULT_ROLES = ("tool", "ipython")
+RESULT_TAGS = ("<tool_response>", "</tool_response>")
+"""What Hermes' data has around a tool's result, and many templates write themselves."""
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 """What stands before it in a turn is reasoning, which templates may drop."""
 
@@ -61,7 +63,7 @@ _CALLING: list[ChatMessage] = [
     {"role": "tool", "name": "CALLED", "tool_call_id": "call00001", "content": "RESULT"},
     _ANSWER,
 ]
-THOUGHTS = "reasoning beside the content (as <think>...</think> in it, it is text like any other)"
+THOUGHTS = "reasoning beside the content"
 INNER_THOUGHTS = "reasoning in the content"
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _THOUGHTFUL: ChatMessage = {**_ANSWER, REASONING: "BECAUSE"}
@@ -320,6 +322,15 @@ class ChatTemplate:
             return False  # told where the template is asked for a row
         return _THOUGHTFUL[REASONING] in text
 
+    @cached_property
+    def _tags_results(self) -> bool:
+        """Whether the template writes tags around a tool's result."""
+        try:
+            (text,) = self._write([_CALLING], _TOOLS, False)
+        except TEMPLATE_ERRORS:
+            return False
+        return text.partition("RESULT")[0].rstrip().endswith(RESULT_TAGS[0])
+
     def _text(self, conversation: Conversation, prompt: bool = False) -> str:
         return _raised(self._render_one(conversation, prompt))
 
@@ -345,6 +356,8 @@ class ChatTemplate:
     ) -> list[str]:
         if any(REASONING in message for turns in messages for message in turns):
             messages = [_reasoning_under(self._reasoning_key, turns) for turns in messages]
+        if any(_is_tagged(each) for turns in messages for each in turns) and self._tags_results:
+            messages = [[_untagged(message) for message in turns] for turns in messages]
         return self._write(messages, tools, prompt)
 
     def _write(
@@ -407,6 +420,21 @@ def _reasoning_under(key: str, turns: Sequence[ChatMessage]) -> list[ChatMessage
         {key if name == REASONING else name: value for name, value in turn.items()}
         for turn in turns
     ]
+
+
+def _is_tagged(message: ChatMessage) -> bool:
+    """Whether this is a tool's result with tags around it."""
+    content = message["content"].strip() if message["role"] in RESULT_ROLES else ""
+    return content.startswith(RESULT_TAGS[0]) and content.endswith(RESULT_TAGS[1])
+
+
+def _untagged(message: ChatMessage) -> ChatMessage:
+    """The message without the tags, which the template writes."""
+    if not _is_tagged(message):
+        return message
+    opening, closing = RESULT_TAGS
+    inner = message["content"].strip().removeprefix(opening).removesuffix(closing)
+    return {**message, "content": inner.strip("\n")}
 
 
 def _other_than(content: str) -> str:

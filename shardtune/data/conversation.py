@@ -132,6 +132,11 @@ def _message(turn: Any, number: int) -> ChatMessage:
         hint = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)}"
         raise Unreadable(f"turn {number} has the unknown role {role!r}: {hint}")
     message["role"] = ROLES[role.lower()]
+    if message.get("weight", 1) not in (0, 1):
+        weight = message["weight"]
+        raise Unreadable(
+            f"turn {number} has the weight {weight!r}, and a turn is learnt (1) or not (0)"
+        )
     if role.lower() in CALLS:
         message["tool_calls"], message["content"] = message.pop("content", None), ""
     elif "function_call" in message and "tool_calls" not in message:  # OpenAI's earlier form

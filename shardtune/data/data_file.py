@@ -193,9 +193,10 @@ def _kind_of(source: Source, path: Path, head: bytes) -> SourcePart:
 
 
 def _delimiter(head: bytes) -> str:
-    """What separates the fields of a CSV file: where a comma is the decimal sign, it is another."""
-    header = head.partition(b"\n")[0]
-    return ";" if b";" in header and b"," not in header else ","
+    """What separates the fields of a CSV file: where a comma is the decimal sign, it is another;
+    and some programs call a file with tabs or bars so."""
+    header = head.partition(b"\n")[0].decode("utf-8", "replace")
+    return next((each for each in ",;\t|" if each in header), ",")
 
 
 def _array_or_lines(path: Path) -> SourcePart:

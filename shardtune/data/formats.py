@@ -346,6 +346,8 @@ def text_column(row: dict[str, Any], column: str, *, optional: bool = False) -> 
             return ""
         raise Missing(column)
     value = row[column]
+    if value != value:  # NaN, which pandas has for what isn't there
+        value = None
     if value is None and optional:
         return ""
     if not isinstance(value, str):
@@ -380,4 +382,5 @@ def shown_places(row: dict[str, Any], ids: NDArray[np.int64], column: str) -> ND
         raise Unreadable(f"{len(ids)} {column}, but {len(mask)} in {MASK!r}")
     if not mask.any():
         raise Unreadable(f"{MASK!r} holds nothing but 0")
-    return mask != 0
+    shown: NDArray[np.bool_] = mask != 0
+    return shown

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardtune.config.job import TrainSource
-from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS
+from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS, TOOL_TEMPLATES
 from shardtune.data.column_advice import preference_advice
 from shardtune.data.records import CONTROL_IN_TEXT, NOT_UTF8, TO_UTF8
 from shardtune.errors import Problem, did_you_mean
@@ -136,8 +136,7 @@ def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:
     shown = ", ".join(places) + (", ..." if complaint.count > len(places) else "")
     if complaint.culprit == "template":
         fact = f"{complaint.reason}; {complaint.count:,} of {checked.tally.rows:,} rows need that"
-        names = ", ".join(TEMPLATE_TOKENS)
-        fix = f"{TEMPLATE_KEY}: one that can, as a file or by name ({names})"
+        fix = _other_template(complaint.reason)
         if checked.tally.bad < checked.tally.rows:
             fix += "; or data.bad_rows: skip, to go on without these rows"
         return Problem("the chat template", f"{fact} ({shown})", fix)
@@ -146,6 +145,15 @@ def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:
     like = "" if complaint.same else " like this"
     fact = f"{complaint.count:,} rows{like}: {complaint.reason} ({shown})"
     return Problem(checked.path, fact)
+
+
+def _other_template(reason: str) -> str:
+    """The fix for what a chat template can't write: those by name can't write all of it either."""
+    if reason.startswith("can't write reasoning beside"):
+        fix = "write it into the content, as <think>...</think> before the answer"
+        return f"{fix}; or {TEMPLATE_KEY}: a file that can"
+    names = ", ".join(TOOL_TEMPLATES if reason.startswith("can't write tool") else TEMPLATE_TOKENS)
+    return f"{TEMPLATE_KEY}: one that can, as a file or by name ({names})"
 
 
 def _wrong_columns(checked: CheckedSource) -> list[Problem]:

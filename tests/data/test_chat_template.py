@@ -373,6 +373,25 @@ def test_results_that_the_template_leaves_out_are_refused():
     )
 
 
+TAGGING = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' ~ "
+    "m.content ~ '\n</tool_response><|im_end|>\n' }}{% else %}" + TURN + "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [(TAGGING, "user\n<tool_response>\nrain\n</tool_response><|im_end|>"),
+     (CHATML, "tool\n<tool_response>\nrain\n</tool_response><|im_end|>")],
+)  # fmt: skip
+def test_tags_around_a_result_are_written_once(template, written):
+    result = {"from": "tool", "value": "<tool_response>\nrain\n</tool_response>"}
+    said = [*talk("a", "<tool_call>\n{}\n</tool_call>").messages, result, CALL[-1]]
+    (text,) = render(with_template(template), read_conversation(said))
+    assert f"<|im_start|>{written}\n" in text.text
+    assert text.text.count("<tool_response>") == 1
+
+
 def test_a_result_inside_of_an_answer_is_refused():
     # As Gemma 4: what is said beside a call stands behind its result.
     template = (
@@ -399,7 +418,9 @@ def test_reasoning_has_the_name_that_the_template_knows(key, known):
 def test_reasoning_that_the_template_leaves_out_is_refused():
     beside = read_conversation([CALL[0], {**CALL[-1], "reasoning_content": "clouds"}])
     (bad,) = render(with_template(CHATML), beside)
-    assert bad.reason.startswith("can't write reasoning beside the content (as <think>")
+    assert bad.reason == (
+        "can't write reasoning beside the content: leaves out the reasoning of turn 2"
+    )
     assert bad.culprit == "template"
     cutting = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     inner = talk("a", "<think>easy</think>b", "c", "<think>hm</think>d")
@@ -443,6 +464,8 @@ def test_both_forms_are_the_same_conversation():
         ([{"role": "user", "content": "a\0b"}], "turn 1 (user) holds a NUL character"),
         ([{"role": "user", "content": "a"}], "no assistant turn"),
         ([{"role": "assistant", "content": " \n"}], "turn 1 (assistant) is empty"),
+        ([{"role": "assistant", "content": "a", "weight": 0.5}], "turn 1 has the weight 0.5, and"),
+        ([{"role": "assistant", "content": "a", "weight": "0"}], "turn 1 has the weight '0', and"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused(turns, reason):

@@ -135,6 +135,8 @@ GOOD = {
     "Excel's CSV": good(
         "a.csv", b'\xef\xbb\xbfinstruction;output\r\n"Add 1,\n2.";3\r\nSay hi.;hi\r\n',
         "instruction", ANSWERS),
+    "CSV with tabs": good(
+        "a.csv", b"instruction\toutput\nSay, hi.\thi\n", "instruction", ANSWERS[1:]),
     "CSV, compressed": good(
         "a.csv.gz", gzip.compress(b"instruction,output\nSay hi.,hi\n"), "instruction", ANSWERS[1:]),
     "TSV": good("a.tsv", b"instruction\toutput\nSay hi.\thi\n", "instruction", ANSWERS[1:]),
@@ -201,6 +203,8 @@ GOOD = {
     "empty inputs": good(
         "a.jsonl", lines({**QA[0], "input": ""}, {**QA[1], "input": None, "system": None}),
         "instruction", ANSWERS),
+    "NaN for what isn't there, as pandas has it": good(
+        "a.jsonl", lines({**QA[0], "input": float("nan")}, QA[1]), "instruction", ANSWERS),
     "other columns' names": good(
         "a.jsonl", lines({"question": "Say hi.", "answer": "hi"}), "instruction", ANSWERS[1:],
         columns=Columns(instruction="question", output="answer")),
@@ -250,7 +254,10 @@ BAD = {
         "'tools' holds functions, which take a chat template", FIX_ROWS, 1, template="plain"),
     "functions that the template leaves out": bad(
         "a.jsonl", lines(*[{**QA[0], "tools": TOOLS}] * 3), "instruction",
-        "can't write tools: leaves out the tools", "data.chat_template", 3),
+        "can't write tools: leaves out the tools", "or by name (chatml, llama3)", 3),
+    "reasoning that the template leaves out": bad(
+        "a.jsonl", lines(*[{"messages": [USER, {**ANSWER, "reasoning_content": "June."}]}] * 3),
+        "chat", "can't write reasoning beside the content", "as <think>...</think> before the", 3),
     "a broken history": bad(
         "a.jsonl", lines({**QA[0], "history": [["a"]]}), "instruction",
         "'history' holds no pair of a question and an answer at 1", FIX_ROWS, 1),

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from shardtune.config.job import ModelSection
-from shardtune.core.model.chat_templates import TEMPLATE_TOKENS
+from shardtune.core.model.chat_templates import TEMPLATE_TOKENS, TOOL_TEMPLATES
 from shardtune.data.chat_template import PROBES, ChatTemplate
 from shardtune.errors import JobError
 from shardtune.models import tiny
@@ -62,7 +62,7 @@ def test_each_template(name):
     assert trained == [f"2{end}", f"4{end}"]
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3"])
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
 def test_templates_with_tools(name):
     tokenizer = without_template(name)
     set_chat_template(tokenizer, name)

@@ -27,6 +27,9 @@ TEMPLATE_TOKENS: dict[str, tuple[str, ...]] = {
 """The templates, and the tokens that each must find in a vocabulary. Those without any end an
 answer with the tokenizer's own end-of-text token."""
 
+TOOL_TEMPLATES = ("chatml", "llama3")
+"""Those that write tools and calls of them."""
+
 
 def read_chat_template(asked: str) -> str:
     """The template of that name, or in that file; raises JobError if there is neither."""
