@@ -37,11 +37,18 @@ def router_names(model: nn.Module) -> set[str]:
     """Full names of the modules that choose among experts."""
     blocks = {name.rpartition(".")[0] for name, _ in expert_modules(model)}
     return {
-        f"{block}.{child}"
+        f"{block}.{child}".removeprefix(".")
         for block in blocks
         for child, _ in model.get_submodule(block).named_children()
         if child in _ROUTERS
     }
+
+
+def modules_of_routers(model: nn.Module) -> set[nn.Module]:
+    """The routers themselves, and what is inside: in some families (Gemma 4, HunYuan, Zaya) a
+    linear layer gives the logits."""
+    routers = map(model.get_submodule, router_names(model))
+    return {module for router in routers for module in router.modules()}
 
 
 def names_taken_by_peft(model: Any) -> frozenset[str]:

@@ -15,7 +15,11 @@ from torch import nn
 
 from shardtune.engine.text_part import modules_beside_text
 from shardtune.errors import ModelError, Problem
-from shardtune.models.expert_layers import expert_weights, names_taken_by_peft, router_names
+from shardtune.models.expert_layers import (
+    expert_weights,
+    modules_of_routers,
+    names_taken_by_peft,
+)
 
 Targets = Literal["all-linear"] | tuple[str, ...]
 
@@ -44,10 +48,12 @@ def lora_target_modules(model: Any, targets: Targets) -> str | list[str]:
     beside = never_adapted(model, named=False)
     if not lost and not beside and not expert_weights(model):
         return targets
-    head, routers = model.get_output_embeddings(), router_names(model)
+    head, routers = model.get_output_embeddings(), modules_of_routers(model)
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    left_out = {name for name, each in linears.items() if each is head or name in routers}
-    ambiguous = {leaf_name(name) for name in left_out}
+    left_out = {name for name, each in linears.items() if each is head or each in routers}
+    # Zamba 2 has linear layers called "0", as are layers of the decoder.
+    others = {leaf_name(name) for name, _ in model.named_modules() if name not in linears}
+    ambiguous = others | {leaf_name(name) for name in left_out}
     found = [name for name in linears if name not in left_out]
     found = [name for name in found if not (beside and re.fullmatch(beside, name))]
     found = [name for name in found if leaf_name(name) not in taken | lost]

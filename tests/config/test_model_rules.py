@@ -13,6 +13,7 @@ from shardtune.cli.starter_facts import look_at_model
 from shardtune.config.auto import resolve
 from shardtune.config.model_rules import check_model
 from shardtune.core.host.machine import Machine
+from shardtune.core.model.kind import require_trained_family
 from shardtune.core.model.known_models import known_model
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.plan.cluster import parse_cluster
@@ -107,13 +108,37 @@ def test_families_whose_targets_nobody_has_tried_are_refused_by_all(
     family: str, tmp_path: Path
 ) -> None:
     """NLLB (`m2m_100`) and mBART put the language before a target, in a mode of the tokenizer."""
-    config = {"model_type": family, "is_encoder_decoder": True}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    job = make_job(model={"name": str(tmp_path)})
+    (problem,) = said_by_all(tmp_path, {"model_type": family, "is_encoder_decoder": True})
+    assert f"'{family}'" in problem.fact
+    assert problem.fix.endswith("bart, mt5, t5")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert"},
+        {"model_type": "xlm-roberta", "is_decoder": False},
+        {"model_type": "xlm", "causal": False},
+    ],
+)
+def test_models_that_see_what_they_predict_are_refused_by_all(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers has a class for BERT as a language model, and warns at most."""
+    (problem,) = said_by_all(tmp_path, config)
+    assert "sees a whole text at once" in problem.fact
+    causal = {key: True for key in config if key != "model_type"} or {"is_decoder": True}
+    require_trained_family(config | causal, "NAME")
+
+
+def said_by_all(folder: Path, config: dict[str, Any]) -> set[Problem]:
+    """What whoever asks for a model of this config.json is told."""
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    job = make_job(model={"name": str(folder)})
     asked = (
         lambda: forecast(job, "8xA100-80GB"),
         lambda: rank_strategies(job, "8xA100-80GB"),
-        lambda: look_at_model(str(tmp_path)),
+        lambda: look_at_model(str(folder)),
         lambda: open_inputs(resolve(job, Machine(cores=2, gpus=0)).job, quiet=True),
     )
     told = set()
@@ -121,6 +146,4 @@ def test_families_whose_targets_nobody_has_tried_are_refused_by_all(
         with pytest.raises(ModelError) as caught:
             ask()
         told.update(caught.value.problems)
-    (problem,) = told
-    assert f"'{family}'" in problem.fact
-    assert problem.fix.endswith("bart, mt5, t5")
+    return told

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardtune.config.job import LoRA
 from shardtune.core.model.active_experts import active_experts
 from shardtune.errors import ModelError
 from shardtune.models.expert_layers import expert_weights, router_names
+from shardtune.models.materialize import decoder_layers
 from shardtune.models.peft_adapters import check_module_names, insert_adapters
+from shardtune.models.quantization.swap import quantizable
 from tests.adapting import add_adapter
-from tests.models.families import config
+from tests.models.families import CONFIGS, config
 
 MIXTURES = (
     "deepseek_v2",
@@ -57,6 +59,44 @@ def test_experts_are_adapted_and_the_router_is_not(family: str) -> None:
     others = {shape[0] for n, shape in names.items() if "lora_A" in n and n not in experts}
     assert others == {8}
     assert not any(".gate." in name or ".router." in name for name in names)
+
+
+ROUTERS_WITH_LINEARS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text": (
+        "router.proj",
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "hunyuan_v1_moe": ("gate.wg", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS_WITH_LINEARS)
+def test_linear_layers_of_a_router_are_neither_adapted_nor_quantized(family: str) -> None:
+    wanted, fields = ROUTERS_WITH_LINEARS[family]
+    shape = CONFIGS.get(family, CONFIGS["llama"]) | fields
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+    linears = {name: each for name, each in model.named_modules() if name.endswith(wanted)}
+    assert len(linears) == model.config.num_hidden_layers
+    assert quantizable(decoder_layers(model), ()).isdisjoint(linears.values())
+    names = trained(insert_adapters(model, LoRA(rank=8)))
+    assert any(".experts." in name for name in names)
+    assert not any(wanted in name for name in names)
+
+
+def test_a_linear_layer_may_be_called_as_another_module_is() -> None:
+    """Zamba 2 keeps its own adapters in sequences: the layers in them are called 0 and 1."""
+    fields = {"layer_types": ["mamba", "hybrid", "mamba"], "mamba_headdim": 16, "adapter_rank": 4}
+    with torch.device("meta"):
+        shape = AutoConfig.for_model("zamba2", **CONFIGS["llama"] | fields)
+        model = AutoModelForCausalLM.from_config(shape)
+    names = trained(insert_adapters(model, LoRA(rank=2)))
+    assert any("gate_up_proj_adapter_list.0.0.lora_A" in name for name in names)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardtune.core.model.quantized_size import require_quantizable
 from shardtune.core.setup import Quantization
+from shardtune.models.expert_layers import modules_of_routers
 from shardtune.models.experts.grouped_experts import expert_matrices, require_known_experts
 from shardtune.models.quantization.bitsandbytes_linear import (
     Int8Linear,
@@ -28,7 +29,8 @@ def quantizable(
     one of `kept`.
 
     The output head lies in no part, so it is never among them. Nor is the last projection of a
-    state-space layer (Mamba), whose kernels multiply with its weight themselves.
+    state-space layer (Mamba), whose kernels multiply with its weight themselves, nor what is inside
+    a router, where small differences decide which experts a token meets.
     """
     parts = list(parts)
     read_by_kernels = {
@@ -45,7 +47,8 @@ def quantizable(
         if (isinstance(module, nn.Linear) or expert_matrices(module))
         and names.isdisjoint(name.split("."))
     }
-    found = linears - read_by_kernels
+    routing = {module for part in parts for module in modules_of_routers(part)}
+    found = linears - read_by_kernels - routing
     experts = [each for each in found if not isinstance(each, nn.Linear)]
     require_quantizable(len(found), kind, experts=bool(experts))
     require_known_experts(parts)

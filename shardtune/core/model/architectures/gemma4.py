@@ -154,7 +154,7 @@ def _mixture(hidden: int, experts: Experts) -> Tensors:
     return [
         *vector("router.scale", hidden),
         *vector("router.per_expert_scale", count),
-        *linear("router.proj", count, hidden),
+        *matrix("router.proj.weight", count, hidden),
         *matrix("experts.gate_up_proj", count, 2 * experts.ffn, hidden, routed=True),
         *matrix("experts.down_proj", count, hidden, experts.ffn, routed=True),
         *norm("post_feedforward_layernorm_1", hidden),
