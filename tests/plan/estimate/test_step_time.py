@@ -277,3 +277,15 @@ def test_every_model_of_the_catalogue_can_be_estimated(model: KnownModel) -> Non
         memory = estimate_memory(FSDP().layout(), shape, FSDP().mesh(8), work)
         assert 0 < speed.mfu < 1
         assert memory.allocated > shape.parameters / 8
+
+
+def test_the_stage_with_the_head_has_fewer_layers_and_is_no_slower_for_it() -> None:
+    """The head of Qwen3-0.6B costs as much as ten of its 28 layers."""
+    shape, work = known_model("qwen3-0.6b"), replace(WORK, counted=True, microbatches=16)
+    cluster = parse_cluster("4xA100-80GB")
+
+    def computing(ranks: int) -> float:
+        mesh = Mesh((("pipeline", ranks), ("data", 1)))
+        return estimate_speed(DDP().layout(), shape, mesh, cluster, work).step.compute
+
+    assert computing(1) / 4 < computing(4) < 1.2 * computing(1) / 4
