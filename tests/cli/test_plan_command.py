@@ -194,6 +194,12 @@ def test_planning_imports_no_torch(job: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_almost_a_billion_is_a_billion(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 3 1B has 999,885,952 parameters."""
+    main(["estimate", str(job), "--cluster", "1xH200", "model.name=google/gemma-3-1b-pt"])
+    assert "\n1 B parameters, 1 B trained" in capsys.readouterr().out
+
+
 def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(job), "--cluster", "4xA40", "model.name=llama-3.1-8c"]
     assert main(arguments) == 2
