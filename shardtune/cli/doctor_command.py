@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json, add_nodes
 from shardtune.cli.say import say
 from shardtune.core.host.network import listen, own_address
+from shardtune.core.units import GIB, three_digits
 from shardtune.errors import JobError, LaunchError, ModelError, Problem, ShardtuneError
 from shardtune.measure.bandwidth import MeasuredLink, receive, send
 from shardtune.measure.node_checks import CLOCK_TOLERANCE, Finding, NodeFacts, findings, local_facts
@@ -169,7 +170,9 @@ def about_links(
     found = []
     for link in links:
         place = f"node {link.source} -> node {link.target}"
-        fact = f"{link.gbps:.3g} Gbit/s over TCP, {link.milliseconds:.2g} ms there and back"
+        fact = (
+            f"{three_digits(link.gbps)} Gbit/s over TCP, {link.milliseconds:.2g} ms there and back"
+        )
         slow = expected is not None and link.gbps < AS_EXPECTED * expected
         if expected is not None:
             fact += f"; {expected:g} Gbit/s were expected"
@@ -197,7 +200,6 @@ def _need(job: Job, nodes: int, gbps: float | None) -> Finding:
     """What a link as fast as the slowest means for the job; of an unknown one, what would do."""
     from shardtune.core.host.machine import Machine
     from shardtune.core.strategy import Devices
-    from shardtune.core.units import GIB
     from shardtune.plan.this_machine import require_forecast_here
 
     try:
@@ -209,16 +211,18 @@ def _need(job: Job, nodes: int, gbps: float | None) -> Finding:
     bits = predicted.traffic().leaves_node * GIB * 8  # as `estimate` counts them
     computing = predicted.speed.step.compute
     how = f"{job.strategy.type} on {nodes} nodes"
-    fact = f"about {bits / 1e9:.3g} Gbit leave each node in a step ({how})"
+    fact = f"about {three_digits(bits / 1e9)} Gbit leave each node in a step ({how})"
     if gbps is None:
         enough = bits / 1e9 / computing
-        fact += f", which computes for about {computing:.3g} s: {enough:.3g} Gbit/s keep up with it"
+        fact += f", which computes for about {three_digits(computing)} s: "
+        fact += f"{three_digits(enough)} Gbit/s keep up with it"
         return Finding("good", "job", fact)
     seconds = bits / (gbps * 1e9)
-    fact += f": {seconds:.3g} s at {gbps:.3g} Gbit/s"
+    fact += f": {three_digits(seconds)} s at {three_digits(gbps)} Gbit/s"
     if seconds <= computing:
         return Finding("good", "job", fact)
-    fact += f", and a step computes for about {computing:.3g} s: the network limits the run"
+    fact += f", and a step computes for about {three_digits(computing)} s: "
+    fact += "the network limits the run"
     devices = Devices(nodes, max(1, int(job.launch.processes) // nodes), gpu=True)
     less = "a larger global_batch or an adapter sends less often or less"
     return Finding("warning", "job", fact, _inside_nodes(predicted.shape, devices) + less)

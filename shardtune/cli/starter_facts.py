@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardtune.core.units import in_units
 from shardtune.errors import ModelError
 
 if TYPE_CHECKING:
@@ -213,7 +214,5 @@ def _up(length: int) -> int:
 
 def _count(number: int) -> str:
     """1.2 billion, 135 million."""
-    for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return str(number)
+    words = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (10**3, "thousand"))
+    return in_units(number, words)

@@ -130,7 +130,7 @@ class Forecast:
     @property
     def held(self) -> Held:
         """What the first rank holds between two steps, by state: as an engine's own answer."""
-        cut = RankShare.of(self.mesh, self.work.pipelining)
+        cut = RankShare.of(self.shape, self.mesh, self.work)
         return held_by(self.layout, self.shape, self.mesh, self.work, cut)
 
     @property

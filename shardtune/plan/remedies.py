@@ -339,15 +339,20 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
     for nodes, per_node in _sizes():
         if nodes * per_node > cluster.gpus and cluster.gpu.name != "CPU":
             name = _spec(nodes, per_node, cluster.gpu.name)
-            if cluster.link == "pcie" and cluster.gpu.nvlink == "switch":
-                name += ":pcie"
+            link = cluster.link
+            if cluster.gpu.nvlink == "bridge" and per_node != 2:  # bridges connect two
+                link = "pcie"
+            if (link == "pcie") == (cluster.gpu.nvlink == "switch"):
+                name += f":{link}"
             known = known_gpus().get(cluster.gpu.name)
             if known is not None and cluster.gpu.memory_gib < known.memory_gib:
                 name += f":{cluster.gpu.memory_gib:g}GiB"
             if nodes > 1:
                 name += f"@{cluster.inter_node_gbps:g}Gbps"
             host = cluster.host_gib or HOST_GIB * per_node
-            yield replace(cluster, nodes=nodes, gpus_per_node=per_node, name=name, host_gib=host)
+            yield replace(
+                cluster, nodes=nodes, gpus_per_node=per_node, link=link, name=name, host_gib=host
+            )
     for gpu in LARGE_GPUS:
         if find_gpu(gpu).memory_gib > cluster.gpu.memory_gib:
             for nodes, per_node in _sizes():

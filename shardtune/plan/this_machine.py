@@ -25,7 +25,7 @@ from shardtune.core.units import GIB
 from shardtune.errors import JobError, ModelError, Problem
 from shardtune.parallel import DEFAULT
 from shardtune.plan.auto_micro_batch import leanest, with_rows, within_memory
-from shardtune.plan.cluster import Cluster, Gpu, find_gpu, parse_cluster
+from shardtune.plan.cluster import Cluster, Gpu, find_gpu, known_gpus, parse_cluster
 from shardtune.plan.explain import provided
 from shardtune.plan.forecast import Forecast, forecast
 from shardtune.plan.machine_profile import LinkKind
@@ -154,9 +154,18 @@ def offer(
     if larger is not None and larger.found is not None:
         values = overrides(job, larger.found.job)
         how = "another result" if "train.global_batch" in values else "the same result"
-        words = f"--cluster {larger.found.cluster.name} {in_words(values)}".strip()
+        words = _with_cluster(larger.found.cluster, in_words(values))
         return f"{words}  (a larger cluster; {how}; {larger.name} {larger.why})"
     return "no cluster of such devices that we know of would do"
+
+
+def _with_cluster(cluster: Cluster, changes: str) -> str:
+    """The cluster and the changes as they are asked for; a GPU of somebody's own is known by its
+    profile alone."""
+    if cluster.gpu.name in known_gpus():
+        return f"--cluster {cluster.name} {changes}".strip()
+    words = f"nodes: {cluster.nodes} and gpus_per_node: {cluster.gpus_per_node} in the profile"
+    return f"{words}, with {changes}" if changes else words
 
 
 def _as_pasted(change: Change, written: Job) -> Forecast:

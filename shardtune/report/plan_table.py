@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtune.core.layout import Cargo, Of
-from shardtune.core.units import GIB
+from shardtune.core.units import GIB, in_units, three_digits
 from shardtune.plan.forecast import Forecast
 from shardtune.plan.forecast_summary import ChosenValue, DryRunSummary
 from shardtune.plan.search import Ranking
@@ -53,7 +53,8 @@ def print_outlook(found: Forecast, steps: int, console: Console | None = None) -
     # Of a processor nobody has measured we know too little to name a time.
     if found.cluster.gpu.name != "CPU" or found.cluster.measured.matmul:
         seconds = found.speed.step.total
-        line += f", {seconds:.3g} s a step, {duration(seconds * steps)} for {steps:,} steps"
+        step = three_digits(seconds)
+        line += f", {step} s a step, {duration(seconds * steps)} for {steps:,} steps"
     (console or Console()).print(Text(line))
 
 
@@ -95,10 +96,7 @@ def _parameters(found: Forecast) -> str:
 
 
 def _count(number: int) -> str:
-    for limit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g} {letter}"
-    return str(number)
+    return in_units(number, ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")))
 
 
 def _rows(found: Forecast) -> str:

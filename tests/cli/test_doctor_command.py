@@ -204,7 +204,7 @@ def test_every_strategy_says_what_it_sends(
     for each in (found, before):
         assert each.place == "job"
         assert re.search(
-            r"about [\d.e+-]+ Gbit leave each node in a step|can't be forecast", each.fact
+            r"about [\d.,]+ Gbit leave each node in a step|can't be forecast", each.fact
         )
     if job.strategy.type != "auto":
         assert "Gbit leave each node" in found.fact or job.strategy.mesh(4).size != 4, found

@@ -111,6 +111,23 @@ def test_estimate_refuses_what_plan_would_leave_out(
     assert "fsdp divides them" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_larger_cluster_of_ones_own_cards_is_a_change_of_their_profile(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "gpu: {name: MyCard, memory_gib: 24, bf16_tflops: 100, fp16_tflops: 100, memory_gbs: 900}"
+    profile = job.with_name("own.yaml")
+    profile.write_text(own, encoding="utf-8")
+    asked = ["estimate", str(job), "model.name=llama-3.1-405b", "adapter.type=ia3"]
+    assert main([*asked, "--cluster", str(profile)]) == 1
+    fix = capsys.readouterr().err.partition("fix: ")[2]
+    told = re.match(r"nodes: (\d+) and gpus_per_node: (\d+) in the profile, with (.*?)  \(", fix)
+    assert told is not None, fix
+    nodes, gpus, changes = told.groups()
+    profile.write_text(f"{own}\nnodes: {nodes}\ngpus_per_node: {gpus}", encoding="utf-8")
+    assert main([*asked, "--cluster", str(profile), *changes.split()]) == 0
+
+
 def test_plan_says_what_of_the_job_it_plans_anew(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +192,12 @@ def test_planning_imports_no_torch(job: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_almost_a_billion_is_a_billion(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 3 1B has 999,885,952 parameters."""
+    main(["estimate", str(job), "--cluster", "1xH200", "model.name=google/gemma-3-1b-pt"])
+    assert "\n1 B parameters, 1 B trained" in capsys.readouterr().out
 
 
 def test_an_unknown_model_names_the_nearest(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,22 @@ def test_a_layer_that_can_be_cut_needs_no_larger_card() -> None:
     assert "tensor(8)" in found.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec", ["2xA40:nvlink", "1xRTX3090:nvlink", "4xA100-40GB:pcie", "1xA6000:display", "2xMI300X"]
+)
+def test_a_larger_cluster_is_the_one_that_its_name_describes(spec: str) -> None:
+    """NVLink bridges connect two cards: four of them talk over PCIe."""
+    name, cluster = "llama-3.1-405b", parse_cluster(spec)
+    found = smallest_cluster(job(name), known_model(name), cluster)
+    assert found is not None
+    assert found.found is not None
+    larger = found.found.cluster
+    named = parse_cluster(larger.name)
+    for each in ("gpu", "nodes", "gpus_per_node", "link", "inter_node_gbps"):
+        assert getattr(named, each) == getattr(larger, each)
+
+
 def test_models_are_cut_where_somebody_has_said_how() -> None:
     cluster = parse_cluster("2x4xA100-80GB@400Gbps")
     llama = rank(job("llama-2-7b"), known_model("llama-2-7b"), cluster).candidates

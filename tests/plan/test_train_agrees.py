@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardtune import forecast, rank_strategies
 from shardtune.config.auto import resolve
@@ -24,9 +24,13 @@ from shardtune.core.files.yaml_document import dotted
 from shardtune.core.host.machine import Machine
 from shardtune.core.model.architectures import SHAPE_READERS
 from shardtune.core.model.family_support import FAMILY_SUPPORT
+from shardtune.core.model.known_models import find_model
+from shardtune.core.pipeline_schedule import Pipelining
 from shardtune.errors import ModelError, ShardtuneError
 from shardtune.models.materialize import decoder_layers, without_memory
 from shardtune.models.quantization.swap import quantizable
+from shardtune.parallel.pipeline.stage import Anatomy, Division
+from shardtune.plan.estimate.rank_share import stage_layers
 from shardtune.training.inputs import open_model
 from tests.jobs import make_job
 from tests.models.families import CONFIGS, write
@@ -171,3 +175,22 @@ def test_experts_in_nf4_that_ranks_cannot_divide_are_refused_in_the_same_words(
     assert said[0] == said[1]
     whole = family_job(tmp_path, "qlora", {}, {})  # nobody divides them
     assert verdicts(whole) == {"train": "", "estimate": "", "plan": ""}
+
+
+ORDERS = {
+    "1f1b": Pipelining("1f1b"),
+    "interleaved": Pipelining("interleaved", 2),
+    "zero_bubble": Pipelining("zero_bubble", 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.2-1b", "olmoe-1b-7b-0924", "qwen3-0.6b"])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_stages_have_as_many_layers_as_the_trainer_gives_them(name: str, order: Pipelining) -> None:
+    known = find_model(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known.config))
+    division = Division.of(Anatomy.of(model), order, 4)
+    counts = [sum(len(division.layers[stage]) for stage in division.mine(n)) for n in range(4)]
+    assert stage_layers(known.shape, order, 4) == tuple(counts)

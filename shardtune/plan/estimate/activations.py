@@ -94,7 +94,7 @@ def selective_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
 
 def stack_bytes(shape: ModelShape, work: Workload, cut: RankShare) -> float:
     """What all layers of a rank keep at the end of the forward pass, without the layer at work."""
-    layers = (shape.layers + shape.encoder_layers) / cut.pipeline
+    layers = cut.layers(shape)
     each, more = saved_bytes(shape, work, cut), _kept_layer(shape, work, cut)
     if work.offloaded:
         return max(each, more) * min(layers, ON_DEVICE)

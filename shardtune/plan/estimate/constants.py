@@ -152,6 +152,8 @@ WORKSTATION = replace(RTX30, link=0.2)
 three runs of A5000s, of which none was held back: they come out at +28, -9 and -8 %."""
 V100 = Chip(0.8, 0.9, 0.3, 0.3, 0.75, fp8_rows=UNIT_LESS)
 """Not fitted: no published run has all its settings."""
+MI250 = replace(H100, fp8_rows=UNIT_LESS)
+"""As other cards of AMD, but older than FP8."""
 
 CHIPS: dict[str, Chip] = {
     "V100": V100,
@@ -163,6 +165,7 @@ CHIPS: dict[str, Chip] = {
     "RTX4": RTX40,
     "RTX6000Ada": ADA_WORKSTATION,
     "A40": WORKSTATION,
+    "MI250": MI250,
 }
 """By how the GPU's name begins; the longest beginning counts."""
 LIKE = {
@@ -207,9 +210,14 @@ def speed_assumption(gpu: str) -> list[str]:
     if gpu.startswith(tuple(MEASURED)):
         return []
     chip = chip_of(gpu)
-    like = next((card for card in MEASURED.values() if chip_of(card) == chip), None)
+    alike = (card for card in MEASURED.values() if _in_16_bits(chip_of(card)) == _in_16_bits(chip))
+    like = next(alike, None)
     share = f"the share of its data sheet that runs on {like} reached" if like else "a guess"
     return [f"no run on {gpu} is known: its times are {share}; `shardtune bench` measures them"]
+
+
+def _in_16_bits(chip: Chip) -> Chip:
+    return replace(chip, fp8_rows=1.0)
 
 
 def chip_of(gpu: str) -> Chip:

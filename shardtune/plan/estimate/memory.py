@@ -76,7 +76,7 @@ def estimate_memory(
     layout: Layout, shape: ModelShape, mesh: Mesh, work: Workload, k: MemoryConstants = MEMORY
 ) -> Memory:
     """The bytes of the rank that holds most."""
-    places = RankShare.extremes(mesh, work.pipelining)
+    places = RankShare.extremes(shape, mesh, work)
     found = [_at_place(layout, shape, mesh, work, cut, k) for cut in places]
     return max(found, key=lambda memory: memory.required)
 

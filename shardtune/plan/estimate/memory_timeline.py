@@ -189,7 +189,7 @@ class _Step:
         ends = 0.0 if adapter is not None else self.ends / slices
         layer = largest_part(self.shape, self.cut)
         if adapter is not None:
-            layer = trained * self.cut.pipeline / self.shape.layers
+            layer = trained / self.cut.layers(self.shape)
         table = self.ends / slices * widths.gathered
         tokens = self.work.tokens / self.cut.context
         head = 0.0

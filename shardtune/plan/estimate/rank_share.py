@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardtune.core.footprint import ExpertBytes, ModelBytes
 from shardtune.core.layout import Cargo, Layout, State
 from shardtune.core.mesh import Mesh
-from shardtune.core.model.shape import LAYER_PARTS, ModelShape
-from shardtune.core.pipeline_schedule import Pipelining
+from shardtune.core.model.shape import LAYER_PARTS, MATMUL_KINDS, ModelShape
+from shardtune.core.pipeline_schedule import Pipelining, split_layers, stage_costs
 from shardtune.plan.estimate.expert_load import imbalance
 from shardtune.plan.estimate.workload import Workload
 
@@ -32,39 +33,82 @@ class RankShare:
     """Whether it has the head."""
     expert: int = 1
     """Over how many ranks the experts of a layer are divided."""
+    stage_layers: int | None = None
+    """Layers that the rank has; None where all have equally many."""
 
     @staticmethod
-    def of(mesh: Mesh, order: Pipelining, place: int = 0) -> RankShare:
-        owners = order.ranks(mesh.size_of("pipeline"))
+    def of(shape: ModelShape, mesh: Mesh, work: Workload, place: int = 0) -> RankShare:
+        ranks = mesh.size_of("pipeline")
+        owners = work.pipelining.ranks(ranks)
         return RankShare(
             mesh.size_of("tensor"),
-            mesh.size_of("pipeline"),
+            ranks,
             mesh.size_of("context"),
             place,
             owners[0] == place,
             owners[-1] == place,
             mesh.size_of("expert"),
+            _layers_by_place(shape, mesh, work)[place],
         )
 
     @staticmethod
-    def extremes(mesh: Mesh, order: Pipelining) -> tuple[RankShare, ...]:
-        """The places that can hold most: the first has most micro-batches under way, the last the
-        logits."""
-        return tuple(
-            RankShare.of(mesh, order, p) for p in sorted({0, mesh.size_of("pipeline") - 1})
-        )
+    def extremes(shape: ModelShape, mesh: Mesh, work: Workload) -> tuple[RankShare, ...]:
+        """The places that can hold most or take longest: the first has most micro-batches under
+        way, one has most layers, the last the head and the logits."""
+        layers = [count or 0 for count in _layers_by_place(shape, mesh, work)]
+        places = sorted({0, layers.index(max(layers)), len(layers) - 1})
+        return tuple(RankShare.of(shape, mesh, work, place) for place in places)
+
+    def layers(self, shape: ModelShape) -> float:
+        """Layers of the rank."""
+        if self.stage_layers is not None:
+            return self.stage_layers
+        return (shape.layers + shape.encoder_layers) / self.pipeline
+
+    def layer_share(self, shape: ModelShape) -> float:
+        """Of all layers."""
+        return self.layers(shape) / (shape.layers + shape.encoder_layers)
+
+
+def _layers_by_place(shape: ModelShape, mesh: Mesh, work: Workload) -> tuple[int | None, ...]:
+    """Of each rank along the pipeline. Other tools give all of them equally many."""
+    ranks = mesh.size_of("pipeline")
+    if ranks == 1 or not work.counted:
+        return (None,) * ranks
+    return stage_layers(shape, work.pipelining, ranks)
+
+
+@lru_cache(maxsize=4096)
+def stage_layers(shape: ModelShape, order: Pipelining, ranks: int) -> tuple[int, ...]:
+    """How many layers each rank of our own pipelines has: `parallel/pipeline/stage.py` cuts by the
+    multiplications of a token."""
+    costs: list[float] = []
+    for part in LAYER_PARTS:
+        if layers := shape.layers_in(part):
+            weights = [each for each in shape.in_part(part) if each.linear or each.routed]
+            matrices = [each for each in weights if each.kind in MATMUL_KINDS]
+            cost = sum(map(shape.active, matrices)) / layers
+            costs += [cost] * layers
+    stages = split_layers(stage_costs(costs, shape.vocab * shape.hidden), order.stages(ranks))
+    found = [0] * ranks
+    for owner, stage in zip(order.ranks(ranks), stages, strict=True):
+        found[owner] += len(stage)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
 def held_share(shape: ModelShape, cut: RankShare) -> float:
     """The share of all weights that a stage's slice holds.
 
-    Layers are spread evenly. Tensor parallelism leaves norms whole, which is next to nothing.
+    Layers count alike. Tensor parallelism leaves norms whole, which is next to nothing.
     """
     if cut.pipeline == 1:
         return 1 / cut.tensor
-    layers = sum(shape.parameters_in(part) for part in LAYER_PARTS)
-    return (layers / cut.pipeline + end_parameters(shape, cut)) / shape.parameters / cut.tensor
+    layers: float = sum(shape.parameters_in(part) for part in LAYER_PARTS)
+    held = layers * cut.layer_share(shape) + end_parameters(shape, cut)
+    if cut.ends:
+        held += shape.parameters_in("root")  # the last norm
+    return held / shape.parameters / cut.tensor
 
 
 def largest_part(shape: ModelShape, cut: RankShare) -> float:
@@ -123,11 +167,11 @@ def part_bytes(whole: ModelBytes, shape: ModelShape, work: Workload, cut: RankSh
     tokens = work.tokens / cut.context
     flowing = round(tokens * shape.hidden * (4 if work.wide_stream else work.widths.compute))
     learns = work.adapter is None  # whether the embedding wants a gradient
-    layers = -(-(shape.layers + shape.encoder_layers) // cut.pipeline)
+    layers = math.ceil(cut.layers(shape))
     shared = shape.tied and learns and cut.pipeline > 1 and cut.starts != cut.ends
     return replace(
         states_of(whole, shape, cut),
-        unsliced=round(_unsliced(shape, work) / cut.pipeline * work.widths.reduced),
+        unsliced=round(_unsliced(shape, work) * cut.layer_share(shape) * work.widths.reduced),
         routed=round(flowing * shape.experts.per_token * imbalance(shape, cut.expert))
         if shape.experts
         else 0,

@@ -119,9 +119,11 @@ def estimate_speed(
 ) -> SpeedEstimate:
     """The time of one step on the slowest rank."""
     on = GpuRates(cluster, chip or chip_of(cluster.gpu.name), time, work.widths.compute)
-    return _Step(
-        layout, shape, mesh, cluster, work, RankShare.of(mesh, work.pipelining), on
-    ).speed()
+    places = RankShare.extremes(shape, mesh, work)
+    if not work.counted:  # stages of other tools count alike
+        places = places[:1]
+    found = [_Step(layout, shape, mesh, cluster, work, cut, on).speed() for cut in places]
+    return max(found, key=lambda each: each.step.total)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,12 @@ class _Step:
         backward = self._with(layer.backward, gathers.backward / layers, reduction / layers)
         slices, border = self._slices(layer), self._border()
         waits = self._waits(messages, sending, layer, slices, border)
-        slot = layers * (forward + backward + slices) + 2 * border
+        # A rank waits for what an average one does.
+        average = (self.shape.layers + self.shape.encoder_layers) / self.cut.pipeline
+        slot = average * (forward + backward + slices) + 2 * border
+        if work.counted:
+            slot += loss.both / self.cut.pipeline
+            loss = loss if self.cut.ends else IDLE
         optimizer, offload = self._update()
         step = StepTime(
             compute=micro * (layers * (self._passes * layer.forward + layer.backward) + loss.both),
@@ -173,7 +180,7 @@ class _Step:
     @property
     def _layers(self) -> float:
         """Of one stage."""
-        return (self.shape.layers + self.shape.encoder_layers) / self.cut.pipeline
+        return self.cut.layers(self.shape)
 
     @property
     def _step_rows(self) -> int:

@@ -34,14 +34,15 @@ def casts_of(shape: ModelShape, work: Workload, cut: RankShare) -> Casts:
     if not work.autocast:
         return Casts(0.0, 0.0, 0.0)
     width = work.widths.compute / cut.tensor
-    layers = shape.layers + shape.encoder_layers
+    share = cut.layer_share(shape)
     here = work.trained(shape) - work.trained_in_experts(shape) * (1 - 1 / cut.expert)
     if work.adapter is not None:
-        every, head = here * width / cut.pipeline, 0.0
+        every, head = here * width * share, 0.0
     else:
-        every = (here - shape.embedding_parameters) * width / cut.pipeline
-        head = 0.0 if work.loss == "pieces" else shape.vocab * shape.hidden * width
-    one = every / layers * cut.pipeline
+        every = (here - shape.embedding_parameters) * width * share
+        in_loss = work.loss != "pieces" and cut.ends
+        head = shape.vocab * shape.hidden * width if in_loss else 0.0
+    one = every / cut.layers(shape)
     if work.checkpointing == "none" and not work.keeps_products:
         return Casts(every + head, every, one)
     # Autocast remembers its casts until the forward pass is over, which our loss in pieces belongs

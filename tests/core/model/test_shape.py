@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from typing import Any
@@ -247,6 +248,72 @@ def test_every_tensor_is_the_one_that_transformers_makes(family: str, config: Co
         if weight.parameter:
             name = weight.name if weight.part in LAYER_PARTS else short(weight.name)
             ours[name, tuple(sorted(weight.shape))] += weight.times
+    assert ours == real
+
+
+def tensors(
+    family: str, config: Config
+) -> tuple[Counter[tuple[int, ...]], Counter[tuple[int, ...]]]:
+    """Sizes of all parameters, ours and those of transformers."""
+    real = Counter(tuple(sorted(each.shape)) for each in model_of(family, config).parameters())
+    ours: Counter[tuple[int, ...]] = Counter()
+    for weight in shape_of(family, config).weights:
+        if weight.parameter:
+            ours[tuple(sorted(weight.shape))] += weight.times
+    return ours, real
+
+
+@ALL
+def test_a_config_as_transformers_saves_it(family: str, config: Config) -> None:
+    """As `merge` and full fine-tuning write it: some keys bear other names than as published."""
+    saved = json.loads(AutoConfig.for_model(family, **config).to_json_string())
+    del saved["model_type"]
+    ours, real = tensors(family, saved)
+    assert ours == real
+    assert sum(real.values()) == sum(tensors(family, config)[1].values())
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen2", {"num_key_value_heads": None}),
+        ("qwen3", {"num_key_value_heads": None}),
+        ("ernie4_5", {"num_key_value_heads": None, "head_dim": None}),
+        ("seed_oss", {"num_key_value_heads": None, "head_dim": None}),
+        ("bart", {"tie_word_embeddings": False}),
+        ("deepseek_v2", {"mlp_bias": True}),
+    ],
+)
+def test_null_and_rare_keys_mean_what_they_mean_to_transformers(
+    family: str, change: Config
+) -> None:
+    ours, real = tensors(family, {**TINY[family][1], **change})
+    assert ours == real
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("gpt_neox", "intermediate_size"),
+        ("opt", "ffn_dim"),
+        ("persimmon", "intermediate_size"),
+        ("phi", "intermediate_size"),
+        ("qwen2_moe", "moe_intermediate_size"),
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("stablelm", "num_key_value_heads"),
+        ("xglm", "ffn_dim"),
+    ],
+)
+def test_a_key_that_is_left_out_has_the_default_of_transformers(family: str, key: str) -> None:
+    without = {name: value for name, value in TINY[family][1].items() if name != key}
+    ours, real = tensors(family, without)
+    assert ours == real
+
+
+def test_experts_of_deepseek_by_their_other_name() -> None:
+    config = dict(TINY["deepseek_v2"][1])
+    config["num_experts"] = config.pop("n_routed_experts")
+    ours, real = tensors("deepseek_v2", config)
     assert ours == real
 
 

@@ -183,7 +183,7 @@ def test_a_stage_holds_the_micro_batches_that_are_under_way(
     mesh = Mesh((("pipeline", 4), ("data", 1)))
     one = stack_bytes(MIDDLE, LORA, RankShare(pipeline=4))
     work = replace(LORA, microbatches=8, pipelining=Pipelining(order))
-    held = [stack_bytes(MIDDLE, work, cut) for cut in RankShare.extremes(mesh, work.pipelining)]
+    held = [stack_bytes(MIDDLE, work, cut) for cut in RankShare.extremes(MIDDLE, mesh, work)]
     assert held == [first * one, last * one]
 
 

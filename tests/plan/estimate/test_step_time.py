@@ -37,6 +37,7 @@ LLAMA = read_shape(
     "llama",
 )
 WORK = Workload(2, 4096, widths=SHARDED_FP32, kernels="compiled")
+LORA = replace(WORK, counted=True, adapter=AdapterSize(16))
 H200 = parse_cluster("1xH200")
 
 
@@ -277,3 +278,23 @@ def test_every_model_of_the_catalogue_can_be_estimated(model: KnownModel) -> Non
         memory = estimate_memory(FSDP().layout(), shape, FSDP().mesh(8), work)
         assert 0 < speed.mfu < 1
         assert memory.allocated > shape.parameters / 8
+
+
+def test_the_stage_with_the_head_has_fewer_layers_and_is_no_slower_for_it() -> None:
+    """The head of Qwen3-0.6B costs as much as ten of its 28 layers."""
+    shape, work = known_model("qwen3-0.6b"), replace(WORK, counted=True, microbatches=16)
+    cluster = parse_cluster("4xA100-80GB")
+
+    def computing(ranks: int) -> float:
+        mesh = Mesh((("pipeline", ranks), ("data", 1)))
+        return estimate_speed(DDP().layout(), shape, mesh, cluster, work).step.compute
+
+    assert computing(1) / 4 < computing(4) < 1.2 * computing(1) / 4
+
+
+def test_cards_without_8_bit_products_gain_none() -> None:
+    work = replace(LORA, fp8=True)
+    for card, faster in (("MI250X", False), ("MI300X", True), ("A100-80GB", False), ("L4", True)):
+        plain, found = (alone(each, parse_cluster(f"1x{card}")) for each in (LORA, work))
+        assert (found.step.compute < plain.step.compute) == faster, card
+        assert (found.peak > plain.peak) == faster, card

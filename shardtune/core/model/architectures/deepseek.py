@@ -16,6 +16,8 @@ from shardtune.core.model.architectures.tensors import (
 from shardtune.core.model.architectures.traits import EXPERT, PRE_NORMS, Traits
 from shardtune.core.model.shape import Experts, ModelShape
 
+_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
 
 def deepseek(fields: Fields, family: str) -> ModelShape:
     """DeepSeek V2 and V3: latent attention, and experts after the first layers."""
@@ -31,7 +33,7 @@ def deepseek(fields: Fields, family: str) -> ModelShape:
     dense = fields.optional("first_k_dense_replace", default=3 if third else 0) or 0
     width = fields.count("moe_intermediate_size", default=2048 if third else 1407)
     experts = Experts(
-        count=fields.count("n_routed_experts", "num_local_experts", default=256 if third else 64),
+        count=fields.count(*_COUNTS, default=256 if third else 64),
         per_token=fields.count("num_experts_per_tok", default=8 if third else None),
         ffn=width,
         shared_ffn=width * fields.count("n_shared_experts", default=1 if third else 2),
@@ -39,16 +41,16 @@ def deepseek(fields: Fields, family: str) -> ModelShape:
     )
     attention = _latent_attention(fields, hidden, heads, head_dim, value_dim, rope)
     norms = [weight for name in PRE_NORMS for weight in norm(name, hidden)]
+    bias = not third and fields.flag("mlp_bias", False)
     moe = [
         *routed("mlp.gate", hidden, experts, EXPERT),
         *(buffer("mlp.gate.e_score_correction_bias", experts.count) if third else []),
-        *mlp("mlp.shared_experts", Traits(), hidden, experts.shared_ffn),
+        *mlp("mlp.shared_experts", Traits(), hidden, experts.shared_ffn, bias=bias),
     ]
+    whole = mlp("mlp", Traits(), hidden, ffn, bias=bias)
     weights = [
         *placed("embedding", 1, table("embed_tokens", vocab, hidden)),
-        *placed(
-            "layer", layers - experts.layers, attention, mlp("mlp", Traits(), hidden, ffn), norms
-        ),
+        *placed("layer", layers - experts.layers, attention, whole, norms),
         *placed("moe_layer", experts.layers, attention, moe, norms),
         *placed("root", 1, norm("norm", hidden)),
         *head(vocab, hidden, tied=tied),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from shardtune.core.model.architectures.fields import Fields
 from shardtune.core.model.architectures.mlp import mlp
@@ -39,17 +40,19 @@ def gemma4_text(fields: Fields, family: str) -> ModelShape:
     tied = fields.flag("tie_word_embeddings", True)
     experts = _experts(fields, layers, ffn)
     part: ModelPart = "moe_layer" if experts else "layer"
-    own = Counter(kinds[: layers - shared])
-    reused = Counter(kinds[layers - shared :])
+    heads_of = _heads(fields, kinds)
+    attentions = Counter(
+        (kind, each, layer >= layers - shared)
+        for layer, (kind, each) in enumerate(zip(kinds, heads_of, strict=True))
+    )
     wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
     weights = [
         *placed("embedding", 1, table("embed_tokens", vocab, hidden)),
         *(
             tensor
-            for kind in dict.fromkeys(kinds)
-            for times, reuses in ((own[kind], False), (reused[kind], True))
+            for (kind, each, reuses), times in attentions.items()
             for tensor in placed(
-                part, times, _attention(fields, hidden, full=kind == FULL, reuses=reuses)
+                part, times, _attention(fields, hidden, each, full=kind == FULL, reuses=reuses)
             )
         ),
         *placed(part, layers - shared, mlp("mlp", Traits(), hidden, ffn)),
@@ -96,15 +99,42 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
     return [*map(str, given[: layers - 1]), FULL]
 
 
-def _attention(fields: Fields, hidden: int, *, full: bool, reuses: bool) -> Tensors:
+def _heads(fields: Fields, kinds: list[str]) -> list[tuple[int, int]]:
+    """Width of a head, and how many there are of keys, layer by layer. Published configs have keys
+    of their own for layers that see everything; transformers saves what differs by layer."""
+    usual = fields.count("head_dim", default=256), fields.count("num_key_value_heads", default=4)
+    differing = fields.config.get("per_layer_config")
+    if not isinstance(differing, Mapping):
+        return [_heads_of_full(fields, usual) if kind == FULL else usual for kind in kinds]
+    found = []
+    for layer in range(len(kinds)):
+        said = differing.get(str(layer))
+        own = Fields(said if isinstance(said, Mapping) else {}, fields.name)
+        size, kv_heads = usual
+        found.append(
+            (
+                own.count("head_dim", default=size),
+                own.count("num_key_value_heads", default=kv_heads),
+            )
+        )
+        fields.problems += own.problems
+    return found
+
+
+def _heads_of_full(fields: Fields, usual: tuple[int, int]) -> tuple[int, int]:
+    size, kv_heads = fields.count("global_head_dim", default=512), usual[1]
+    if fields.flag("attention_k_eq_v", False):
+        kv_heads = fields.count("num_global_key_value_heads", default=kv_heads)
+    return size, kv_heads
+
+
+def _attention(
+    fields: Fields, hidden: int, each: tuple[int, int], *, full: bool, reuses: bool
+) -> Tensors:
     heads = fields.count("num_attention_heads", default=8)
-    kv_heads = fields.count("num_key_value_heads", default=4)
-    size = fields.count("head_dim", default=256)
+    size, kv_heads = each
     bias = fields.flag("attention_bias", False)
     one = full and fields.flag("attention_k_eq_v", False)  # keys are the values, too
-    if full:
-        size = fields.count("global_head_dim", default=512)
-        kv_heads = fields.count("num_global_key_value_heads", default=kv_heads) if one else kv_heads
     found = [
         *linear("self_attn.q_proj", heads * size, hidden, bias=bias),
         *norm("self_attn.q_norm", size),

@@ -56,7 +56,9 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_he
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
-def _sizes(fields: Fields, *ffn_keys: str, tied: bool) -> GptSizes:
+def _sizes(fields: Fields, *ffn_keys: str, tied: bool, usual_ffn: int | None = None) -> GptSizes:
+    """`usual_ffn` is what transformers takes where the config says nothing, if not four times the
+    hidden width."""
     hidden = fields.count(*_HIDDEN)
     heads = fields.count(*_HEADS)
     return GptSizes(
@@ -65,7 +67,7 @@ def _sizes(fields: Fields, *ffn_keys: str, tied: bool) -> GptSizes:
         layers=fields.count(*_LAYERS),
         heads=heads,
         kv_heads=heads,
-        ffn=fields.count(*ffn_keys, default=4 * hidden) if ffn_keys else 4 * hidden,
+        ffn=fields.count(*ffn_keys, default=usual_ffn or 4 * hidden) if ffn_keys else 4 * hidden,
         tied=fields.flag("tie_word_embeddings", tied),
         head_dim=fields.divided("num_attention_heads", hidden, heads),
     )
@@ -204,7 +206,7 @@ def gpt_neo(fields: Fields, family: str) -> ModelShape:
 
 def gpt_neox(fields: Fields, family: str) -> ModelShape:
     """GPT-NeoX and Pythia: two norms, attention and MLP side by side unless told otherwise."""
-    sizes = _sizes(fields, "intermediate_size", tied=False)
+    sizes = _sizes(fields, "intermediate_size", tied=False, usual_ffn=24576)
     h = sizes.hidden
     bias = fields.flag("attention_bias", True)
     layer = [
@@ -235,7 +237,7 @@ def gpt_neox(fields: Fields, family: str) -> ModelShape:
 
 def persimmon(fields: Fields, family: str) -> ModelShape:
     """Persimmon: fused projections, squared ReLUs, and norms of queries and keys."""
-    sizes = _sizes(fields, "intermediate_size", tied=False)
+    sizes = _sizes(fields, "intermediate_size", tied=False, usual_ffn=16384)
     h = sizes.hidden
     qk_norm = fields.flag("qk_layernorm", True)
     names = ("q_layernorm", "k_layernorm") if qk_norm else ()
@@ -339,7 +341,7 @@ def bloom(fields: Fields, family: str) -> ModelShape:
 
 def phi(fields: Fields, family: str) -> ModelShape:
     """Phi-1 to Phi-2: one norm, attention and MLP side by side, and biases everywhere."""
-    sizes = _sizes(fields, "intermediate_size", tied=False)
+    sizes = _sizes(fields, "intermediate_size", tied=False, usual_ffn=8192)
     sizes = replace(sizes, kv_heads=fields.count("num_key_value_heads", default=sizes.heads))
     h, keys = sizes.hidden, sizes.kv_heads * sizes.head_dim
     qk_norm = fields.flag("qk_layernorm", False)
@@ -375,7 +377,7 @@ def phi(fields: Fields, family: str) -> ModelShape:
 
 def opt(fields: Fields, family: str) -> ModelShape:
     """OPT: learned positions (two more than it says), and in one size a narrower embedding."""
-    sizes = _sizes(fields, "ffn_dim", tied=True)
+    sizes = _sizes(fields, "ffn_dim", tied=True, usual_ffn=3072)
     h = sizes.hidden
     bias = fields.flag("enable_bias", True)
     affine = fields.flag("layer_norm_elementwise_affine", True)
@@ -422,7 +424,7 @@ def opt(fields: Fields, family: str) -> ModelShape:
 
 def xglm(fields: Fields, family: str) -> ModelShape:
     """XGLM: OPT's layers, with positions that are computed and not learned."""
-    sizes = _sizes(fields, "ffn_dim", tied=True)
+    sizes = _sizes(fields, "ffn_dim", tied=True, usual_ffn=4096)
     h = sizes.hidden
     layer = [
         *(

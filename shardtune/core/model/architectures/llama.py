@@ -27,7 +27,8 @@ def llama_like(fields: Fields, family: str) -> ModelShape:
     hidden = fields.count("hidden_size")
     layers = fields.count("num_hidden_layers")
     heads = fields.count("num_attention_heads", default=known.get("num_attention_heads"))
-    kv_heads = fields.count("num_key_value_heads", default=known.get("num_key_value_heads", heads))
+    usual_keys = _usual(fields, "num_key_value_heads", known) or heads
+    kv_heads = fields.count("num_key_value_heads", default=usual_keys)
     head_dim = _head_dim(fields, hidden, heads, known)
     ffn = fields.count("intermediate_size")
     vocab = fields.count("vocab_size", default=known.get("vocab_size"))
@@ -87,8 +88,14 @@ def _rotates_by_length(fields: Fields) -> bool:
     return 0 < first < (fields.optional("max_position_embeddings", default=0) or 0)
 
 
+def _usual(fields: Fields, key: str, known: Mapping[str, int]) -> int | None:
+    """What transformers takes where the config says nothing. Where it says null, keys have as
+    many heads as queries, and each has its share of the width."""
+    return None if key in fields.config else known.get(key)
+
+
 def _head_dim(fields: Fields, hidden: int, heads: int, known: Mapping[str, int]) -> int:
-    given = fields.optional("head_dim", default=known.get("head_dim"))
+    given = fields.optional("head_dim", default=_usual(fields, "head_dim", known))
     return given or fields.divided("num_attention_heads", hidden, heads)
 
 
@@ -174,7 +181,7 @@ def _experts(fields: Fields, traits: Traits, layers: int, ffn: int) -> Experts |
     return Experts(
         count=fields.count("num_local_experts", "num_experts", default=known["experts"]),
         per_token=fields.count("num_experts_per_tok", default=known["per_token"]),
-        ffn=fields.count("moe_intermediate_size", default=ffn),
+        ffn=fields.count("moe_intermediate_size", default=known.get("expert_ffn", ffn)),
         shared_ffn=fields.count("shared_expert_intermediate_size", default=5632) if shared else 0,
         layers=_mixed_layers(fields, layers),
     )

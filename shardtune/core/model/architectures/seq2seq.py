@@ -107,8 +107,10 @@ def bart(fields: Fields, family: str) -> ModelShape:
         for half in ("encoder", "decoder")
         for tensor in norm(f"{half}.layernorm_embedding", hidden, bias=True)
     ]
+    own = [table(f"{half}.embed_tokens", vocab, hidden) for half in ("encoder", "decoder")]
     weights = [
         *placed("embedding", 1, table("shared", vocab, hidden)),
+        *placed("embedding", 1, *([] if tied else own)),
         *placed("embedding", 1, table("encoder.embed_positions", positions + 2, hidden)),
         *placed("embedding", 1, table("decoder.embed_positions", positions + 2, hidden)),
         *placed("encoder_layer", encoder_layers, attention("self_attn"), mlp(encoder_ffn)),

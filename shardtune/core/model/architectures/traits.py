@@ -111,7 +111,13 @@ TRAITS: dict[str, Traits] = {
         window="switched",
     ),
     "qwen2_moe": Traits(
-        defaults={"num_key_value_heads": 16, "experts": 60, "per_token": 4, "sliding_window": 4096},
+        defaults={
+            "num_key_value_heads": 16,
+            "experts": 60,
+            "per_token": 4,
+            "expert_ffn": 1408,
+            "sliding_window": 4096,
+        },
         qkv_bias=Flag(True, "qkv_bias"),
         output_bias=_NO,
         window="switched",
@@ -123,7 +129,13 @@ TRAITS: dict[str, Traits] = {
         window="switched",
     ),
     "qwen3_moe": Traits(
-        defaults={"num_key_value_heads": 4, "experts": 128, "per_token": 8, "sliding_window": 4096},
+        defaults={
+            "num_key_value_heads": 4,
+            "experts": 128,
+            "per_token": 8,
+            "expert_ffn": 768,
+            "sliding_window": 4096,
+        },
         qk_norm="head",
         window="switched",
         mixture="plain",
@@ -283,6 +295,7 @@ TRAITS: dict[str, Traits] = {
         dropout="residual_dropout",
     ),
     "stablelm": Traits(
+        defaults={"num_key_value_heads": 32},
         norm="layer",
         norm_bias=True,
         qk_norm="each",
