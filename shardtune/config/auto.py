@@ -172,12 +172,12 @@ def _resolve_family(draft: _Draft, kind: ModelKind) -> None:
         words = "" if support.best_attention == "sdpa" else f", which has no sdpa ({has})"
         draft.put(("model", "attention"), support.best_attention, f"the best for {family}{words}")
     if job.data.packing == "auto" and config:
-        packs, reason = True, f"{family} keeps packed documents apart"
+        packs, reason = True, f"{family} isolates packed documents"
         if kind != "decoder":
-            packs, reason = False, "padded: each source has a row of its own beside its target"
+            packs, reason = False, "padded: source-target pairs are not packed"
         elif support is None:
             packs = False
-            reason = f"padded: nobody has declared whether {family} keeps packed documents apart"
+            reason = f"padded: it is not known whether {family} isolates packed documents"
         elif support.mixes_documents:
             packs, reason = False, f"padded, as {family} mixes documents: {support.mixes_documents}"
         draft.put(("data", "packing"), packs, reason)

@@ -153,7 +153,9 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
             try:
                 rows = json.load(lines)
             except ValueError as error:
-                raise DataError(Problem(str(file), f"is no JSON: {error}", "mend it")) from error
+                raise DataError(
+                    Problem(str(file), f"is no JSON: {error}", "correct the file")
+                ) from error
             yield from rows
             return
         lines.seek(0)
@@ -164,9 +166,13 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
                 row = json.loads(line)
             except ValueError as error:
                 place = f"{file}:{number}"
-                raise DataError(Problem(place, f"is no JSON: {error}", "mend the line")) from error
+                raise DataError(
+                    Problem(place, f"is no JSON: {error}", "correct the line")
+                ) from error
             if not isinstance(row, dict):
-                raise DataError(Problem(f"{file}:{number}", "is no JSON object", "mend the line"))
+                raise DataError(
+                    Problem(f"{file}:{number}", "is no JSON object", "correct the line")
+                )
             yield row
 
 
