@@ -99,6 +99,11 @@ class LaunchRefused(LaunchError):
     exit_code = 2
 
 
+def either(words: Sequence[str]) -> str:
+    """Alternatives in a sentence: `a, b or c`."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known word nearest to `word`, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -46,7 +46,7 @@ def model_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
         there = next(each for each in (target, *target.absolute().parents) if each.exists())
         free = f"{shutil.disk_usage(there).free / MIB:,.1f} MiB are free"
         fact = f"can't be written: {os.strerror(code)}; {free}"
-        fix = "mend that, then give the command again; a run goes on with --resume"
+        fix = "fix that, then run the command again; a run continues with --resume"
         raise RunError(Problem(str(target), fact, fix)) from error
 
 
@@ -63,7 +63,7 @@ def require_place(target: Path) -> None:
 
 def _no_place(target: Path, code: int) -> RunError:
     fact = f"no folder can be made: {os.strerror(code)}"
-    return RunError(Problem(str(target), fact, "mend that, or name another place"))
+    return RunError(Problem(str(target), fact, "fix that, or name another folder"))
 
 
 def _number(error: Exception) -> int:

@@ -40,7 +40,7 @@ def add_parser(commands: Commands) -> None:
     )
     command.add_argument(
         "--harness", default="", metavar="TASKS",
-        help="tasks of lm-evaluation-harness, separated by commas",
+        help="lm-evaluation-harness tasks, by comma",
     )  # fmt: skip
     command.add_argument("--limit", type=count, metavar="N", help="use only the first N rows")
     command.add_argument("--shots", type=int, metavar="K", help="few-shot examples")
@@ -52,7 +52,7 @@ def add_parser(commands: Commands) -> None:
     )
     command.add_argument(
         "--processes", type=count, default=1, metavar="N",
-        help="ranks that share the rows, each with the whole model (1)",
+        help="ranks that share the rows, each with the model (1)",
     )  # fmt: skip
     command.add_argument(
         "--after-only", action="store_true", help="don't evaluate the run's base model"
@@ -72,7 +72,7 @@ def add_parser(commands: Commands) -> None:
     judge.add_argument("--judge-model", metavar="NAME", help="the judge's name at that endpoint")
     judge.add_argument(
         "--judge-key", default="OPENAI_API_KEY", metavar="VARIABLE",
-        help="environment variable with its key (OPENAI_API_KEY)",
+        help="variable with its key (OPENAI_API_KEY)",
     )  # fmt: skip
     judge.add_argument(
         "--judge-mode", choices=("single", "pairwise", "both"), default="both", metavar="MODE",

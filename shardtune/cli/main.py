@@ -64,6 +64,8 @@ OTHERS_COMMANDS = {
     "merge_lora": "merge", "upload": "push", "env": "doctor", "download": "models pull",
 }  # fmt: skip
 """What other tools call the same."""
+JOB_OPTIONS = frozenset({"-c", "--config", "--config_file", "--config-file", "--job", "--yaml"})
+"""Options by which other tools are given their file."""
 DISK_ERRORS = (*DISK_FULL, errno.EROFS)
 """The disk takes no more."""
 NO_HOME = "Could not determine home directory."
@@ -219,6 +221,8 @@ def _as_values(options: Sequence[str]) -> str:
     from shardtune.config.job_keys import all_keys
     from shardtune.core.files.yaml_document import dotted
 
+    if JOB_OPTIONS & {option.partition("=")[0] for option in options}:
+        return "the job file is the first argument, without an option: `shardtune train job.yaml`"
     words = [option.lstrip("-").partition("=")[0] for option in options]
     leads = [f"--{word}: {OTHERS_KEYS[word]}" for word in words if word in OTHERS_KEYS]
     ours = [dotted(key) for word in words for key in all_keys() if word in (key[-1], dotted(key))]

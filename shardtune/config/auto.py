@@ -172,12 +172,12 @@ def _resolve_family(draft: _Draft, kind: ModelKind) -> None:
         words = "" if support.best_attention == "sdpa" else f", which has no sdpa ({has})"
         draft.put(("model", "attention"), support.best_attention, f"the best for {family}{words}")
     if job.data.packing == "auto" and config:
-        packs, reason = True, f"{family} keeps packed documents apart"
+        packs, reason = True, f"{family} isolates packed documents"
         if kind != "decoder":
-            packs, reason = False, "padded: each source has a row of its own beside its target"
+            packs, reason = False, "padded: source-target pairs are not packed"
         elif support is None:
             packs = False
-            reason = f"padded: nobody has declared whether {family} keeps packed documents apart"
+            reason = f"padded: it is not known whether {family} isolates packed documents"
         elif support.mixes_documents:
             packs, reason = False, f"padded, as {family} mixes documents: {support.mixes_documents}"
         draft.put(("data", "packing"), packs, reason)
@@ -219,11 +219,11 @@ def _resolve_kernels(draft: _Draft, machine: Machine, kind: ModelKind) -> None:
     if not machine.gpus:
         fast, reason = False, "no GPU was found"
     elif not strategy.capabilities.compiled_layers:
-        fast, reason = False, f"strategy {strategy.type} works on layers as they are"
+        fast, reason = False, f"strategy {strategy.type} doesn't support compiled layers"
     elif kind != "decoder":
         fast, reason = False, "the model has an encoder and a decoder"
     elif draft.job.train.balances_experts or draft.job.train.router_z_loss_coef:
-        fast, reason = False, "losses of routers reach into layers while they run"
+        fast, reason = False, "router losses need hooks that compiled layers bypass"
     if draft.job.train.loss == "auto":
         draft.put(("train", "loss"), "fused" if fast else "plain", reason)
     if draft.job.train.kernels == "auto":
@@ -257,7 +257,7 @@ def _precision(
     if told := job.strategy.precision():
         return told
     if job.model.quantization == "fp8":
-        return "bf16", "products with weights stored in fp8 are computed in bf16"
+        return "bf16", "matmuls with fp8 weights need bf16"
     if machine.matmul is None:
         return "bf16", "what the device is fast in isn't known here"
     best, reason = machine.matmul.best(gpu=machine.gpus > 0)

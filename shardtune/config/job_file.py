@@ -22,7 +22,7 @@ from shardtune.config.ludwig import translated
 from shardtune.config.override_effects import apply_override_effects
 from shardtune.config.published_words import understand
 from shardtune.core.files.yaml_document import KeyPath, dotted, parse_document, read_document
-from shardtune.errors import JobError, Problem, did_you_mean
+from shardtune.errors import JobError, Problem, did_you_mean, either
 
 COMMAND_LINE = "command line"
 OTHERS_AT_ONCE = 3  # keys of another tool from which a file counts as that tool's
@@ -219,10 +219,15 @@ _WANTED = {
 }
 
 
+def _alternatives(item: Any) -> list[str]:
+    """What a value may be by one of its key's types: the words of a choice, or a description."""
+    if item["type"] == "literal_error":
+        return str(item["ctx"]["expected"]).replace(" or ", ", ").split(", ")
+    return [_wanted(item)]
+
+
 def _wanted(item: Any) -> str:
     kind, context = item["type"], item.get("ctx", {})
-    if kind == "literal_error":
-        return str(context["expected"])
     if kind == "greater_than":
         return f"more than {context['gt']}"
     if kind == "greater_than_equal":
@@ -264,7 +269,7 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
             return f"is {given!r}", OTHERS_VALUES[given]
         near = did_you_mean(given, words)
         return f"is {given!r}", f"did you mean {near!r}?" if near else f"write one of {expected}"
-    wanted = " or ".join(dict.fromkeys(_wanted(item) for item in items))
+    wanted = either(list(dict.fromkeys(each for item in items for each in _alternatives(item))))
     given = _at(value, path)
     fix = f"give {wanted}"
     if path == ("model",) and isinstance(given, str):
@@ -276,17 +281,14 @@ def _describe(path: KeyPath, items: list[Any], value: Any) -> tuple[str, str]:
     if wanted == "text" and isinstance(given, (int, float)):
         fix = "put it in quotes"
     if isinstance(given, str):
-        words = [
-            word.strip(" '")
-            for item in items
-            if item["type"] == "literal_error"
-            for word in item["ctx"]["expected"].replace(" or ", ", ").split(",")
-        ]
+        literals = [item for item in items if item["type"] == "literal_error"]
+        words = [word.strip("'") for item in literals for word in _alternatives(item)]
         near = did_you_mean(given, words)
         fix = f"did you mean {near!r}?" if near else fix
         fix = OTHERS_VALUES.get(given, fix)
         if given in types_at(path):
-            fix = f"write {{type: {given}}}, or {dotted((*path, 'type'))}={given} behind a command"
+            key = dotted((*path, "type"))
+            fix = f"write {{type: {given}}}, or {key}={given} on the command line"
     return f"is {_show(given)}; it must be {wanted}", fix
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from socket import getaddrinfo
 from typing import Any
@@ -73,7 +74,7 @@ def _from_hub(section: ModelSection) -> Path:
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    reachable = constants.HF_HUB_OFFLINE or _has_address(constants.ENDPOINT)
+    reachable = hub_is_reachable()
     try:
         return Path(
             hf_hub_download(
@@ -94,11 +95,16 @@ def _from_hub(section: ModelSection) -> Path:
         raise ModelError(Problem(MODEL_NAME, fact, fix)) from None
 
 
+def hub_is_reachable() -> bool:
+    """Whether the hub's host name can be looked up, or a proxy does it: where it can't, the hub's
+    own client tries six times, in 24 seconds. Its offline mode asks nobody by itself."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE or bool(getproxies()) or _has_address(constants.ENDPOINT)
+
+
+@cache
 def _has_address(url: str) -> bool:
-    """Whether the name of a host can be looked up, or a proxy does it: where it can't, the hub's
-    own client tries six times, in 24 seconds."""
-    if getproxies():
-        return True
     try:
         return bool(getaddrinfo(urlsplit(url).hostname, None))
     except OSError:

@@ -6,13 +6,14 @@ for. No strategy is known here by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from shardtune.config.job import AdamW, Job, NoAdapter
 from shardtune.config.rule import Rule, moment_bits, rank_count
 from shardtune.core.capabilities import Can, Capabilities, Refusal, Support
 from shardtune.core.files.yaml_document import KeyPath, dotted
 from shardtune.core.strategy import Devices
+from shardtune.errors import either
 from shardtune.parallel import STRATEGIES, Strategy, strategies_that
 
 
@@ -35,12 +36,12 @@ def _takes(name: str, key: KeyPath, support: Callable[[Capabilities], Support]) 
         return support(_can(job)).refusals.get(_asked(job, key), Refusal(""))
 
     def fact(job: Job) -> str:
-        asked, taken = _asked(job, key), _either(support(_can(job)).values)
+        asked, taken = _asked(job, key), either(support(_can(job)).values)
         return refusal(job).fact or f"is {asked}, and strategy {job.strategy.type} takes {taken}"
 
     def fix(job: Job) -> str:
         asked = _asked(job, key)
-        here = f"set {dotted(key)}: {_either(support(_can(job)).values)}"
+        here = f"set {dotted(key)}: {either(support(_can(job)).values)}"
         if refusal(job).fix:
             return f"{refusal(job).fix}, or {here}"
         return here + _or_use(lambda each: asked in support(each.capabilities))
@@ -86,7 +87,7 @@ def _or_use(can: Callable[[Strategy], object]) -> str:
 def strategies_for(can: Callable[[Strategy], object]) -> str:
     """A fix: strategies that can, if there are any."""
     names = [each.written() for each in strategies_that(can)]
-    return f"use strategy: {_either(names)}" if names else ""
+    return f"use strategy: {either(names)}" if names else ""
 
 
 def _offloading() -> str:
@@ -94,11 +95,7 @@ def _offloading() -> str:
     several = Devices(nodes=1, per_node=2, gpu=True)
     offered = [each for kind in STRATEGIES.values() for each in kind.remedies(several)]
     names = [each.written() for each in offered if "optim" in each.layout().home]
-    return f"; with several GPUs use strategy: {_either(names)}" if names else ""
-
-
-def _either(words: Sequence[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+    return f"; with several GPUs use strategy: {either(names)}" if names else ""
 
 
 def _paged(job: Job) -> bool:

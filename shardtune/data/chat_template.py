@@ -223,7 +223,7 @@ class ChatTemplate:
             probe = conversation.replaced(turn, _other_than(content))
         first, last = _difference(whole, self._text(probe))
         if not calls_alone and (first >= last or whole[first:last].strip() not in content):
-            raise Unreadable(f"where the chat template writes turn {turn + 1} can't be told")
+            raise Unreadable(f"the chat template's output for turn {turn + 1} can't be located")
         # The turn's own text when nothing follows it, and where its terminator starts there.
         alone = self._text(conversation.until(turn + 1))
         begin, end = _difference(alone, self._text(probe.until(turn + 1)))

@@ -188,7 +188,7 @@ def _kind_of(source: Source, path: Path, head: bytes) -> SourcePart:
         fact, fix = f"is no Parquet file: it {found}", "write or fetch it again"
         raise DataError(Problem(source.path, fact, fix))
     shown = f"ends with {suffix}" if suffix else "has no ending"
-    fact = f"its kind can't be told: it {shown} and holds no JSON"
+    fact = f"its format isn't recognised: it {shown} and holds no JSON"
     raise DataError(Problem(source.path, fact, f"give it as {FILE_KINDS}"))
 
 

@@ -129,7 +129,7 @@ def sample_source(path: str) -> SampledSource:
         raise DataError(Problem(path, "is empty: it holds no rows", "name a file with data"))
     if not sample:
         assert bad is not None
-        fact = f"none of the {rows:,} rows that were looked at can be read: {bad.reason}"
+        fact = f"none of the {rows:,} sampled rows can be read: {bad.reason}"
         encoded = bad.reason.startswith(NOT_UTF8)
         fix = f"save it as UTF-8: {TO_UTF8}" if encoded else "fix the file"
         raise DataError(Problem(opened.place(bad.number, bad.column), fact, fix))

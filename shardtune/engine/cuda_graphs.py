@@ -57,8 +57,8 @@ def why_not(
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     reasons = (
         (torch.device(world.device).type != "cuda", "the model is not on a GPU"),
-        (world.size > 1, "the ranks' gradients meet inside the backward pass"),
-        (_get_current_dispatch_mode() is not None, "operations are looked at one by one"),
+        (world.size > 1, "gradients are all-reduced inside the backward pass"),
+        (_get_current_dispatch_mode() is not None, "a dispatch mode intercepts operations"),
         (not takes_boundaries(model), "transformers asks the GPU which mask attention needs"),
         (setup.precision == "fp16", "the loss scale changes under fp16"),
         (bool(setup.router_aux_loss_coef + setup.router_z_loss_coef), "routers have own losses"),

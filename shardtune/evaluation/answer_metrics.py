@@ -299,8 +299,8 @@ def _validator(schema: Any) -> Any:
     try:
         kind.check_schema(dict(schema))
     except SchemaError as error:
-        fact = f"a row's schema is none: {error.message}"
-        raise JobError(Problem("evaluate.metric", fact, "mend it")) from error
+        fact = f"a row's JSON schema is not valid: {error.message}"
+        raise JobError(Problem("evaluate.metric", fact, "correct the schema")) from error
     return kind(dict(schema), registry=Registry())
 
 

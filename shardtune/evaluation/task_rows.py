@@ -168,7 +168,7 @@ def _parquet_rows(file: Path) -> Iterator[Mapping[str, Any]]:
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         fact = f"is no Parquet file: {str(error).splitlines()[0]}"
-        raise DataError(Problem(str(file), fact, "mend it")) from error
+        raise DataError(Problem(str(file), fact, "correct the file")) from error
 
 
 def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -184,7 +184,7 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _listed_rows(file: Path, text: IO[str]) -> Iterator[Mapping[str, Any]]:
-    for number, row in enumerate(_parsed(text.read(), str(file), "mend it"), 1):
+    for number, row in enumerate(_parsed(text.read(), str(file), "correct the file"), 1):
         yield _object(row, f"{file}: row {number}")
 
 
@@ -192,7 +192,7 @@ def _line_rows(file: Path, lines: IO[str]) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{file}:{number}"
-            yield _object(_parsed(line, place, "mend the line"), place)
+            yield _object(_parsed(line, place, "correct the line"), place)
 
 
 def _parsed(text: str, place: str, fix: str) -> Any:
@@ -206,7 +206,7 @@ def _parsed(text: str, place: str, fix: str) -> Any:
 
 def _object(row: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(row, dict):
-        raise DataError(Problem(place, "is no JSON object", "mend the line"))
+        raise DataError(Problem(place, "is no JSON object", "correct the line"))
     return row
 
 

@@ -81,8 +81,8 @@ def read_peft(
         declared = (settings.get("rank_pattern") or {}).get(f"experts.{weight}", settings["r"])
         if len(a) != experts * declared or b.shape[1] != len(a):
             fact = (
-                f"{module} has {len(a)} rows for {experts} experts of rank {declared}: whose they "
-                "are can't be told"
+                f"{module} has {len(a)} rows for {experts} experts of rank {declared}: their "
+                "experts can't be told apart"
             )
             raise RunError(Problem("--to vllm", fact, "train again; the result is damaged"))
         a = a.reshape(experts, rank, -1)

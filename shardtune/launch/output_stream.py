@@ -88,7 +88,7 @@ class OutputStream(io.TextIOBase):
                 return
             del self._waiting[:written]
             if not self._waiting and self._dropped:
-                told = f"\n[{self._dropped} bytes were dropped here: nobody read them]\n"
+                told = f"\n[{self._dropped} bytes were dropped here: they were not read]\n"
                 self._waiting += told.encode(self._encoding, "replace")
                 self._dropped = 0
 

@@ -73,7 +73,7 @@ def resolve(name: str) -> str:
     try:
         return _local_folder(name) or _hub_id(name)
     except OSError as error:  # a folder of somebody else, a name too long for the file system ...
-        fact = f"{name!r} can't be looked at: {error.strerror}"
+        fact = f"{name!r} can't be read: {error.strerror}"
         raise ModelError(
             Problem(MODEL_NAME, fact, "correct the path or its permissions")
         ) from error

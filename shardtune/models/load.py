@@ -133,7 +133,8 @@ def load_base(files: ModelFiles, precision: Precision) -> Any:
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
             output_loading_info=True,
-            **files.revision,
+            adapter_kwargs=files.hub_arguments,  # for the adapter that it looks for beside it
+            **files.hub_arguments,
         )
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     refuse_missing(section.name, sorted(weights & set(found["missing_keys"])))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardtune.config.job import ModelSection
+from shardtune.config.model_config import hub_is_reachable
 from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem, ShardtuneError
@@ -55,9 +56,15 @@ class ModelFiles:
         return public_name(self.section.name)
 
     @property
-    def revision(self) -> dict[str, str]:
-        """Which version of a hub's model: an argument for whatever transformers loads of it."""
-        return {"revision": self.section.revision} if self.section.revision else {}
+    def hub_arguments(self) -> dict[str, Any]:
+        """Arguments for whatever transformers loads of a hub's model: which version, and only the
+        cache where the hub can't be reached."""
+        found: dict[str, Any] = {}
+        if self.section.revision:
+            found["revision"] = self.section.revision
+        if not Path(self.path).is_dir() and not hub_is_reachable():
+            found["local_files_only"] = True
+        return found
 
     @cached_property
     def _config(self) -> Any:
@@ -65,7 +72,7 @@ class ModelFiles:
 
         section = self.section
         with explaining(MODEL_NAME, section.name, LOADING_FIX):
-            found, _ = PretrainedConfig.get_config_dict(self.path, **self.revision)
+            found, _ = PretrainedConfig.get_config_dict(self.path, **self.hub_arguments)
             if not isinstance(found, dict):
                 raise TypeError(f"its config.json holds a {type(found).__name__}, not an object")
             # A model that transformers knows itself needs none of the code its repository ships.
@@ -75,7 +82,9 @@ class ModelFiles:
                 fix = "read that code; if you trust it, set model.trust_remote_code: true"
                 raise ModelError(Problem(MODEL_NAME, fact, fix))
             trusted = section.trust_remote_code
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=trusted, **self.revision)
+            return AutoConfig.from_pretrained(
+                self.path, trust_remote_code=trusted, **self.hub_arguments
+            )
 
     @property
     def own_config(self) -> Any:
@@ -117,7 +126,7 @@ class ModelFiles:
         with explaining(MODEL_NAME, name, LOADING_FIX):
             trusted = self.section.trust_remote_code
             tokenizer = AutoTokenizer.from_pretrained(
-                self.path, trust_remote_code=trusted, **self.revision
+                self.path, trust_remote_code=trusted, **self.hub_arguments
             )
         add_tokens(tokenizer, self.section)
         if self.chat_template is not None:
@@ -149,7 +158,7 @@ class ModelFiles:
         from transformers import GenerationConfig
 
         try:
-            return GenerationConfig.from_pretrained(self.path, **self.revision)
+            return GenerationConfig.from_pretrained(self.path, **self.hub_arguments)
         except OSError:
             return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtune.config.job import ModelSection
+from shardtune.config.model_config import hub_is_reachable
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem
 
@@ -123,6 +124,7 @@ def fetch_file(source: str, section: ModelSection, file: str) -> Path | None:
         source,
         file,
         revision=section.revision,
+        local_files_only=not Path(source).is_dir() and not hub_is_reachable(),
         _raise_exceptions_for_missing_entries=False,
     )
     return Path(found) if found is not None else None

@@ -20,21 +20,31 @@ STRATEGY_KEYS = {
 }
 """Keys outside of `strategy` that stand for one, and what to do where their value doesn't."""
 STRATEGY_LEADS = {
-    "sharding_strategy": "here it is strategy.sharding: full or hybrid; torch's names, too",
-    "distributed_type": "here it is strategy.type: ddp, fsdp or deepspeed",
-    "deepspeed_config": "here it is strategy: {type: deepspeed, config: FILE}",
-    "dist_config": "here it is the section strategy: {type: fsdp}",
+    "sharding_strategy": "use strategy.sharding: full or hybrid; torch's names, too",
+    "distributed_type": "use strategy.type: ddp, fsdp or deepspeed",
+    "deepspeed_config": "use strategy: {type: deepspeed, config: FILE}",
+    "dist_config": "use the section strategy: {type: fsdp}",
     "fsdp_config": (
-        "here it is strategy: {type: fsdp}; of its keys there are sharding, offload and "
+        "use strategy: {type: fsdp}; of its keys there are sharding, offload and "
         "reshard_after_forward, and layers are found without being named"
     ),
     "fsdp_version": "leave it out: strategy: {type: fsdp} is FSDP2",
-    "fsdp_cpu_offload": "here it is strategy.offload: cpu, with strategy.type: fsdp",
-    "tensor_parallel_size": "here it is strategy: {type: tensor, degree: N}",
-    "tensor_parallel_dim": "here it is strategy: {type: tensor, degree: N}",
-    "dp_shard_size": "here it is strategy: {type: fsdp, sharding: hybrid}, with replicas",
+    "fsdp_cpu_offload": "use strategy.offload: cpu, with strategy.type: fsdp",
+    "tensor_parallel_size": "use strategy: {type: tensor, degree: N}",
+    "tensor_parallel_dim": "use strategy: {type: tensor, degree: N}",
+    "dp_shard_size": "use strategy: {type: fsdp, sharding: hybrid}, with replicas",
 }
 """Keys of other tools that aren't understood, and what they are called here."""
+
+_ZERO = "write strategy: {{type: deepspeed, zero_optimization: {{stage: {}}}}}"
+STRATEGY_VALUES = {
+    **{f"zero{stage}": _ZERO.format(stage) for stage in range(4)},
+    "fsdp2": "write fsdp, which is FSDP2",
+    "tp": "write strategy: {type: tensor, degree: N}",
+    "pp": "write strategy: {type: pipeline, stages: N}",
+    "ep": "write strategy: {type: expert, degree: N}",
+}
+"""What people give as the type of a strategy, and how it is written here."""
 
 _KEPT = {"reshard_after_forward": False}
 _SHARDING: dict[str, Settings] = {

@@ -152,7 +152,7 @@ def _smaller(found: Forecast, best: Forecast) -> str:
     slices = found.mesh.size_of("tensor")
     if found.work.micro_batch < best.work.micro_batch:
         return f" (micro-batch {found.work.micro_batch}, not {best.work.micro_batch})"
-    return f" (in {slices} slices)" if slices > best.mesh.size_of("tensor") else ""
+    return f" ({slices} tensor shards)" if slices > best.mesh.size_of("tensor") else ""
 
 
 def _named(part: str, found: Forecast) -> str:

@@ -77,7 +77,7 @@ def _rarer_meetings(found: Forecast, measured: MeasuredTime) -> Iterator[Speedup
     rows = 4 * found.job.train.global_batch
     values: dict[str, Setting] = {"train.global_batch": rows}
     yield from _tried_with(
-        found, measured, values, "gradient accumulation: ranks meet a quarter as often"
+        found, measured, values, "gradient accumulation: a quarter of the synchronisations"
     )
 
 

@@ -33,7 +33,7 @@ def print_job(
     rows = []
     for path, value in leaves(job.model_dump(mode="json")):
         where = f"auto: {reasons[path]}" if path in reasons else origin(path)
-        rows.append((path[0], dotted(path), _show(value), where))
+        rows.append((path[0], dotted(path), show_value(value), where))
     key = min(max(KEY, console.width - 80 + KEY), max(len(row[1]) for row in rows))
     widths = key, VALUE, max(len(HEADINGS[2]), console.width - key - VALUE - 2 * len(GAP))
     _print_row(console, HEADINGS, widths, "bold")
@@ -73,8 +73,9 @@ def _wrapped(text: str, width: int) -> list[str]:
     return wrap(text, width, break_on_hyphens=False) or [""]
 
 
-def _show(value: Any) -> str:
-    if isinstance(value, list):
+def show_value(value: Any) -> str:
+    """A value as the job file has it."""
+    if isinstance(value, (list, tuple)):
         return "[" + ", ".join(str(item) for item in value) + "]"
     if isinstance(value, bool):
         return str(value).lower()

@@ -153,7 +153,7 @@ _CARGO: dict[Cargo, str] = {
     "recalled": "weights, for the backward pass",
     "trained": "updated weights",
     "grads": "gradients",
-    "unsliced": "gradients of weights that slices keep whole",
+    "unsliced": "gradients of weights that tensor parallelism replicates",
     "tied": "gradients of weights that two stages have",
     "hidden": "activations",
     "embedded": "gradients of the embedding's result",

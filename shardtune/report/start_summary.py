@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shardtune.config.job import Job
 from shardtune.core.files.yaml_document import KeyPath, dotted
+from shardtune.report.job_table import show_value
 
 if TYPE_CHECKING:
     from shardtune.data.dataset import SourceReport
@@ -58,7 +59,7 @@ def print_opening(
         for note in source.notes:
             console.print(Text(f"{name}: {note}"))
     for path, reason in reasons.items():
-        value = _at(job, path)
+        value = show_value(_at(job, path))
         console.print(Text(f"{dotted(path)} = {value}  ({reason})", style="dim"))
     for note in notes:
         console.print(Text(f"note: {note}", style="yellow"))

@@ -107,7 +107,7 @@ def _cheapest_change(train: TrainSection) -> str:
     """What to try first: what costs least time and leaves the result as it is."""
     rows = int(train.micro_batch)
     if rows > 1:
-        by_itself = "train.on_oom: reduce_micro_batch does so by itself"
+        by_itself = "train.on_oom: reduce_micro_batch does so automatically"
         return f"set train.micro_batch: {rows // 2}; the result stays the same ({by_itself})"
     level = train.gradient_checkpointing
     if train.keep_layers and level in ("mlp", "most"):

@@ -44,7 +44,7 @@ def test_an_older_one_stays(small_disk: Path) -> None:
 def test_a_place_where_no_folder_can_be(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(RunError, match=r"(?s)no folder can be made: .*mend that, or name"),
+        pytest.raises(RunError, match=r"(?s)no folder can be made: .*fix that, or name"),
         model_folder(tmp_path / place),
     ):
         pytest.fail("there is no folder to fill")

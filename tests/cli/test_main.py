@@ -148,12 +148,13 @@ MEANT = {
     "sft job.yaml": "did you mean `shardtune train`?",
     "inference runs/a": "did you mean `shardtune generate`?",
     "merge_lora runs/a": "did you mean `shardtune merge`?",
+    "train --config job.yaml": "the job file is the first argument, without an option",
     "train job.yaml --steps=3": "without dashes, as train.steps=VALUE",
     "train job.yaml --train.steps 3": "without dashes, as train.steps=VALUE",
     "train job.yaml --learning_rate=1e-4": "without dashes, as train.learning_rate=VALUE",
     "train --model_name_or_path m --output_dir o": (
-        "as train.learning_rate=1e-4; --model_name_or_path: here it is model.name; "
-        "--output_dir: here it is save.directory"
+        "as train.learning_rate=1e-4; --model_name_or_path: use model.name; "
+        "--output_dir: use save.directory"
     ),
 }
 

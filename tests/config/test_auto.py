@@ -229,7 +229,7 @@ NF4 = {"model": {"name": "tiny", "quantization": "nf4"}, "adapter": {"type": "lo
         (NEW_GPU, 1, {}, "bf16", "A100 is fast in bf16"),
         (None, 1, {}, "bf16", "what the device is fast in isn't known here"),
         (SLOW_BF16, 0, NF4, "fp32", "bf16 is slow here"),
-        (SLOW_BF16, 0, FP8, "bf16", "products with weights stored in fp8 are computed in bf16"),
+        (SLOW_BF16, 0, FP8, "bf16", "matmuls with fp8 weights need bf16"),
         (OLD_GPU, 1, NF4, "fp16", NO_BF16),
         (SLOW_BF16, 0, {"strategy": {"type": "deepspeed"}}, "fp32", "bf16 is slow here"),
         (OLD_GPU, 2, {"strategy": {"type": "tensor", "degree": 2}}, "fp32",

@@ -375,7 +375,7 @@ INPUTS = {
         data("good.jsonl", "completion", ", split: test"),
     ),
     "unknown kind of file": Bad(
-        "a.dat", "its kind can't be told", "give it as JSONL", data("a.dat", "completion"),
+        "a.dat", "its format isn't recognised", "give it as JSONL", data("a.dat", "completion"),
         {"a.dat": b"\0\1\2"},
     ),
     "no Parquet": Bad(

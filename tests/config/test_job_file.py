@@ -106,7 +106,7 @@ def test_a_file_of_another_tool_is_told_so_first(tmp_path: Path) -> None:
     assert "`shardtune init NousResearch/Llama-3.2-1B DATA`" in first.fix
     fixes = {each.place.partition(": ")[2]: each.fix for each in others}
     assert fixes["model"] == "add `model: {name: NousResearch/Llama-3.2-1B}`"
-    assert fixes["val_set_size"].startswith("here it is data.eval: {share:")
+    assert fixes["val_set_size"].startswith("use data.eval: {share:")
     assert fixes["stage"].startswith("leave it out: shardtune does supervised fine-tuning")
     assert fixes["learning_rate"] == "did you mean 'train.learning_rate'?"
     assert "fsdp" not in fixes  # which is understood
@@ -170,11 +170,11 @@ WRONG = {
     ),
     "strategy=fsdp": (
         f'command line: strategy: is "fsdp"; it must be {A_SECTION}\n'
-        "    fix: write {type: fsdp}, or strategy.type=fsdp behind a command"
+        "    fix: write {type: fsdp}, or strategy.type=fsdp on the command line"
     ),
     "train.optimizer=sgd": (
         f'command line: train.optimizer: is "sgd"; it must be {A_SECTION}\n'
-        "    fix: write {type: sgd}, or train.optimizer.type=sgd behind a command"
+        "    fix: write {type: sgd}, or train.optimizer.type=sgd on the command line"
     ),
     "train.optimizer=3": (
         f"command line: train.optimizer: is 3; it must be {A_SECTION}\n    fix: give {A_SECTION}"
@@ -184,7 +184,7 @@ WRONG = {
     ),
     "launch=ray": (
         f'command line: launch: is "ray"; it must be {A_SECTION}\n'
-        "    fix: write {type: ray}, or launch.type=ray behind a command"
+        "    fix: write {type: ray}, or launch.type=ray on the command line"
     ),
     "launch=": (
         f"command line: launch: is empty; it must be {A_SECTION}\n    fix: give {A_SECTION}"
@@ -200,19 +200,35 @@ WRONG = {
         "command line: strategy.fp16: unknown key here\n"
         "    fix: it belongs to `type: deepspeed`; set that, or remove the key"
     ),
-    "train.lr=1": "command line: train.lr: unknown key\n    fix: here it is train.learning_rate",
+    "train.lr=1": "command line: train.lr: unknown key\n    fix: use train.learning_rate",
     "model.attention=flash_attention_4": (
         "command line: model.attention: is \"flash_attention_4\"; it must be 'auto', 'sdpa', "
         "'flex_attention', 'flash_attention_2' or 'eager'\n    fix: write sdpa: with "
         "`shardtune[flash]` installed it is FlashAttention 4 on GPUs that can have it"
     ),
     "train.precision=fp8-base": (
-        "command line: train.precision: is \"fp8-base\"; it must be 'auto' or 'fp32', 'bf16' or "
+        "command line: train.precision: is \"fp8-base\"; it must be 'auto', 'fp32', 'bf16' or "
         "'fp16'\n"
         "    fix: write `model: {quantization: fp8}` and leave train.precision at bf16"
     ),
+    "train.precision=float16": (
+        "command line: train.precision: is \"float16\"; it must be 'auto', 'fp32', 'bf16' or "
+        "'fp16'\n    fix: write fp16"
+    ),
+    "strategy.type=zero3": (
+        "command line: strategy.type: is 'zero3'\n"
+        "    fix: write strategy: {type: deepspeed, zero_optimization: {stage: 3}}"
+    ),
+    "model.quantization=4bit": (
+        "command line: model.quantization: is \"4bit\"; it must be 'none', 'nf4', 'int8' or "
+        "'fp8'\n    fix: write nf4"
+    ),
+    "data.train.0.format=sharegpt": (
+        "command line: data.train.0.format: is \"sharegpt\"; it must be 'instruction', 'chat', "
+        "'completion', 'pretokenized' or 'source_target'\n    fix: write chat"
+    ),
     "data.train.0.type=alpaca": (
-        "command line: data.train.0.type: unknown key\n    fix: here it is format: instruction for "
+        "command line: data.train.0.type: unknown key\n    fix: use format: instruction for "
         "alpaca, chat for chat_template or sharegpt, completion"
     ),
     "data.train.1.path=b": (
@@ -361,7 +377,7 @@ MISTAKES = [
      f"train: is a list of 2; it must be {A_SECTION}\n    fix: give {A_SECTION}"),
     ("adapter", "lora",
      f'adapter: is "lora"; it must be {A_SECTION}\n'
-     "    fix: write {type: lora}, or adapter.type=lora behind a command"),
+     "    fix: write {type: lora}, or adapter.type=lora on the command line"),
     ("adapter", "{rank: 4}",
      "adapter.type: is missing\n    fix: add `type:` with one of ia3, lora, none"),
     ("adapter", "{type: lorra}", "adapter.type: is 'lorra'\n    fix: did you mean 'lora'?"),

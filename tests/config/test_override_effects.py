@@ -96,9 +96,9 @@ def test_epochs_take_the_place_of_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "lead"),
     [
-        ("save.steps=5", "here it is save.every"),
-        ("evaluate.steps=5", "here it is evaluate.every"),
-        ("launch.num_gpus=2", "here it is launch.processes, one for each GPU"),
+        ("save.steps=5", "use save.every"),
+        ("evaluate.steps=5", "use evaluate.every"),
+        ("launch.num_gpus=2", "use launch.processes, one for each GPU"),
         ("adapter.type=qlora", "QLoRA is adapter: {type: lora} on model: {quantization: nf4}"),
     ],
 )

@@ -63,9 +63,9 @@ def test_mistakes_are_named(written: str, place: str, fix: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
-        ("report_to", "here it is track: a list of"),
-        ("wandb_project", "here it is track: [{type: wandb, project: NAME}]"),
-        ("logging_dir", "here it is track: [{type: tensorboard, directory: DIR}]"),
+        ("report_to", "use track: a list of"),
+        ("wandb_project", "use track: [{type: wandb, project: NAME}]"),
+        ("logging_dir", "use track: [{type: tensorboard, directory: DIR}]"),
     ],
 )
 def test_words_of_other_tools_are_answered(key: str, answer: str, tmp_path: Path) -> None:

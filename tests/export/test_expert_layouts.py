@@ -179,7 +179,7 @@ def test_what_vllm_would_read_otherwise_is_refused(
 
 
 def test_an_adapter_of_another_number_of_experts_is_refused() -> None:
-    with pytest.raises(RunError, match="can't be told"):
+    with pytest.raises(RunError, match="can't be told apart"):
         layouts.read_peft(*adapter(trained("mixtral")), experts=8)
 
 

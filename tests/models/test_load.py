@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -124,6 +125,25 @@ def test_a_revision_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert ModelFiles(second).stop_ids == {tiny.END}
     with pytest.raises(ModelError, match="'org/model' can't be loaded"):
         _ = ModelFiles(ModelSection(name="org/model", revision="v3")).config
+
+
+def test_a_hub_without_an_address_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own client would retry for 24 s, for each file."""
+    hub(tmp_path, "main")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.invalid")
+    for name in ("http", "https", "all"):
+        monkeypatch.delenv(f"{name}_proxy", raising=False)
+        monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
+    begun = monotonic()
+    cached = ModelFiles(ModelSection(name="org/model"))
+    assert cached.tokenizer("a")["input_ids"] == [97]
+    assert load_base(cached, "fp32").config.max_position_embeddings == 100
+    with pytest.raises(ModelError, match="'nobody/nothing' can't be loaded"):
+        _ = ModelFiles(ModelSection(name="nobody/nothing")).config
+    assert monotonic() - begun < 15
 
 
 # What is refused ---------------------------------------------------------------------------------

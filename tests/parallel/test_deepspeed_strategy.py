@@ -234,7 +234,7 @@ def test_auto_sizes_follow_the_width_where_it_is_known() -> None:
         (
             '"steps_per_print": 2000',
             '"data_types": {"grad_accum_dtype": "bf16"}',
-            "meet in fp32",
+            "accumulated in fp32",
             "remove it",
         ),
         (

@@ -45,7 +45,7 @@ _FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "eager")
 _EAGER: tuple[AttentionImplementation, ...] = ("eager",)
 _ALIBI = "its attention counts distances (ALiBi) over the whole row"
 _NO_POSITIONS = "it makes its attention mask without looking at positions"
-_OWN_POSITIONS = "it counts positions by itself, over the whole row"
+_OWN_POSITIONS = "it computes its own positions, over the whole row"
 
 _PLAIN = (
     "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4",

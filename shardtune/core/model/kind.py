@@ -53,7 +53,7 @@ def require_trained_family(config: Any, name: str) -> None:
     if kind_of(config) == "decoder" or family in WITH_ENCODER:
         return
     fact = (
-        f"is {family!r}, an encoder-decoder family of which nobody has tried how targets are made"
+        f"is {family!r}, an encoder-decoder family that is not supported: its targets are untested"
     )
     fix = f"choose a model of a family that is trained: {', '.join(WITH_ENCODER)}"
     raise ModelError(Problem(f"{name} config.json: model_type", fact, fix))

@@ -232,7 +232,7 @@ class _Reader(Generic[Chosen]):
             self._problem(("fp16", "enabled"), fact, 'set one of them to false or "auto"')
         summed = at(value, ("data_types", "grad_accum_dtype"))
         if summed not in (MISSING, None, AUTO, "fp32"):
-            fact = f"is {json.dumps(summed)}, but gradients of several micro-batches meet in fp32"
+            fact = f"is {json.dumps(summed)}, but gradients are accumulated in fp32"
             self._problem(("data_types", "grad_accum_dtype"), fact, "remove it")
 
     def _check_owned(self, value: dict[str, Any]) -> None:

@@ -64,10 +64,10 @@ def test_what_a_family_lacks_is_refused_with_what_it_has() -> None:
 @pytest.mark.parametrize(
     ("family", "machine", "attention", "packing", "reason"),
     [
-        ("llama", CPU, "sdpa", True, "llama keeps packed documents apart"),
-        ("gemma2", GPU, "eager", True, "gemma2 keeps packed documents apart"),
+        ("llama", CPU, "sdpa", True, "llama isolates packed documents"),
+        ("gemma2", GPU, "eager", True, "gemma2 isolates packed documents"),
         ("bloom", GPU, "eager", False, "padded, as bloom mixes documents: its attention counts"),
-        ("mamba", CPU, "auto", False, "padded: nobody has declared whether mamba keeps"),
+        ("mamba", CPU, "auto", False, "padded: it is not known whether mamba isolates"),
     ],
 )
 def test_auto(

@@ -79,7 +79,7 @@ def ia3_targets(family: str, linear: Collection[str]) -> ModuleNames:
         return here
     found = tuple(name for name in (*_SCALED_OUTPUTS, *_LAST) if name in linear)
     if not found:
-        fact = f"nobody knows which layers of a {family!r} model IA3 should scale"
+        fact = f"IA3 has no default layers for {family!r} models"
         fix = f"choose keys, values and the MLP's last among {', '.join(sorted(linear))}"
         raise ModelError(Problem("adapter.targets", fact, fix))
     return found
