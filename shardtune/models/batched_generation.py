@@ -88,7 +88,7 @@ class _Row:
         return len(self.prompt) + len(self.written) - 1
 
 
-Answering: TypeAlias = Generator[tuple[int, Completion], None, list[_Row]]
+EndedRows: TypeAlias = Generator[tuple[int, Completion], None, list[_Row]]
 """Hands out rows as they end; returns those that have to be read anew (LongRoPE)."""
 
 
@@ -188,7 +188,7 @@ class _Decoder:
         while rows:
             rows = yield from self._answered(rows)
 
-    def _answered(self, rows: list[_Row]) -> Answering:
+    def _answered(self, rows: list[_Row]) -> EndedRows:
         """Reads rows, and goes on with them as long as what was read holds."""
         most, outgrown = self._stopping.max_new_tokens, list[_Row]()
         texts = [row.tokens for row in rows]
@@ -244,7 +244,7 @@ class _Decoder:
         for place, row in begun.items():
             slots.add(cache, place, row.cached, shared)
 
-    def _in_slots(self, slots: DecodeSteps, rows: list[_Row]) -> Answering:
+    def _in_slots(self, slots: DecodeSteps, rows: list[_Row]) -> EndedRows:
         """Goes on with rows that have a first token and are in their slots."""
         most, outgrown = self._stopping.max_new_tokens, list[_Row]()
         ahead: list[_Row] = []
