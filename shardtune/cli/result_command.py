@@ -114,6 +114,7 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
 
     from shardtune.data.formats import learnt_plain, plain_prompt
     from shardtune.kernels.measure_matmul import widen_slow_products
+    from shardtune.models.context_window import fit_answer
     from shardtune.models.generate import generate_answers, prompt_ids
     from shardtune.models.load_result import load_result, load_result_tokenizer
     from shardtune.models.model_files import ModelFiles
@@ -130,6 +131,8 @@ def ask(directory: Path, prompt: str, *, max_new_tokens: int, temperature: float
     if not raw and learnt_plain(job.data, tokenizer):
         prompt, raw = plain_prompt(prompt), True
     ids = prompt_ids(tokenizer, prompt, chat=not raw and tokenizer.chat_template is not None)
+    if files.kind == "decoder":
+        max_new_tokens = fit_answer(model, ids, max_new_tokens)
     return generate_answers(
         model,
         tokenizer,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardtune.core.model.decoding_context import decode_behind, decoding_context
+from shardtune.core.model.greedy import GREEDY_BELOW
 from shardtune.core.model.long_rope import longest_short_text
 from shardtune.core.model.peft_wrapper import unwrap_model
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
@@ -40,6 +41,10 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
     """A row draws by seed and its number, so that its answer doesn't depend on its neighbours."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class _Row:
         return len(self.prompt) + len(self.written) - 1
 
 
-Answering: TypeAlias = Generator[tuple[int, Completion], None, list[_Row]]
+EndedRows: TypeAlias = Generator[tuple[int, Completion], None, list[_Row]]
 """Hands out rows as they end; returns those that have to be read anew (LongRoPE)."""
 
 
@@ -161,7 +166,7 @@ class _Decoder:
     def use_slots(self, graphs: DecodeGraphs) -> None:
         """Decodes by steps of few shapes, where they can be recorded and nothing is drawn."""
         plain = unwrap_model(self._model)
-        if self._sampling.temperature <= 0 and not (graphs.refused or why_not_static(plain)):
+        if self._sampling.greedy and not (graphs.refused or why_not_static(plain)):
             self._slots = DecodeSteps(plain, graphs, self._model)
 
     def forget_rows(self) -> None:
@@ -183,7 +188,7 @@ class _Decoder:
         while rows:
             rows = yield from self._answered(rows)
 
-    def _answered(self, rows: list[_Row]) -> Answering:
+    def _answered(self, rows: list[_Row]) -> EndedRows:
         """Reads rows, and goes on with them as long as what was read holds."""
         most, outgrown = self._stopping.max_new_tokens, list[_Row]()
         texts = [row.tokens for row in rows]
@@ -239,7 +244,7 @@ class _Decoder:
         for place, row in begun.items():
             slots.add(cache, place, row.cached, shared)
 
-    def _in_slots(self, slots: DecodeSteps, rows: list[_Row]) -> Answering:
+    def _in_slots(self, slots: DecodeSteps, rows: list[_Row]) -> EndedRows:
         """Goes on with rows that have a first token and are in their slots."""
         most, outgrown = self._stopping.max_new_tokens, list[_Row]()
         ahead: list[_Row] = []
@@ -291,7 +296,7 @@ class _Decoder:
         return torch.tensor(ids, device=self._device), torch.tensor(mask, device=self._device)
 
     def _choose(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
-        if self._sampling.temperature <= 0:
+        if self._sampling.greedy:
             return logits.argmax(dim=-1)
         odds = nucleus(logits / self._sampling.temperature, self._sampling)
         drawn = [
@@ -301,7 +306,7 @@ class _Decoder:
         return torch.cat(drawn).to(self._device)
 
     def _generator(self, index: int) -> torch.Generator | None:
-        if self._sampling.temperature <= 0:
+        if self._sampling.greedy:
             return None
         return torch.Generator().manual_seed((self._sampling.seed << 32) + index)
 

@@ -50,3 +50,23 @@ def fit_prompts(
             "beginning is left out", cut, len(prompts), room, longest, max_new_tokens,
         )  # fmt: skip
     return [each[-room:] for each in prompts]
+
+
+def fit_answer(model: Any, prompt: Sequence[int], max_new_tokens: int) -> int:
+    """How many tokens an answer may have, of those that are wanted. ModelError where a prompt
+    leaves none, or isn't there."""
+    if not prompt:
+        raise ModelError(
+            "the prompt is empty, and this model's tokenizer begins no text by itself",
+            fix="give it a text to go on with",
+        )
+    longest = context_length(model)
+    if longest is None:
+        return max_new_tokens
+    if len(prompt) >= longest:
+        raise ModelError(
+            f"the prompt has {len(prompt)} tokens, and the model {longest} positions for it and "
+            "its answer",
+            fix="shorten the prompt",
+        )
+    return min(max_new_tokens, longest - len(prompt))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtune.core.host.render_limit import render_limit
+from shardtune.core.model.greedy import GREEDY_BELOW
 from shardtune.core.model.kind import kind_of
 from shardtune.core.model.peft_wrapper import unwrap_model
 
@@ -77,7 +78,7 @@ def generate_answers(
     read = _encoded(model, ids, mask) if paired else {}
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
-        if temperature > 0
+        if temperature >= GREEDY_BELOW
         else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     )
     # With a cache each layer has a place in it, and would be compiled by itself, three times.

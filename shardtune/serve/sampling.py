@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardtune.core.model.greedy import GREEDY_BELOW
+
 SORTED_FIRST = 1024
 """Likeliest tokens that top-p looks at; all are sorted only where these don't reach it."""
-GREEDY_BELOW = 1e-5
-"""Temperatures that draw nothing but the likeliest token, and by which logits may overflow."""
 
 
 @dataclass(frozen=True)

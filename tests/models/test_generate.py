@@ -13,7 +13,10 @@ from transformers import AutoTokenizer
 from shardtune.checkpoint.export import probe_logits
 from shardtune.config.job import LoRA, ModelSection, TrainSection
 from shardtune.core.step import MicroBatch
+from shardtune.errors import ModelError
 from shardtune.models import tiny
+from shardtune.models.batched_generation import Sampling, Stopping, complete
+from shardtune.models.context_window import fit_answer
 from shardtune.models.generate import (
     Prompt,
     generate_answers,
@@ -233,3 +236,30 @@ def test_an_encoder_reads_prompts_of_any_length_as_alone(family: str, tmp_path: 
         for ids in asked
     ]
     assert generate_answers(model, tokens, asked, stops=stops, max_new_tokens=6) == expected
+
+
+# What can't be answered as it is asked -----------------------------------------------------------
+
+
+def test_a_temperature_next_to_0_takes_the_likeliest(model: Any) -> None:
+    """Logits divided by it would be infinite."""
+    ids = prompt_ids(tiny.tokens(), PROMPTS[0], chat=True)
+    stops = ModelFiles(ModelSection(name="tiny")).stop_ids
+    how: Any = {"stops": stops, "max_new_tokens": 4}
+    likeliest = generate_answers(model, tiny.tokens(), [ids], **how)
+    assert generate_answers(model, tiny.tokens(), [ids], temperature=1e-300, **how) == likeliest
+    found = [
+        complete(model, tiny.tokens(), [ids], stopping=Stopping(4, stops), sampling=Sampling(t))
+        for t in (0.0, 1e-300)
+    ]
+    assert found[0] == found[1]
+
+
+def test_an_answer_has_the_positions_that_its_prompt_leaves(model: Any) -> None:
+    most = tiny.POSITIONS
+    sizes = (1, most - 100, most - 12, most - 1)
+    assert [fit_answer(model, [5] * size, 100) for size in sizes] == [100, 100, 12, 1]
+    with pytest.raises(ModelError, match=f"has {most} tokens, and the model {most} positions"):
+        fit_answer(model, [5] * most, 1)
+    with pytest.raises(ModelError, match="the prompt is empty"):
+        fit_answer(model, [], 1)
