@@ -21,7 +21,8 @@ DISTRIBUTIONS = {
 }
 """Where a distribution is called otherwise than what is imported of it."""
 WITH_OTHERS = {"triton": "torch", "fsspec": "datasets", "tokenizers": "transformers"} | {
-    "pydantic_core": "pydantic"
+    "pydantic_core": "pydantic",
+    "referencing": "jsonschema",
 }
 """What comes with another one, which pins its version."""
 WHERE_LOADED = {"IPython"}
