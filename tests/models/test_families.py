@@ -36,6 +36,7 @@ from tests.models.family_runs import (
 from tests.ranks import on_ranks
 
 SAME = 1e-5
+ALL_FAMILIES_S = 1200  # seconds that two ranks may take for all of them, on a busy machine
 QUICK = ("bloom", "gemma2", "gptj", "mixtral")
 """As unlike as families get; the others take minutes together."""
 STRATEGIES = ("ddp", "fsdp")
@@ -74,7 +75,7 @@ def chosen(request: pytest.FixtureRequest) -> set[str]:
 def on_two_ranks(folder: Path, chosen: set[str]) -> dict[Case, Outcome]:
     """All families under all strategies, one after the other on the same two ranks."""
     cases = [(f, adapter, s) for f in sorted(chosen) for adapter in ADAPTERS for s in STRATEGIES]
-    found: dict[Case, Outcome] = on_ranks(2, run_all, folder, cases, timeout=1200)[0]
+    found: dict[Case, Outcome] = on_ranks(2, run_all, folder, cases, timeout=ALL_FAMILIES_S)[0]
     return found
 
 
@@ -100,6 +101,7 @@ def test_one_process(family: str, adapter: str, folder: Path, plain: Any) -> Non
     assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
 
 
+@pytest.mark.timeout(ALL_FAMILIES_S)  # the first of them waits for all families
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", rows())
@@ -111,6 +113,7 @@ def test_two_ranks(
     assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
 
 
+@pytest.mark.timeout(ALL_FAMILIES_S)  # the first of them waits for all families
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", MULTIMODAL)
