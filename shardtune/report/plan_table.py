@@ -139,7 +139,7 @@ def _step(found: Forecast) -> Table:
         seconds = getattr(step, name)
         if seconds:
             table.add_row(name, f"{seconds:.3f}")
-    table.add_row("together", f"{step.total:.3f}")
+    table.add_row("total", f"{step.total:.3f}")
     table.add_row("tokens a second", f"{found.speed.tokens_per_second:,.0f}")
     table.add_row("MFU", f"{found.speed.mfu:.1%}")
     if found.imbalance > 1:
