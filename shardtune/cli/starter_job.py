@@ -57,7 +57,7 @@ def _opening(model: StarterModel, data: StarterData, target: Path) -> Iterator[s
     source = data.source
     about = "" if source.exact else "about "
     rows = f"{about}{source.rows:,} rows; {data.found.format}, found among the columns "
-    yield from _comment("A first job, written by `shardtune init` after a look at:")
+    yield from _comment("A first job, written by `shardtune init` for:")
     yield from _comment(f"  model: {model}")
     yield from _comment(f"  data: {rows}{', '.join(map(repr, list(source.columns)[:12]))}")
     if unread := [name for name in source.columns if name.lower() in _UNREAD]:
@@ -127,7 +127,7 @@ def _train_set(data: StarterData, size: RunSize) -> Iterator[str]:
     if found.columns:
         yield f"      columns: {_flow(dict(found.columns))}"
     if size.splits:
-        yield "      overflow: split  # what is longer than the sequence goes on in another row"
+        yield "      overflow: split  # documents longer than the sequence continue in another row"
     if size.stopless:
         yield from _comment("No sampled row ends with a stop token.", 6)
         yield "      stop: none"
@@ -139,7 +139,7 @@ def _train_set(data: StarterData, size: RunSize) -> Iterator[str]:
 def _eval_share(data: StarterData) -> Iterator[str]:
     rows = data.source.different_rows
     if rows < LEAST_ROWS_TO_SHARE:
-        yield from _comment(f"Different rows: {rows:,}, too few to hold some of them out.", 2)
+        yield from _comment(f"Distinct rows: {rows:,}, too few to hold some of them out.", 2)
         return
     share = float(f"{min(0.1, HELD_OUT_ROWS / rows):.1g}")
     yield from _comment(f"About {_round(rows * share):,} rows are held out, drawn by content.", 2)
@@ -152,7 +152,7 @@ def _lengths(data: StarterData, size: RunSize) -> Iterator[str]:
     found = data.lengths
     if found is None:
         yield from _comment(
-            "Not measured: the tokenizer can't be had here; `shardtune data` says why.", 2
+            "Not measured: the tokenizer isn't available here; `shardtune data` says why.", 2
         )
     else:
         sides = {"Tokens": (found.lengths, size.sequence_length)}

@@ -41,7 +41,7 @@ def widen_products(slow: Collection[torch.dtype]) -> None:
         _override_products()
 
 
-@change("torch", since="2.10", before="2.15", lost="16-bit products are slow on this CPU")
+@change("torch", since="2.10", before="2.15", lost="16-bit matmuls are slow on this CPU")
 def _override_products() -> None:
     made = {name: _widened(name, rounded) for name, rounded in ROUNDED.items()}
     if platform.machine() == "aarch64":  # where it fails in other operations, too

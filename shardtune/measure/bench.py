@@ -46,7 +46,7 @@ def bench(world: World, folder: Path, say: Callable[[str], None]) -> Profile:
     device = torch.device(world.device)
     found: dict[str, Any] = {}
     if world.is_main:
-        say("products of matrices")
+        say("matmuls")
         found["matmul"] = tuple(matmuls(device))
         say("memory and copies")
         found["memory_gbs"] = memory_gbs(device)

@@ -18,7 +18,7 @@ COLOURS = ("#1f5fa8", "#c8501e", "#2c8a4b", "#7a4fa3")
 def print_bench(profile: Profile, console: Console) -> None:
     """Products, copies and collectives, each in a table."""
     measured = profile.measured
-    table = Table(title="products of matrices, bf16", box=None, padding=(0, 2, 0, 0))
+    table = Table(title="matmuls, bf16", box=None, padding=(0, 2, 0, 0))
     for heading in ("tokens x inputs x outputs", "TFLOP/s"):
         table.add_column(heading, justify="right")
     for point in measured.matmul:

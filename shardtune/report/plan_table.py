@@ -17,6 +17,7 @@ from shardtune.plan.forecast import Forecast
 from shardtune.plan.forecast_summary import ChosenValue, DryRunSummary
 from shardtune.plan.search import Ranking
 from shardtune.report.duration import duration
+from shardtune.report.job_table import show_value
 
 BAR = 40  # letters that a full GPU is wide, or all that is needed where that is more
 
@@ -41,7 +42,7 @@ def print_chosen(chosen: Sequence[ChosenValue], console: Console) -> None:
 def _plain(value: object) -> str:
     """A value as a job file has it, in a line."""
     if not isinstance(value, Mapping):
-        return str(value)
+        return show_value(value)
     parts = (f"{key}: {_plain(each)}" for key, each in value.items() if each not in (None, False))
     return f"{{{', '.join(parts)}}}"
 
@@ -136,7 +137,7 @@ def _step(found: Forecast) -> Table:
         seconds = getattr(step, name)
         if seconds:
             table.add_row(name, f"{seconds:.3f}")
-    table.add_row("together", f"{step.total:.3f}")
+    table.add_row("total", f"{step.total:.3f}")
     table.add_row("tokens a second", f"{found.speed.tokens_per_second:,.0f}")
     table.add_row("MFU", f"{found.speed.mfu:.1%}")
     if found.imbalance > 1:

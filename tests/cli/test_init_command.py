@@ -142,7 +142,7 @@ def test_a_large_model_is_adapted_without_its_tokenizer() -> None:
     job = init(BIG, write_rows("qa.jsonl", *questions(30)))
     text = Path("job.yaml").read_text(encoding="utf-8")
     assert job.trains == "lora"
-    assert "# Not measured: the tokenizer can't be had here" in text
+    assert "# Not measured: the tokenizer isn't available here" in text
     assert "# It doesn't fit: needs " in text
     assert "# What would: " in text
 

@@ -273,21 +273,21 @@ def test_plain_causal_families_are_suited(name: str):
         (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL)), "gemma2: it has layers of sliding_"),
         (
             lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.1)),
-            "it asks for dropout",
+            "it needs dropout",
         ),
-        (lambda: LlamaForCausalLM(LlamaConfig(**SMALL | {"head_dim": 320})), "heads are 320 wide"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SMALL | {"head_dim": 320})), "head dims are 320"),
         (
             lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4)),
-            "gpt2: it asks for dropout",
+            "gpt2: it needs dropout",
         ),
-        (lambda: NemotronForCausalLM(NemotronConfig(**SMALL)), "doesn't hand boundaries on"),
+        (lambda: NemotronForCausalLM(NemotronConfig(**SMALL)), "doesn't pass cu_seqlens on"),
         (
             lambda: BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4)),
-            "bloom: it ta",
+            "bloom: it has no exch",
         ),
         (
             lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="eager")),
-            "another attention was asked for",
+            "model.attention is not sdpa",
         ),
     ],
 )
@@ -314,8 +314,8 @@ def test_without_a_gpu_everything_stays_as_it_is():
     assert model.config._attn_implementation == "sdpa"
     assert describe_attention(model).endswith("by a dense mask (its weights are not on a GPU)")
     told = describe_attention(by_boundaries(model))
-    assert "torch's kernels (FlashAttention 4: nobody has asked for it); packed" in told
-    assert told.endswith("by their boundaries")
+    assert "torch's kernels (FlashAttention 4: not requested); packed" in told
+    assert told.endswith("by cu_seqlens")
 
 
 def test_ranks_that_differ_are_named():

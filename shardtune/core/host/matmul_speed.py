@@ -111,7 +111,7 @@ def _judged(tflops: Mapping[Precision, float]) -> MatmulSpeed:
         how = f"are {ratio:.1f} times as fast as" if ratio >= 1.1 else "are as fast as"
     else:
         how = f"take {1 / ratio:.1f} times as long as"
-    return MatmulSpeed(fast, f"bf16 products {how} fp32 ones on this CPU, {cpu_name()}", tflops)
+    return MatmulSpeed(fast, f"bf16 matmuls {how} fp32 ones on this CPU, {cpu_name()}", tflops)
 
 
 def _read(path: Path) -> dict[Precision, float] | None:

@@ -49,16 +49,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("rates", "fast", "why"),
     [
-        (SLOW, {"fp32"}, "bf16 products take 4.0 times as long as fp32 ones on this CPU, a CPU"),
+        (SLOW, {"fp32"}, "bf16 matmuls take 4.0 times as long as fp32 ones on this CPU, a CPU"),
         (
             FAST,
             {"fp32", "bf16"},
-            "bf16 products are 10.0 times as fast as fp32 ones on this CPU, a CPU",
+            "bf16 matmuls are 10.0 times as fast as fp32 ones on this CPU, a CPU",
         ),
         (
             EQUAL,
             {"fp32", "bf16", "fp16"},
-            "bf16 products are as fast as fp32 ones on this CPU, a CPU",
+            "bf16 matmuls are as fast as fp32 ones on this CPU, a CPU",
         ),
         (NONE, {"fp32"}, "this CPU, a CPU, has no bf16 instructions"),
     ],
