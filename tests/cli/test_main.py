@@ -469,7 +469,7 @@ def test_numbers_out_of_range_are_a_sentence(
 def test_a_user_who_is_not_there_is_a_sentence(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ended(*words.split()) == 2
+    assert cli.main(words.split()) == 2
     assert "a path begins with a user who isn't here" in capsys.readouterr().err
 
 
