@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +159,19 @@ def test_what_was_trained_for_text_alone_prepares_no_pictures(tmp_path: Path) ->
 
 
 def test_what_cannot_be_fetched_of_a_processor_is_said(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
-    files = ModelFiles(ModelSection(name="nobody/has-this"))
-    assert files.processor == ()
-    assert "to serve pictures, bring preprocessor_config.json" in capfd.readouterr().err
+    told = io.StringIO()
+    handler = logging.StreamHandler(told)  # the root's may write to what pytest has closed
+    log = logging.getLogger("shardtune")
+    log.addHandler(handler)
+    try:
+        assert ModelFiles(ModelSection(name="nobody/has-this")).processor == ()
+    finally:
+        log.removeHandler(handler)
+    assert "to serve pictures, bring preprocessor_config.json" in told.getvalue()
 
 
 RUNS = {
