@@ -136,6 +136,11 @@ class Frame:
         if adapter is None:
             model.requires_grad_(False)
             adapter = NoAdapter()
+        elif isinstance(adapter, NoAdapter):
+            # So does transformers with what it loads, also where its code freezes a weight (biases
+            # by which a router chooses). Every strategy has to train, save and write the same.
+            for weight in model.parameters():
+                weight.requires_grad_(weight.is_floating_point())
         kind = section.quantization
         saved = adapter.modules_to_save if isinstance(adapter, LoRA) else ()
         linears = quantizable(layers, saved, kind) if kind != "none" else set()

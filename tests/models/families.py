@@ -242,6 +242,21 @@ LONGROPE: dict[str, Any] = {
 }
 """Makes of a Phi-3 one whose texts of more than 12 tokens are rotated otherwise."""
 
+UNLISTED: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": _PADDED
+    | {
+        "moe_intermediate_size": 24,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "glm_moe_dsa": _LATENT
+    | {"n_group": 1, "topk_group": 1, "index_n_heads": 64, "index_head_dim": 16, "index_topk": 8},
+}
+"""Families that no table of ours names. Some of their weights only choose, experts or tokens, and
+never have a gradient."""
+
 
 def config(family: str, **changes: Any) -> Any:
     """A small configuration of `family`."""
@@ -250,7 +265,7 @@ def config(family: str, **changes: Any) -> Any:
     if family in MULTIMODAL:
         text, vision = MULTIMODAL[family]
         return AutoConfig.for_model(family, text_config=text | changes, vision_config=vision)
-    return AutoConfig.for_model(family, **CONFIGS[family] | changes)
+    return AutoConfig.for_model(family, **(CONFIGS | UNLISTED)[family] | changes)
 
 
 def transformers_class(family: str) -> Any:

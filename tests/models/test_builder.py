@@ -80,6 +80,15 @@ def test_both_ways_give_the_same_weights(
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else compute)
 
 
+def test_both_ways_train_what_the_code_of_transformers_freezes(tmp_path: Path) -> None:
+    """Loading it, transformers forgets that; what isn't trained would be missing in a result."""
+    write(tmp_path, "ernie4_5_moe")
+    plan = builder(tmp_path)
+    built = plan.in_parts("cpu", leave)
+    assert_same(built, plan.whole("cpu"))
+    assert all(weight.requires_grad for weight in built.parameters())
+
+
 def test_a_part_gets_memory_when_its_turn_comes_and_not_before(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     plan = builder(tmp_path, LoRA(rank=4))

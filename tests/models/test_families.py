@@ -23,7 +23,7 @@ from shardtune.models.model_files import ModelFiles
 from shardtune.models.quantization.swap import quantizable
 from shardtune.parallel import Strategy
 from shardtune.training.inputs import require_cuttable
-from tests.models.families import CONFIGS, MULTIMODAL, config
+from tests.models.families import CONFIGS, MULTIMODAL, UNLISTED, config
 from tests.models.family_runs import (
     ADAPTERS,
     Outcome,
@@ -121,6 +121,17 @@ def test_two_ranks_train_the_text_part_of_a_model_that_sees(
     family: str, adapter: str, strategy: str, on_two_ranks: dict[Case, Outcome], plain: Any
 ) -> None:
     """Its encoder of pictures has weights that are trained, by name, and never has a gradient."""
+    found = on_two_ranks[family, adapter, strategy]
+    assert not found.refused
+    assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("family", UNLISTED)
+def test_two_ranks_train_what_has_weights_without_a_gradient(
+    family: str, adapter: str, strategy: str, on_two_ranks: dict[Case, Outcome], plain: Any
+) -> None:
     found = on_two_ranks[family, adapter, strategy]
     assert not found.refused
     assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
