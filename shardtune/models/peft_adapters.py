@@ -67,12 +67,23 @@ def autocast_answers(adapted: Any, adapter: Adapter, dtype: torch.dtype) -> None
 
 
 def describe_left_out(adapted: nn.Module, adapter: Adapter) -> str:
-    """Modules of a model that an adapter's default leaves out, in words; nothing where it means
-    all."""
-    by_default = isinstance(adapter, LoRA | IA3) and not _is_named(adapter)
-    beside = modules_beside_text(unwrap_model(adapted)) if by_default else []
-    where = ", ".join(beside)
-    return f"no adapters in {where}, which text never goes through" if beside else ""
+    """What of a model an adapter's default leaves out, in words; nothing where it means all."""
+    if not isinstance(adapter, LoRA | IA3):
+        return ""
+    beside = [] if _is_named(adapter) else modules_beside_text(unwrap_model(adapted))
+    said = [f"no adapters in {', '.join(beside)}, which text never goes through"] if beside else []
+    if isinstance(adapter, LoRA) and adapter.adapts_experts and _has_frozen_experts(adapted):
+        said.append("the experts stay frozen: LoRA can't adapt those of this family")
+    return "; ".join(said)
+
+
+def _has_frozen_experts(adapted: nn.Module) -> bool:
+    """Whether there are experts and no weight of theirs is trained, as in families that keep them
+    in a form of their own (DBRX)."""
+    trained = [
+        each.requires_grad for name, each in adapted.named_parameters() if ".experts." in name
+    ]
+    return bool(trained) and not any(trained)
 
 
 def check_module_names(model: nn.Module, adapter: Adapter) -> None:

@@ -145,6 +145,26 @@ def test_ia3_of_a_model_that_sees_scales_what_text_goes_through(tmp_path: Path) 
     assert "vision_tower" in describe_left_out(build(tmp_path, IA3()), IA3())
 
 
+def test_experts_that_no_adapter_reaches_are_named(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, DbrxConfig
+
+    config = DbrxConfig(
+        vocab_size=100,
+        d_model=32,
+        n_heads=2,
+        n_layers=1,
+        max_seq_len=64,
+        attn_config={"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 1e4},
+        ffn_config={
+            "hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2
+        },
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = build(tmp_path, LoRA(rank=2))
+    assert describe_left_out(model, LoRA(rank=2)).startswith("the experts stay frozen")
+    assert not describe_left_out(model, LoRA(rank=2, experts="none"))
+
+
 def test_rslora_is_stronger_by_the_root_of_the_rank(tmp_path: Path) -> None:
     write(tmp_path, "llama")
 
