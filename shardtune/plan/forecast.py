@@ -383,4 +383,5 @@ def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
         modules_to_save=chosen.modules_to_save,
         expert_rank=expert_rank,
     )
-    return AdapterSize(chosen.rank, chosen.targets, chosen.dropout, trained, expert_rank)
+    dora = chosen.variant == "dora"
+    return AdapterSize(chosen.rank, chosen.targets, chosen.dropout, trained, expert_rank, dora)

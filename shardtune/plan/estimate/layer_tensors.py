@@ -361,6 +361,9 @@ def adapter_bytes(shape: ModelShape, work: Workload) -> float:
     assert work.adapter is not None
     inputs = {w.module: w.shape[-1] for w in work.adapter.on(shape)}
     between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
+    if work.adapter.keeps_results:
+        outputs = {w.module: w.features[0] for w in work.adapter.on(shape)}
+        between += 2 * sum(outputs.values()) * work.widths.compute
     if not work.drops_apart:
         return between
     if work.stacked_qkv:

@@ -90,6 +90,8 @@ class AdapterSize:
     """Numbers trained, where they are not those of plain LoRA (IA3, DoRA, VeRA)."""
     expert_rank: int = 0
     """Rank beside each routed expert; 0 where they stay as they are."""
+    keeps_results: bool = False
+    """What frozen weights and the adapter give is kept apart, for gradients of DoRA's lengths."""
 
     @lru_cache(maxsize=SHAPES)  # noqa: B019 - it is a value, and there are few
     def on(self, shape: ModelShape) -> tuple[Weight, ...]:

@@ -24,6 +24,7 @@ from shardtune.training.engine_setup import make_plan
 QWEN, SMALL, LARGE = "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"
 QK_NORMS, RELU = "Qwen/Qwen3-1.7B", "facebook/opt-1.3b"
 LORA = {"adapter": {"type": "lora", "rank": 16}}
+DORA = {"adapter": {"type": "lora", "rank": 16, "variant": "dora"}}
 FSDP = {"strategy": {"type": "fsdp"}}
 NF4 = {"quantization": "nf4"}
 EAGER = {"attention": "eager"}
@@ -98,6 +99,7 @@ LONG = {
     "all, two micro-batches": job(SMALL, 2, 2048, steps=2),
     "all, few tokens, two micro-batches": job(SMALL, 1, 512, loss="fused", steps=2),
     "lora, plain": job(LARGE, 4, 2048, **LORA),
+    "dora, fused": job(QWEN, 4, 1024, loss="fused", **DORA),
     "lora, fused, norms of queries and keys": job(QK_NORMS, 4, 2048, loss="fused", **LORA),
     "lora, recomputed, fused": job(LARGE, 8, 2048, loss="fused", recompute="full", **LORA),
     "lora, scores written down": job(SMALL, 1, 4096, loss="fused", model=EAGER, **LORA),
