@@ -139,7 +139,7 @@ SWAPPED = _zero(
     offload_optimizer={**_NVME, "buffer_count": 5},
     offload_param={**_NVME, "buffer_count": 12, "buffer_size": 300_000, "max_in_cpu": 0},
 )
-NO_BYTES = "DeepSpeed reads their packed bytes back as values of the model's dtype"
+NO_BYTES = "DeepSpeed reads their packed bytes back as numbers in the model's dtype"
 GPU_ONLY = "DeepSpeed's quantized collectives are written for GPUs, and there is none here"
 REFUSED: dict[str, dict[str, Any]] = {
     "zero3-qwz": _zero(3, zero_quantized_weights=True),
