@@ -116,22 +116,11 @@ def test_two_ranks(
 @pytest.mark.timeout(ALL_FAMILIES_S)  # the first of them waits for all families
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("family", MULTIMODAL)
-def test_two_ranks_train_the_text_part_of_a_model_that_sees(
-    family: str, adapter: str, strategy: str, on_two_ranks: dict[Case, Outcome], plain: Any
-) -> None:
-    """Its encoder of pictures has weights that are trained, by name, and never has a gradient."""
-    found = on_two_ranks[family, adapter, strategy]
-    assert not found.refused
-    assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("family", UNLISTED)
+@pytest.mark.parametrize("family", [*MULTIMODAL, *UNLISTED])
 def test_two_ranks_train_what_has_weights_without_a_gradient(
     family: str, adapter: str, strategy: str, on_two_ranks: dict[Case, Outcome], plain: Any
 ) -> None:
+    """Encoders of pictures, which text never reaches, and what only chooses experts or tokens."""
     found = on_two_ranks[family, adapter, strategy]
     assert not found.refused
     assert found.losses == pytest.approx(plain(family, adapter), rel=SAME)
