@@ -18,6 +18,7 @@ from shardtune.core.model.known_models import catalogue, known_model
 from shardtune.core.model.row_length import longest_row
 from shardtune.core.units import GIB
 from shardtune.core.world import World
+from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.parallel.deepspeed.derive_config import to_deepspeed
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from shardtune.plan.cluster import parse_cluster
@@ -33,7 +34,7 @@ LORA = {"type": "lora", "rank": 16}
 
 
 def job(name: str, **sections: Any) -> Job:
-    """A job of 64 rows of 2048 tokens on the fast path, with what a scenario changes in it."""
+    """A job of 64 rows of 2048 tokens, compiled and with fused loss, as a scenario changes it."""
     train = {"global_batch": 64, "steps": 1000, "precision": "bf16"}
     train |= {"loss": "fused", "kernels": "compiled"}
     data = {"train": [{"path": "data.jsonl", "format": "chat"}], "sequence_length": 2048}
@@ -69,8 +70,8 @@ def ranked(what: Job, spec: str) -> list[str]:
 
 def _work(what: Job) -> str:
     """Rows and length of a step, and what is trained."""
-    trained = {"none": "all weights", "lora": "LoRA", "ia3": "IA3"}[what.adapter.type]
-    packed = "" if what.model.quantization == "none" else f" on {what.model.quantization}"
+    trained = {"none": "full fine-tune", "lora": "LoRA", "ia3": "IA3"}[what.adapter.type]
+    packed = "" if what.model.quantization == "none" else f" on {what.model.quantization} weights"
     length = what.data.sequence_length
     return f"{what.train.global_batch} rows of {length} tokens a step, {trained}{packed}"
 
@@ -114,7 +115,7 @@ def _step_of(what: Job) -> str:
 
 
 def deepspeed_file(what: Job, spec: str) -> list[str]:
-    """The DeepSpeed configuration of a job, as our engine hands it over."""
+    """The DeepSpeed configuration of a job, as our engine passes it to DeepSpeed."""
     cluster = parse_cluster(spec)
     plan = make_plan(what, cluster.gpus, 1000)
     assert isinstance(what.strategy, DeepSpeed)
@@ -134,13 +135,11 @@ def best_deepspeed(what: Job, spec: str) -> Forecast:
     )
 
 
-def with_zero(found: Forecast, **settings: Any) -> Job:
-    """Its job with further keys of `zero_optimization`."""
+def zero_of(found: Forecast) -> ZeRO:
+    """Its `zero_optimization`."""
     strategy = found.job.strategy
     assert isinstance(strategy, DeepSpeed)
-    section = strategy.zero_optimization.model_copy(update=settings)
-    changed = strategy.model_copy(update={"zero_optimization": section})
-    return found.job.model_copy(update={"strategy": changed})
+    return strategy.zero_optimization
 
 
 def _forecast(what: Job, spec: str) -> Forecast:
@@ -174,50 +173,53 @@ def thirteen_billion() -> list[str]:
         found[f"full, ZeRO-{stage}, micro-batch 1"].speed.step.communication for stage in (1, 2)
     ]
     best = best_deepspeed(job(name), "4xA40")
+    elements = zero_of(best).reduce_bucket_size or 0
     return [
-        "The question comes from a run in which ZeRO-1 filled 95 % of the memory at batch 1, and "
-        "ZeRO-2 allowed batch 2. The difference between the two stages is that ZeRO-2 keeps a "
-        "quarter of the gradients instead of all of them, and reduces them in every micro-batch "
-        "instead of once a step. With activation checkpointing (`full`):",
+        "The question comes from a run in which ZeRO-1 filled 95 % of the memory at micro-batch "
+        "1, and ZeRO-2 allowed micro-batch 2. On four GPUs ZeRO-2 keeps a quarter of the gradients "
+        "instead of all of them, but reduces them in every micro-batch instead of once a step. "
+        "With activation checkpointing (`full`):",
         "",
         *compared(rows),
         "Which to choose:",
         "",
-        f"- *All weights*: neither. 16-bit weights ({params:.1f} GiB) and, in the peak of ZeRO-1, "
-        f"gradients ({grads:.1f} GiB) alone are more than the card has: {shortage(full)}. What "
-        f"fits is offload: `{best.job.strategy.written()}` at micro-batch {best.work.micro_batch} "
-        f"needs {best.memory.required / GIB:.1f} GiB and {best.speed.step.total:.0f} s a step, "
-        f"and a node needs {best.host / GIB:.0f} GiB of CPU memory.",
-        "- *LoRA*: gradients are next to nothing, so the stages don't differ in memory. Take "
-        "ZeRO-1 (or DDP): it sends once a step.",
-        "- *Where both fit at the same micro-batch, ZeRO-1*. With micro-batches to accumulate "
-        f"ZeRO-2 sends more: {sent[1]:.1f} s a step beside {sent[0]:.1f} s here, over PCIe.",
-        "- *ZeRO-2 where it makes room for a larger micro-batch*, which is where whole gradients "
-        "are about as large as a row's activations. Of the catalogue's models, fine-tuned in full "
-        f"on rows of 512 tokens, that holds for: {_between()}.",
+        f"- *Full fine-tune*: neither. 16-bit weights ({params:.1f} GiB) and, at the peak of "
+        f"ZeRO-1, gradients ({grads:.1f} GiB) are already more than the card has: it "
+        f"{shortage(full)}. With the optimizer states in CPU memory it fits: "
+        f"`{best.job.strategy.written()}` at micro-batch {best.work.micro_batch} needs "
+        f"{best.memory.required / GIB:.1f} GiB per GPU and {best.host / GIB:.0f} GiB of CPU "
+        f"memory, and takes {best.speed.step.total:.0f} s a step.",
+        "- *LoRA*: gradients are small, so the stages hardly differ in memory. Take ZeRO-1 (or "
+        "DDP): it communicates once a step.",
+        "- *Where both fit at the same micro-batch*: ZeRO-1. With gradient accumulation ZeRO-2 "
+        f"communicates more: {sent[1]:.1f} s a step instead of {sent[0]:.1f} s here, over PCIe.",
+        "- *Where only ZeRO-2 fits a larger micro-batch*: ZeRO-2. That is so where unsharded "
+        "gradients are about as large as the activations of a row. Built-in models with which it "
+        f"is so here, fully fine-tuned on rows of 512 tokens: {_between()}.",
         "",
-        "Which parameters to adjust, in this order:",
+        "Which settings to change, in this order:",
         "",
-        "1. `train.gradient_checkpointing: full` before anything else: it costs about a third more "
-        "computing and makes activations small.",
-        "2. `train.micro_batch` as large as fits, with `global_batch` as it is: fewer "
+        "1. `train.gradient_checkpointing: full`: about a third more compute (with LoRA half "
+        "more), and small activations.",
+        "2. `train.micro_batch` as large as fits, at the same `global_batch`: fewer "
         "micro-batches are fewer reductions under ZeRO-2.",
-        "3. `reduce_bucket_size`: a bucket of 5e8 elements is 0.93 GiB in 16 bits, and with "
-        "`overlap_comm` there are two. 5e7 gives 1.7 GiB back.",
+        "3. `reduce_bucket_size`: with DeepSpeed's default, 5e8 elements, a bucket takes 0.93 GiB "
+        "in 16 bits, and with `overlap_comm` there are two. `shardtune plan` proposes "
+        f"{elements:,}, and saves {4 * (5e8 - elements) / GIB:.1f} GiB.",
         "4. `offload_optimizer: {device: cpu}`, then stage 3 with `offload_param`.",
         "",
-        "The DeepSpeed file of what fits, to be used as it is (`strategy: {type: deepspeed, "
-        "config: ds.json}`) or with DeepSpeed's own launcher:",
+        "The DeepSpeed file of the job that fits, for `strategy: {type: deepspeed, config: "
+        "ds.json}` or for DeepSpeed's own launcher:",
         "",
-        *deepspeed_file(with_zero(best, reduce_bucket_size=50_000_000, overlap_comm=True), "4xA40"),
-        "What the planner says for a full fine-tune of the 13 B model:",
+        *deepspeed_file(best.job, "4xA40"),
+        "All strategies, for a full fine-tune of the 13 B model:",
         "",
         *ranked(job(name), "4xA40"),
     ]
 
 
 def _between() -> str:
-    """Models that on 4xA40 leave room for one row with ZeRO-1 and for two with ZeRO-2."""
+    """Models of which 4xA40 fit one row with ZeRO-1 and two with ZeRO-2."""
     found = []
     for model in catalogue():
         if (longest_row(model.shape) or 512) < 512:
@@ -259,43 +261,32 @@ def links() -> list[str]:
         for stage, more in ((2, {}), (2, OFFLOADED), (3, {}), (3, OFFLOADED))
     }  # fmt: skip
     return [
-        f"The two A100s: a step is {faster:.1f} times as fast, with a quarter of the GPUs. Memory "
-        "decides the stage, the link decides the rest. DeepSpeed's stages with activation "
-        "checkpointing and micro-batches of 4:",
+        f"The two A100s: a step is {faster:.1f} times as fast, with a quarter of the GPUs. "
+        "DeepSpeed's stages with activation checkpointing and micro-batch 4:",
         "",
         *compared(stages),
         f"*2xA100 with NVLink*: {_stage(a100)}, micro-batch {a100.work.micro_batch}.",
         "",
-        "- Stage: the lowest that fits. Each stage more sends more, and with two ranks stage 3 "
-        "halves weights that fit whole.",
-        "- Offload: none. It would put the update and the bus into each step.",
-        f"- Buckets: {_bucket('2xA100-80GB:nvlink', 500_000_000)} Large ones are fine where there "
-        "is memory for two of them.",
-        "- `overlap_comm: true`: communication hides behind the backward pass, "
-        f"{a100.speed.step.communication:.2f} s of {a100.speed.step.total:.1f} remain.",
+        "- Stage: the fastest of those that leave 3 % of the memory free. Each higher stage "
+        "communicates more.",
+        "- Offload: none. It would add the transfers, and an update on the CPU, to each step.",
+        f"- Buckets: {_bucket(a100, specs['A100'])}",
+        "- `overlap_comm: true`: communication overlaps with the backward pass; "
+        f"{a100.speed.step.communication:.2f} s of {a100.speed.step.total:.1f} are exposed.",
         "",
-        *deepspeed_file(
-            with_zero(a100, overlap_comm=True, reduce_bucket_size=500_000_000), specs["A100"]
-        ),
+        *deepspeed_file(a100.job, specs["A100"]),
         f"*8xRTX3090 on PCIe*: {_stage(small)}, micro-batch {small.work.micro_batch}.",
         "",
-        "- Stage: ZeRO-2 without offload doesn't fit in 24 GB, since each card holds all weights "
-        "and two buckets; so states are offloaded or weights are divided.",
-        f"- Offload: a node needs {small.host / GIB:.0f} GiB of CPU memory for it. Eight ranks "
-        "share the processor, so pin memory and leave cores to the update.",
-        f"- Buckets: {_bucket('8xRTX3090:pcie', 50_000_000)} So small ones cost nothing, and give "
-        "1.7 GiB back.",
-        "- `overlap_comm: true` still: these cards send over the host, and what isn't hidden is "
-        f"{small.speed.step.communication:.1f} s of {small.speed.step.total:.1f}.",
-        "- As few micro-batches as fit: gathers and reductions come with each of them.",
+        "- Stage: ZeRO-2 without offload doesn't fit in 24 GB, because each card holds all "
+        "weights; so optimizer states are offloaded, or weights sharded, or both.",
+        f"- Offload: it needs {small.host / GIB:.0f} GiB of CPU memory, and the eight ranks share "
+        "the CPU's cores for the update. `pin_memory` makes the copies faster.",
+        f"- Buckets: {_bucket(small, specs['3090'])}",
+        "- `overlap_comm: true`: these cards communicate through the host; "
+        f"{small.speed.step.communication:.1f} s of {small.speed.step.total:.1f} are exposed.",
+        "- As few micro-batches as fit: gathers and reductions are repeated in each.",
         "",
-        *deepspeed_file(
-            with_zero(
-                small, overlap_comm=True, reduce_bucket_size=50_000_000,
-                stage3_prefetch_bucket_size=50_000_000,
-            ),
-            specs["3090"],
-        ),
+        *deepspeed_file(small.job, specs["3090"]),
         "Every strategy on both:",
         "",
         *ranked(what, specs["A100"]),
@@ -318,16 +309,16 @@ def _stage(found: Forecast) -> str:
     return f"ZeRO-{zero.stage}" + f", {' and '.join(parts)} in CPU memory" * bool(parts)
 
 
-def _bucket(spec: str, elements: int) -> str:
-    """How long a bucket takes beside the start-up time of a message."""
+def _bucket(found: Forecast, spec: str) -> str:
+    """How long a bucket takes beside the latency of a message."""
     cluster = parse_cluster(spec)
-    chip = chip_of(cluster.gpu.name)
+    elements = zero_of(found).reduce_bucket_size or 0
     group = RankGroup(cluster.gpus, cluster.gpus, 1)
-    seconds = 2 * elements / bandwidth(group, cluster, chip)
+    seconds = 2 * elements / bandwidth(group, cluster, chip_of(cluster.gpu.name))
     start = cluster.intra_node.latency * (cluster.gpus - 1)
     return (
-        f"{elements / 1e6:.0f} million elements take {seconds * 1e3:.0f} ms over this link, and a "
-        f"message {start * 1e6:.0f} us to start."
+        f"{elements / 1e6:.0f} million elements take {seconds * 1e3:.2g} ms over this link, "
+        f"against {start * 1e6:.0f} µs of latency. Larger buckets would only take memory."
     )
 
 
@@ -360,54 +351,54 @@ def three_times_slower() -> list[str]:
     expected = found["as expected: NVLink, micro-batch 16"].speed.step.total
     slow = found["PCIe, micro-batch 1"]
     gathered = sum(move.gib for move in slow.traffic().moves if move.what == "params")
-    times = ", ".join(
-        f"{key}: {each.speed.step.total / expected:.1f} x" for key, each in found.items()
+    times = "; ".join(
+        f"{key}: {each.speed.step.total / expected:.1f}" for key, each in list(found.items())[1:]
     )
     return [
-        "ZeRO-3 gathers all weights twice in every micro-batch. What a step sends grows with the "
-        "number of micro-batches, not with the number of tokens: gradient accumulation, which is "
-        "free elsewhere, costs everything here, and most over PCIe. The same 64 rows, with what "
-        "usually goes wrong:",
+        "ZeRO-3 gathers all weights twice in every micro-batch. So the traffic of a step grows "
+        "with the number of micro-batches, not of tokens: gradient accumulation is nearly free "
+        "under DDP and expensive here, most of all over PCIe. The same 64 rows, with what usually "
+        "goes wrong:",
         "",
         *compared(rows),
-        f"Beside what is expected that is {times}. At micro-batch 1 over PCIe each GPU gets "
+        f"Step times relative to the first row: {times}. At micro-batch 1 each GPU receives "
         f"{gathered:,.0f} GiB of weights in a step.",
         "",
         "How to find the cause, in this order:",
         "",
-        "1. *What did you expect?* `shardtune estimate job.yaml --cluster 4xA100-80GB` says how "
-        "the step divides into parts, and what goes over which link. A run prints the same "
-        "forecast when it starts, and measures beside it.",
-        "2. *Is the machine what you think?* `shardtune doctor job.yaml` checks GPUs, driver, "
-        "shared memory, and between nodes the speed of each link beside what the job sends. "
-        "`nvidia-smi topo -m` shows whether GPUs have NVLink (`NV#`) or go over the host (`SYS`, "
-        "`PHB`).",
+        "1. *What is the forecast?* `shardtune estimate job.yaml --cluster 4xA100-80GB` prints "
+        "the parts of a step and the traffic by link. A run prints its forecast when it starts, "
+        "and compares it with what it measures.",
+        "2. *Is the machine what you think?* `shardtune doctor job.yaml` checks GPUs, driver and "
+        "shared memory, and on several nodes compares the speed of each link with the traffic of "
+        "the job. `nvidia-smi topo -m` shows whether GPUs are connected by NVLink (`NV#`) or "
+        "through the host (`SYS`, `PHB`).",
         "3. *How fast are its links and matmuls?* `shardtune bench --out here.yaml`, then "
         "`shardtune estimate job.yaml --cluster here.yaml`: if this forecast is as slow as the "
-        "run, the machine is the cause; if it is fast, the run is.",
-        "4. *Where does the run lose it?* `shardtune diagnose RUN` says what bounds it "
-        "([how](diagnose.md)), beside the forecast, with remedies to paste; `train --profile 5` "
-        "names the collectives. With `strategy.wall_clock_breakdown: true` DeepSpeed itself logs "
-        "`fwd`, `bwd`, `bwd_allreduce` and `step` in milliseconds: `fwd` and `bwd` both long are "
-        "gathers, `step` long is offload, `bwd_allreduce` long is the reduction.",
+        "run, the machine is the cause, otherwise the run.",
+        "4. *Where does the run lose time?* [`shardtune diagnose RUN`](diagnose.md) finds the "
+        "bottleneck, compares it with the forecast, and prints remedies to paste; `train "
+        "--profile 5` names the collectives. With `strategy.wall_clock_breakdown: true` DeepSpeed "
+        "logs `fwd`, `bwd`, `bwd_allreduce` and `step` in milliseconds: long `fwd` and `bwd` "
+        "point to gathers, a long `step` to offload, a long `bwd_allreduce` to reductions.",
         "",
-        "What to change, by what is found:",
+        "What to change:",
         "",
-        "| found | change |",
+        "| finding | change |",
         "|---|---|",
         "| many micro-batches of few rows | a larger `train.micro_batch`, with "
         "`gradient_checkpointing: full` to make room |",
-        "| gathers wait (`communication` of the forecast is as large) | ZeRO-2 where weights fit "
-        "whole; else `overlap_comm`, a larger `stage3_prefetch_bucket_size`, "
-        "`stage3_max_live_parameters` so that weights needed again soon stay |",
-        "| nodes wait for each other | `zero_hpz_partition_size` as large as a node (ZeRO++), or "
+        "| gathers aren't hidden (the forecast's communication is as large) | ZeRO-2 if unsharded "
+        "weights fit; else `overlap_comm`, a larger `stage3_prefetch_bucket_size`, or a larger "
+        "`stage3_max_live_parameters`, which keeps weights that are needed again soon |",
+        "| the network between nodes | `zero_hpz_partition_size` as large as a node (ZeRO++), or "
         "FSDP with `sharding: hybrid`: gathers stay inside a node |",
-        "| offload (`step` is long, the processor busy) | offload the optimizer only, or nothing; "
+        "| offload (`step` is long, the CPU busy) | offload the optimizer states only, or nothing; "
         "more cores per rank; pinned memory |",
-        "| many small weights | `stage3_param_persistence_threshold: 100000`: small ones stay "
-        "whole |",
-        "| GPUs idle while data is read | `shardtune diagnose` calls it data: more "
-        "`data.workers` |",
+        "| many small weights | `stage3_param_persistence_threshold: 100000`: small ones aren't "
+        "sharded |",
+        "| ranks wait for data | the [data cache](data.md) on a local disk; one CPU thread fewer "
+        "per rank (`launch.threads`) |",
         "",
     ]
 
@@ -464,10 +455,10 @@ Ask what a model would do on a cluster that you don't have:
 shardtune plan recipes/fsdp_full.yaml --cluster 4xA40 model.name=llama-2-13b
 ```
 
-The answers below were written by `python docs/make_scenarios.py`. Each table says its rows and its
-length; all are bf16 with AdamW, with fused loss and compiled layers where an engine has them. They
-are forecasts; how far these are off is on
-[this page](benchmarks/planner_accuracy.md).
+The answers below are forecasts, written by `python docs/make_scenarios.py`; [how accurate they
+are](benchmarks/planner_accuracy.md). All jobs are in bf16 with AdamW, with fused loss and compiled
+layers where the strategy supports them. Communication is exposed communication: what no compute
+hides. *Tight*: the expected memory fits, the upper end of its error band doesn't.
 """
 
 
