@@ -1,9 +1,9 @@
 """Writes the table of docs/families.md: `python -m docs.make_families`.
 
 Whether a family trains and can be quantized is tried: a tiny random model of it takes three steps
-of the default job on one process. What it is told by default comes from the resolved job, what can
-be sliced, cut into stages and fused from the tables that the planner reads. With names of families
-only their rows are made and printed; `--check` compares them with the page, for a test.
+of the default job on one process. Its defaults come from the resolved job; tensor and pipeline
+parallelism, fusing and planning from the tables that the planner reads. With names of families only
+their rows are made and printed; a test compares them with the page (`--check`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.numerics import test_encoder_decoder
 PAGE = Path(__file__).with_name("families.md")
 BEGIN, END = "<!-- table families -->", "<!-- /table families -->"
 HEADINGS = (
-    "family", "trains", "attention", "packs", "quantised", "TP", "PP", "fused", "planned",
+    "family", "trains", "attention", "packs", "quantized", "TP", "PP", "fused", "planned",
 )  # fmt: skip
 BOTH = ("bart", "mt5", "t5")
 """Families with an encoder and a decoder."""
@@ -44,10 +44,10 @@ def mark(holds: bool) -> str:
 
 def row(family: str, folder: Path) -> str:
     """The row of one family."""
-    trains, attention, packs, quantised = (
+    trains, attention, packs, quantized = (
         _paired(family) if family in BOTH else _decoder(family, folder)
     )
-    tried = (f"`{family}`", mark(trains), attention, mark(packs), mark(quantised))
+    tried = (f"`{family}`", mark(trains), attention, mark(packs), mark(quantized))
     return f"| {' | '.join((*tried, *declared(family)))} |"
 
 
@@ -73,10 +73,10 @@ def _paired(family: str) -> tuple[bool, str, bool, bool]:
     attention = _whole(ModelSection(name=path)).config._attn_implementation
     try:
         _whole(ModelSection(name=path, quantization="nf4"))
-        quantised = True
+        quantized = True
     except ModelError:
-        quantised = False
-    return _finite([loss for loss, _ in steps]), attention, False, quantised
+        quantized = False
+    return _finite([loss for loss, _ in steps]), attention, False, quantized
 
 
 def _whole(section: ModelSection) -> Any:
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only say whether they are current")
     given = parser.parse_args()
     if find_spec("bitsandbytes") is None:
-        raise SystemExit("the column `quantised` is tried: pip install 'shardtune[quant]'")
+        raise SystemExit("the column `quantized` is tried: pip install 'shardtune[quant]'")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     found = rows(given.families or known())
     if given.check:

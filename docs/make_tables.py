@@ -1,8 +1,8 @@
 """Writes the tables of docs/strategies.md and docs/planner.md: `python -m docs.make_tables`.
 
 Sizes come from the layouts, what a strategy can do from its capabilities, what combines from the
-conformance table, what is refused from jobs that really are, and forecasts from the planner.
-`--check` says whether the pages are up to date, for a test.
+conformance table, refusals from jobs that are refused, and forecasts from the planner. A test runs
+it with `--check`, which fails if a page is out of date.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def memory_and_traffic() -> str:
     for name, settings in STRATEGIES.items():
         chosen = strategy(settings)
         mesh = chosen.mesh(RANKS)
-        # The paper's 12 bytes have the masters in them already.
+        # The paper's 12 bytes include the fp32 masters.
         held = predict_held(chosen.layout().without_masters(), mesh, whole)
         sizes = [held.of(state) / GB for state in ("params", "grads", "optim")]
         sent = predict_sent(chosen.layout(), mesh, whole, microbatches=MICROBATCHES)
@@ -105,11 +105,11 @@ def memory_and_traffic() -> str:
         rows.append([name, *figures, f"{sum(sizes):.1f}", f"{moved / whole.params:.2f}"])
     headings = [
         "strategy",
-        "weights",
-        "gradients",
-        "optimizer",
-        "together, GB",
-        "sent, model sizes",
+        "weights, GB",
+        "gradients, GB",
+        "optimizer states, GB",
+        "total, GB",
+        "sent, times the weights",
     ]
     return table(headings, rows, "lrrrrr")
 
@@ -185,7 +185,7 @@ def combinations() -> str:
 
 
 def cell(row: Row) -> str:
-    """What becomes of a row's job: refused, or run by the test that bears its name."""
+    """A row's job: refused, or run by the test of that name."""
     adapter, quantization = ADAPTERS[row.adapter]
     sections: Sections = {
         "model": {"name": "tiny", "quantization": quantization},
@@ -200,7 +200,7 @@ def cell(row: Row) -> str:
 
 
 def settings_of(row: Row) -> str:
-    """The row's strategy, without the sizes that a tiny model needs to be divided at all."""
+    """The row's strategy, without the sizes that only a tiny model needs to be sharded."""
     settings = dict(row.settings)
     if "zero_optimization" in settings:
         zero = settings["zero_optimization"]
@@ -251,7 +251,7 @@ FILES: list[dict[str, Any]] = [
 
 
 def read(sections: Sections) -> Job:
-    """The job with these sections, resolved. There are rows enough for every rank."""
+    """The job with these sections, resolved, with enough rows for every rank."""
     data = {"data": {"train": [{"path": "a.jsonl", "format": "completion"}]}}
     return resolve(make_job(**(data | sections)), Machine(cores=4, gpus=0)).job
 
@@ -362,7 +362,7 @@ def waiting() -> str:
                 f"{each.speed.step.total * 1e3:.0f}",
             ]
         lines.append([f"`{level}`", *figures, f"{there.memory.host / GIB:.1f}"])
-    headings = "level", "GiB", "ms a step", "GiB, offloaded", "ms a step", "GiB of CPU memory"
+    headings = "level", "GiB", "ms a step", "offloaded: GiB", "ms a step", "GiB in CPU memory"
     return table(headings, lines, "lrrrrr")
 
 

@@ -36,5 +36,5 @@ class Findings:
     def verdict(self) -> Verdict:
         wrong = [what for what, holds in self.facts if not holds]
         if wrong:
-            return Verdict("not held", ", ".join(["not so: " + "; ".join(wrong), *self.figures]))
+            return Verdict("not held", ", ".join(["failed: " + "; ".join(wrong), *self.figures]))
         return Verdict("held", ", ".join(self.figures))
