@@ -89,7 +89,8 @@ ROWS: tuple[Row, ...] = (
         "data/test_micro_batches.py::test_too_few_rows_leave_empty_micro_batches"),
     row(28, "P1", "another number of tokenizing processes",
         "data/test_prepare.py::test_several_processes_give_the_same"),
-    row(29, "P1", "the learning rate is a function of the step", "core/test_lr_schedule.py", saves.twice,
+    row(29, "P1", "the learning rate is a function of the step",
+        "core/test_lr_schedule.py", saves.twice,
         "checkpoint/test_run_dir.py::test_a_run_is_resumed_with_the_job_it_was_begun_with"),
     # Hangs, slow ranks, memory, numbers
     row(30, "P0", "SIGSTOP in forward, collective, save, data", supervision.hangs),
