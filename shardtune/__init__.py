@@ -1,4 +1,4 @@
-"""shardtune plans a fine-tuning run, trains it, and proves the plan against what it measured.
+"""shardtune plans a fine-tuning run, trains it, and compares the plan with what it measures.
 
     from shardtune import Job, load_job, train, forecast, rank_strategies, load_result
 
@@ -34,8 +34,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The import system binds each submodule to its package. There, `train` is the function for
-    users: the module `shardtune.train`, the spine of a run, is not bound over it."""
+    """The import system binds each submodule to its package. Here `train` is the public function:
+    the module `shardtune.train`, a run from top to bottom, doesn't replace it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in __all__ and isinstance(value, ModuleType)):

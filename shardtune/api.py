@@ -1,6 +1,6 @@
-"""The public API: train, plan and load results from Python. `import shardtune` names all of it.
+"""The public API: train, plan and load results from Python. `import shardtune` exports all of it.
 
-Nothing here does anything that a command doesn't do, too; both go the same way.
+Each function does what a command does, by the same code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """The job in a YAML file, as it was written: `auto` stays `auto`. JobError names every mistake.
+    """Reads a job from a YAML file; `auto` stays `auto`. Raises JobError with every mistake.
 
     `overrides` are changes as on the command line: `["train.steps=10"]`.
     """
@@ -41,10 +41,10 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def forecast(job: Job, cluster: str | Cluster) -> Forecast:
-    """What `job` will hold, send and take on a cluster, as `shardtune estimate` says it.
+    """Forecasts memory, traffic and step time of `job` on a cluster, like `shardtune estimate`.
 
     `cluster` is written as on the command line: `"4xA40"`, `"2x8xH100@400Gbps"`, or the path of a
-    profile that `shardtune bench` has written.
+    profile that `shardtune bench` has written. Raises JobError or ModelError if the job can't run.
     """
     from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check
@@ -60,7 +60,10 @@ def forecast(job: Job, cluster: str | Cluster) -> Forecast:
 
 
 def rank_strategies(job: Job, cluster: str | Cluster, minimise: Aim = "time") -> Ranking:
-    """Every strategy for `job` on a cluster, the best first, as `shardtune plan` ranks them."""
+    """Ranks every strategy for `job` on a cluster, the best first, like `shardtune plan`.
+
+    `minimise` is `"time"` or `"memory"`.
+    """
     from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check
     from shardtune.core.files.yaml_document import dotted
@@ -84,9 +87,10 @@ def _cluster(cluster: str | Cluster) -> Cluster:
 
 
 def load_result(run_directory: str | Path) -> tuple[Any, Any]:
-    """The model that a run has trained, and its tokenizer, of transformers and peft.
+    """Loads the model that a run has trained, and its tokenizer, with transformers and peft.
 
-    An adapter is put on its base model. The model is on the CPU, in evaluation mode.
+    After a run with an adapter it is a PeftModel on its base model. It is on the CPU, in evaluation
+    mode and in the run's compute dtype. Raises RunError if the result is missing or damaged.
     """
     from shardtune.cli.result_command import open_result
     from shardtune.models.load_result import load_result as load
@@ -101,13 +105,13 @@ def load_result(run_directory: str | Path) -> tuple[Any, Any]:
 def train(
     job: Job, *, resume: bool = False, overwrite: bool = False, quiet: bool = False
 ) -> RunReport:
-    """Trains `job` on this machine, as `shardtune train` does, and returns the run's report.
+    """Trains `job` on this machine, like `shardtune train`, and returns the run's report.
 
-    The ranks are processes of their own; what they print appears on `sys.stdout`. A notebook shows
-    the live view in the cell's output. A `quiet` run prints warnings only. An interrupt (Ctrl-C)
-    asks them to stop after their step, a second one kills them. With `resume` the run in
-    `save.directory` goes on after its newest checkpoint; with `overwrite` it is replaced. Raises
-    ShardtuneError with every problem.
+    The ranks are processes of their own; their output appears on `sys.stdout`. A notebook shows the
+    live view in the cell's output. With `quiet` only warnings are printed. Ctrl-C ends the run
+    after its step, with a checkpoint, and a second one kills the ranks; then KeyboardInterrupt is
+    raised. With `resume` the run in `save.directory` continues from its newest intact checkpoint;
+    with `overwrite` it is replaced. Raises ShardtuneError with every problem.
     """
     from shardtune.checkpoint.run_dir import RunDir
     from shardtune.core.files.yaml_document import dump_document
@@ -149,7 +153,7 @@ def _drawn(job: Job) -> AbstractContextManager[None] | None:
 
 
 def _run_shown(words: Sequence[str]) -> int:
-    """Runs Python with these words; each line that it prints appears here. Returns the exit code.
+    """Runs Python with these arguments and forwards its output. Returns the exit code.
 
     The process has a session of its own: a terminal would interrupt it and us at the same time,
     which counts as a second interrupt.
@@ -189,7 +193,7 @@ def _forward(read_line: Callable[[], str]) -> None:
 
 
 def _error(text: str, job: Path) -> errors.ShardtuneError:
-    """What the launcher raised. A job that was made in Python has no lines to name."""
+    """The error that the launcher raised, without the lines of a job file that doesn't exist."""
     told = json.loads(text)
     kind: type[errors.ShardtuneError] = getattr(errors, told["error"])
     line = re.compile(re.escape(str(job)) + r"(:\d+)?(: )?")

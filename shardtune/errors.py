@@ -5,8 +5,8 @@
     ├── DataError               the data can't be trained on as it is
     ├── ModelError              the model can't be found, fetched, read or adapted
     ├── RunError                the run directory or the result is not what it should be
-    ├── BrokenWeights           weights are no longer numbers; an earlier checkpoint may be good
-    ├── OutOfMemory             a step didn't fit; a smaller micro-batch may
+    ├── BrokenWeights           weights are no longer finite; an earlier checkpoint may be good
+    ├── OutOfMemory             a step ran out of memory; a smaller micro-batch may fit
     └── LaunchError             a process of the run died (carries its own report): exit code 1
         └── LaunchRefused       it refused to run, and would again: exit code 2
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 FailureKind = Literal["fault", "memory", "problem"]
-"""A fault may pass when a run is started again, want of memory when less is asked for; a problem
-waits for a person."""
+"""A `fault` may pass after a restart, `memory` with a smaller micro-batch; a `problem` needs a
+person."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class RunError(ShardtuneError):
 
 
 class BrokenWeights(ShardtuneError):
-    """Weights are no longer numbers; an earlier checkpoint may be good."""
+    """Weights are no longer finite; an earlier checkpoint may be good."""
 
     exit_code = 1
     kind = "fault"
 
 
 class OutOfMemory(ShardtuneError):
-    """A step didn't fit; a smaller micro-batch may."""
+    """A step ran out of memory; a smaller micro-batch may fit."""
 
     kind = "memory"
 

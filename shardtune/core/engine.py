@@ -1,8 +1,8 @@
-"""The seam between the training loop and every way to run it.
+"""The engine interface: what the training loop calls, whichever strategy runs the step.
 
-The seam is the whole step, not forward and backward: a pipeline needs all micro-batches at once,
-engines clip differently, and only who sees all micro-batches of a step can normalise its loss by
-the step's label tokens.
+It is the whole step, not forward and backward: a pipeline needs all micro-batches at once, engines
+clip differently, and the loss can be normalised by the step's label tokens only where all its
+micro-batches are known (gradient accumulation).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Engine(Protocol):
         ...
 
     def stage(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Begins to bring the micro-batches of a coming step to the device, which other threads may
-        do too; `step` takes them as they are or as this returns them."""
+        """Begins to copy the micro-batches of a coming step to the device; other threads may call
+        it. `step` takes them as they are or as this returns them."""
         ...
 
     def preflight(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Takes the memory that a step of these micro-batches would take, and gives it back.
-        Changes nothing."""
+        """Allocates the memory that a step of these micro-batches would take, and frees it. Changes
+        nothing."""
         ...
 
     def evaluate(self, name: str, microbatches: Iterable[MicroBatch]) -> EvalResult:
@@ -45,12 +45,12 @@ class Engine(Protocol):
     def offending_samples(
         self, step: int, microbatches: Sequence[MicroBatch], result: StepResult
     ) -> tuple[str, ...]:
-        """This rank's samples that are to blame for a step that wasn't applied, as far as that can
-        be told. Steps count from 1. Every rank has to ask."""
+        """This rank's samples that are to blame for a skipped step, as far as they can be found.
+        Steps count from 1. A collective: every rank has to call it."""
         ...
 
     def nonfinite_weights(self) -> tuple[str, ...]:
-        """The trained weights that hold something on this rank that is no number."""
+        """The trained weights that aren't finite on this rank."""
         ...
 
     def module(self) -> nn.Module:
@@ -58,8 +58,8 @@ class Engine(Protocol):
         ...
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight that is trained, by its name in the model: whole, but one after another.
-        All ranks have to go through all of them; who needs a weight later keeps a copy."""
+        """Every trained weight by its name in the model, unsharded, one after another. A
+        collective: all ranks have to iterate over all of them. Copy a weight to keep it."""
         ...
 
     def held(self) -> Held:
@@ -67,17 +67,17 @@ class Engine(Protocol):
         ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """What training needs to go on: whole tensors by `kind.weight`, and a few numbers."""
+        """The state of training: unsharded tensors by `kind.weight`, and a few numbers."""
         ...
 
     def shards(self) -> tuple[list[TensorShard], dict[str, float]]:
-        """The same, but of the tensors only what this rank is to save. Together the ranks' shards
-        are every tensor once."""
+        """The same, but only the shards that this rank saves. Together the ranks' shards are every
+        tensor once."""
         ...
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
-        """The inverse of `state`, also of another engine's. Tensors may be read as they are asked
-        for; an engine asks for one at a time."""
+        """Restores a `state`, also of another engine. Tensors may be read lazily; an engine asks
+        for one at a time."""
         ...
 
     def __enter__(self) -> Engine: ...

@@ -1,4 +1,4 @@
-"""The declaration of a strategy: what each mesh axis divides, what it sends, where states live.
+"""The declaration of a strategy: what each mesh axis shards, its collectives, where states live.
 
 The trainer derives its settings from it and the planner computes from it, so that a prediction
 can't drift away from what runs.
@@ -19,17 +19,17 @@ Cargo = Literal[
     "params", "recalled", "trained", "grads", "unsliced", "tied", "hidden", "embedded", "scores",
     "routed",
 ]  # fmt: skip
-"""What a message carries, named as in `ModelBytes`: weights, gradients, or what flows between
+"""What a collective carries, named as in `ModelBytes`: weights, gradients, or activations between
 layers."""
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv", "all_to_all"]
 When = Literal["step", "micro_batch"]
 Per = Literal["model", "layer", "mixture", "return", "start", "end", "border"]
 Home = Literal["gpu", "cpu", "nvme"]
 By = Literal["share", "layers", "slices", "experts"]
-"""How an axis divides: every tensor evenly, whole layers to stages, matrices into slices, or the
-experts of a layer, of which each rank has some whole."""
+"""How an axis shards: every tensor evenly, whole layers to pipeline stages, matrices by rows or
+columns (tensor parallelism), or a layer's experts, of which each rank has some as a whole."""
 Of = Literal["all", "experts", "others"]
-"""Which weights are spoken of: all, the experts of a mixture, or all but these."""
+"""Which weights a rule covers: all, the experts of a mixture, or all but these."""
 
 
 @dataclass(frozen=True)
@@ -41,45 +41,45 @@ class Move:
     when: When
     scale: float = 1.0
     per: Per = "model"
-    """How many of them there are: one, one for each layer of the rank, for each that has experts,
-    for each that hands a gradient back, for the embedding or the head where the rank has it, or for
-    each border between stages over which the rank sends."""
+    """How many of them there are: one, one for each layer of the rank, for each with experts, for
+    each that returns a gradient, for the embedding or the head if the rank has it, or for each
+    border between stages over which the rank sends."""
 
 
 @dataclass(frozen=True)
 class AxisRule:
-    """What one axis of the mesh does to the states of training."""
+    """How one axis of the mesh shards the states of training, and which collectives that needs."""
 
     axis: str
     divides: frozenset[State] = frozenset()
     moves: tuple[Move, ...] = ()
     copies: frozenset[State] = frozenset()
-    """States of which a second copy is kept while a step runs, divided by this axis alone."""
+    """States of which a second copy is kept during a step, sharded by this axis alone."""
     by: By = "share"
     of: Of = "all"
-    """Whose states it divides and sends."""
+    """Whose states it shards and sends."""
 
     def covers(self, of: Of) -> bool:
-        """Whether it speaks of these weights."""
+        """Whether it applies to these weights."""
         return self.of in ("all", of)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Rules compose: a rank holds the total divided by every axis that divides it."""
+    """Rules compose: a rank holds the total, divided by the size of every axis that shards it."""
 
     rules: tuple[AxisRule, ...]
     home: dict[State, Home] = field(default_factory=dict)
     masters: bool = False
-    """Whether the optimizer keeps an fp32 copy of its own of what is trained."""
+    """Whether the optimizer keeps fp32 master weights."""
     pipelining: Pipelining | None = None
-    """In which order the stages work, where an axis divides by layers."""
+    """The pipeline schedule, if an axis shards by layers."""
 
     def divisor(self, state: State, mesh: Mesh, of: Of = "others") -> int:
-        """Over how many ranks `state` is spread evenly.
+        """Over how many ranks `state` is sharded evenly.
 
-        Stages, slices and experts are uneven: what they leave to a rank is known only by the
-        model's parts.
+        Stages, tensor-parallel shards and experts are uneven: a rank's part of them follows from
+        the model's parts.
         """
         even = (
             rule
@@ -90,27 +90,27 @@ class Layout:
 
     def together(self, mesh: Mesh) -> bool:
         """Whether ranks with rows of their own need each other's weights in a forward pass: they
-        gather shares, or send tokens to each other's experts."""
+        gather shards, or send tokens to each other's experts."""
         return any(
             "params" in rule.divides and rule.axis not in MODEL_AXES and mesh.size_of(rule.axis) > 1
             for rule in self.rules
         )
 
     def held(self, state: State, size: int, mesh: Mesh, of: Of = "others") -> int:
-        """The bytes of a state that a rank holds: its share, and its share of a second copy."""
+        """The bytes of a state that a rank holds: its shard, and its shard of a second copy."""
         copies = [rule.axis for rule in self.rules if state in rule.copies and rule.covers(of)]
         share = size // self.divisor(state, mesh, of)
         return share + sum(size // mesh.size_of(axis) for axis in copies)
 
     def without_masters(self) -> Layout:
-        """The same for a count of optimizer bytes that has the masters in it already."""
+        """The same for a count of optimizer bytes that includes the masters."""
         return replace(self, masters=False)
 
     def share(self, cargo: Cargo, sending: AxisRule, mesh: Mesh) -> int:
-        """Over how many ranks a collective's cargo is spread already, by other axes than its own.
+        """Over how many ranks a collective's cargo is sharded already, by axes other than its own.
 
-        Weights are gathered whole; a gradient that one axis has divided is reduced over the next
-        in that share.
+        Weights are gathered unsharded; of a gradient that one axis has sharded, the next axis
+        reduces the shard.
         """
         if cargo not in ("grads", "unsliced", "tied") or sending.axis == WORLD:
             return 1
@@ -125,7 +125,7 @@ class Layout:
         return math.prod(mesh.size_of(other) for other in before)
 
     def sending(self, mesh: Mesh) -> Iterator[tuple[AxisRule, Move]]:
-        """The collectives that are really sent, each with its rule: an axis of one rank sends
+        """The collectives that really run, each with its rule: an axis of one rank sends
         nothing."""
         for rule in self.rules:
             if mesh.size_of(rule.axis) > 1:

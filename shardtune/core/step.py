@@ -21,15 +21,14 @@ IGNORED = -100  # the target of a position that isn't trained
 class MicroBatch:
     """The rows of one forward pass, ready for the model.
 
-    `position_ids` restart at 0 with every document: that alone keeps packed documents apart (a
-    model given restarting positions and no attention mask builds a block-diagonal one, unless its
-    attention is told of boundaries instead).
-    `targets[r, t]` is the token that position `t` has to predict, or IGNORED; they are shifted
-    here once, so that no document ever predicts the first token of the next.
+    `position_ids` restart at 0 with every document: that alone isolates packed documents (a model
+    given restarting positions and no attention mask builds a block-diagonal one, unless its
+    attention gets cu_seqlens instead).
+    `targets[r, t]` is the label of position `t`, or IGNORED; labels are shifted here once, so that
+    no document ever predicts the first token of the next.
 
     A model with an encoder has `source_mask`: it reads its sources from `input_ids`, and `targets`
-    are rows of their own, as wide as the longest target, where position `t` of the decoder has to
-    predict `targets[r, t]`.
+    are rows of their own, as wide as the longest target, with the labels of the decoder.
     """
 
     input_ids: Tensor
@@ -40,9 +39,9 @@ class MicroBatch:
     tokens: int
     """Tokens of real documents, padding not counted."""
     labels: int
-    """Positions that are trained."""
+    """Label tokens: positions that count in the loss."""
     attention: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """What the model's attention is told besides (`documents.attention_inputs`)."""
+    """Further arguments of the model's attention (`document_boundaries.py`)."""
     lengths: Tensor | None = field(default=None, compare=False)
     """Tokens of each row, padding not counted; None where rows have no padding."""
     source_mask: Tensor | None = None
@@ -51,35 +50,35 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step as the whole group of ranks saw it."""
+    """The result of one optimizer step over all ranks."""
 
     loss: float
     """Mean loss of the step's label tokens over all ranks and micro-batches."""
     grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    """Norm of the unsharded gradient before clipping."""
     learning_rate: float
     tokens: int
     labels: int
     applied: bool = True
-    """False when the gradient wasn't finite and the update was left out on every rank."""
+    """False if the gradient wasn't finite and the update was skipped on every rank."""
     busy: float | None = field(default=None, compare=False)
-    """Seconds in which this rank computed; None where an engine can't tell. A clock's reading, so
-    equal steps may differ in it."""
+    """Seconds in which this rank didn't wait for others; None if the engine doesn't know. A time,
+    so equal steps may differ in it."""
     since_last: float | None = field(default=None, compare=False, repr=False)
-    """Seconds between the end of the step before and the end of this one, by a GPU's clock; None
-    for an engine's first step, and on a processor."""
+    """Seconds between the end of the step before and the end of this one, by the GPU's clock; None
+    for an engine's first step, and on a CPU."""
     on_device: DeviceParts | None = field(default=None, compare=False, repr=False)
-    """Where a GPU's time went, by its own clock; None on a processor."""
+    """Where the GPU's time went, by its own clock; None on a CPU."""
     losses: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """This rank's micro-batches, each with its loss as it was summed: one that is no number tells
-    which of them is to blame."""
+    """The summed loss of each micro-batch of this rank: a non-finite one shows which is to
+    blame."""
 
     def read(self) -> StepResult:
-        """The same, with every figure at hand."""
+        """The same, with every figure read from the device."""
         return self
 
     def is_done(self) -> bool:
-        """Whether nobody would have to wait for it."""
+        """Whether it can be read without waiting."""
         return True
 
 
@@ -87,8 +86,8 @@ _FIGURES = frozenset(each.name for each in fields(StepResult))
 
 
 class LateResult(StepResult):
-    """The result of a step that a device is still computing. Whoever first asks for a figure waits
-    for it: for the end of this step, not for those that have been enqueued after it."""
+    """The result of a step that the GPU is still computing. The first read of a figure waits for
+    the end of this step, not for steps that were enqueued after it."""
 
     def __init__(
         self, wait: Callable[[], StepResult], done: Callable[[], bool] = lambda: True
@@ -116,7 +115,8 @@ class Reading:
     seconds_left: float
     memory_gib: float
     utilisation: float | None = None
-    """The share of the time in which a rank computed, on average over all; None if unknown."""
+    """Share of the time in which a rank didn't wait for others, the mean over all; None if
+    unknown."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ class EvalResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of the trained tokens that the model would have chosen itself."""
+        """Token accuracy: share of the label tokens to which the model gives the highest
+        probability."""
         return self.correct / self.labels
 
     def summary(self) -> EvalFigures:

@@ -1,9 +1,9 @@
-"""The base of every strategy: how a run is spread over ranks, and the engine that does it.
+"""The base of every strategy: how a run is parallelized over its ranks, and the engine for it.
 
 A strategy is a section of the job. One folder of `shardtune/parallel/`, or of an installed package
-that names it in the entry-point group `shardtune.strategies`, holds all that there is to it:
-`strategy.py` has its fields, its layout and its capabilities, `engine.py` the engine. Nothing else
-in the package knows its name.
+that names it in the entry-point group `shardtune.strategies`, holds all of it: `strategy.py` has
+its fields, its layout and its capabilities, `engine.py` the engine. Nothing else in the package
+knows its name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Devices:
-    """What a run is spread over: nodes, and devices in each."""
+    """The devices of a run: nodes, and devices in each."""
 
     nodes: int
     per_node: int
@@ -50,19 +50,19 @@ class Choice:
     """A strategy for the planner to try."""
 
     kind: str
-    """Of each kind, which is the same with other degrees, the best is shown."""
+    """Choices of one kind differ only in their degrees; the best of each kind is shown."""
     name: str
     strategy: StrategyBase
     order: int
-    """The simplest first, which is taken of two that are equally good: whole copies of the model
-    about 0, divided states 10, groups of ranks 20, a model in parts 30, states in CPU memory 40."""
+    """The simplest first; of two equally good ones the simpler wins: replicas about 0, sharded
+    states 10, groups of ranks 20, model parallelism 30, states in CPU memory 40."""
     pages_optimizer: bool = False
     """Whether the GPU is to address optimizer states in host memory: `train.optimizer.paged`."""
 
 
 @dataclass(frozen=True)
 class OverlapSetting:
-    """A setting that decides how communication hides behind computing, as a run has it."""
+    """A setting that decides how communication overlaps with compute, as a run has it."""
 
     key: str
     """Within the section `strategy`."""
@@ -72,7 +72,7 @@ class OverlapSetting:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What a job says elsewhere of values that a strategy's own file may repeat."""
+    """Values of the job that a strategy's own file may repeat."""
 
     ranks: int
     global_batch: int
@@ -84,7 +84,7 @@ class JobFacts:
     schedule: ScheduleKind
     warmup_steps: int | None
     steps: int | None
-    """Both are None where only the data tells."""
+    """Both are None if they depend on the data."""
     hidden_size: int | None = None
     """Width of the model, where it is known."""
 
@@ -114,7 +114,7 @@ class ResolvedStrategy:
 
 
 class StrategyBase(Section, ABC):
-    """How the work is spread over the ranks."""
+    """How a run is parallelized over its ranks."""
 
     type: str
     planned: ClassVar[bool] = False
@@ -128,12 +128,12 @@ class StrategyBase(Section, ABC):
 
     @abstractmethod
     def layout(self) -> Layout:
-        """What each axis of the mesh divides and sends."""
+        """What each axis of the mesh shards, and its collectives."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What it can do, with the settings that it has."""
+        """What it supports with its present settings."""
 
     @abstractmethod
     def build(self, builder: ModelBuilder, setup: EngineSetup, world: World) -> Engine:
@@ -141,20 +141,20 @@ class StrategyBase(Section, ABC):
 
     @property
     def holds_whole_model(self) -> bool:
-        """Whether every rank has all weights."""
+        """Whether every rank has all weights, unsharded."""
         return not any("params" in rule.divides for rule in self.layout().rules)
 
     def overlap_settings(self) -> tuple[OverlapSetting, ...]:
-        """What to turn where communication isn't hidden; a diagnosis shows it."""
+        """The settings to tune if communication isn't hidden; `shardtune diagnose` shows them."""
         return ()
 
     def send_buckets(self) -> SendBuckets | None:
-        """The buffers of fixed size that its engine sends in; None where there are none."""
+        """The communication buffers of fixed size of its engine; None if there are none."""
         return None
 
     def with_buckets(self, size: float) -> StrategyBase:
-        """With buffers of about `size` bytes for sending, where its own fields leave them open:
-        as many as the links need to be busy."""
+        """With communication buffers of about `size` bytes, which keep the links busy, where its
+        own fields leave them open."""
         return self
 
     def written(self) -> str:
@@ -164,7 +164,7 @@ class StrategyBase(Section, ABC):
     # What may be wrong with it ----------------------------------------------------------------
 
     def problems(self, ranks: int) -> list[Problem]:
-        """What its own fields make impossible on so many ranks of any machine."""
+        """The errors in its own fields on this many ranks of any machine."""
         try:
             self.mesh(ranks).require(ranks)
         except JobError as error:
@@ -207,8 +207,8 @@ class StrategyBase(Section, ABC):
 
     @classmethod
     def remedies(cls, devices: Devices) -> Iterable[StrategyBase]:
-        """Settings that take less of a device's memory than whole copies of the model do and
-        change nothing else, the cheapest first."""
+        """Settings that take less GPU memory than replicas of the model and change nothing else,
+        the cheapest first."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""One job on one cluster: what it will hold, send and take. No weights, no data, no torch."""
+"""One job on one cluster: its memory, traffic and step time. No weights, no data, no torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a job will hold, send and take."""
+    """Memory, traffic and step time of a job on a cluster."""
 
     job: Job
     shape: ModelShape
@@ -78,13 +78,13 @@ class Forecast:
 
     @property
     def capacity(self) -> float:
-        """Bytes of one GPU, or as many of them as the job may take."""
+        """Bytes of one GPU, or `train.memory_gib` if that is less."""
         whole, told = self.cluster.gpu.memory_gib, self.job.train.memory_gib
         return (whole if told is None else min(whole, told)) * GIB
 
     @property
     def over(self) -> float:
-        """Bytes that are missing on a GPU; negative where some are left."""
+        """Bytes missing on a GPU; negative if some are left."""
         return self.memory.required - self.capacity
 
     @property
@@ -95,7 +95,7 @@ class Forecast:
 
     @property
     def host_over(self) -> float:
-        """Bytes of CPU memory that are missing on a node; negative where some are left."""
+        """Bytes of CPU memory missing on a node; negative if some are left."""
         room = self.cluster.host_gib
         return -1.0 if room is None else self.host - room * GIB
 
@@ -105,13 +105,13 @@ class Forecast:
 
     @property
     def band(self) -> MemoryBand:
-        """Between which bytes `memory.required` may really lie."""
+        """The error band of `memory.required`, in bytes."""
         in_parts = max(self.mesh.size_of("tensor"), self.mesh.size_of("pipeline")) > 1
         return memory_band(self.memory.required, self.work, in_parts=in_parts)
 
     @property
     def verdict(self) -> Verdict:
-        """`tight` where it fits and might not, for all that is known of such jobs."""
+        """`tight` if the expected memory fits, but not the upper end of its error band."""
         if not self.fits:
             return "does not fit"
         return "fits" if self.band.upper <= self.capacity else "tight"
@@ -213,7 +213,7 @@ class Forecast:
 
 
 def forecast(job: Job, shape: ModelShape, cluster: Cluster) -> Forecast:
-    """What `job` will hold, send and take on all GPUs of `cluster`."""
+    """Forecasts memory, traffic and step time of `job` on all GPUs of `cluster`."""
     mesh, layout = job.strategy.mesh(cluster.gpus), job.layout(cluster.gpus)
     mesh.require(cluster.gpus)
     check_model(job, shape.kind)

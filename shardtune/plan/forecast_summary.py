@@ -27,7 +27,7 @@ class GpuMemory(Record):
     buffers: float
     """Gathered and cast weights, and what collectives send."""
     overhead: float
-    """The allocator's losses, CUDA's and NCCL's own memory."""
+    """Fragmentation, and CUDA's and NCCL's own memory."""
     peak: float
     """All that the device has in use, as nvidia-smi shows it."""
     required: float
@@ -55,7 +55,7 @@ class HostMemory(Record):
     node: float
     """Of all ranks of a node together."""
     node_capacity: float | None
-    """What a node has; null where nobody said."""
+    """What a node has; null if unknown."""
 
 
 class TrafficMove(Record):
@@ -85,25 +85,25 @@ class Traffic(Record):
 
 
 class StepSeconds(Record):
-    """One optimizer step, part by part. What overlaps is counted once, where it is longer."""
+    """One optimizer step, part by part. Of parts that overlap the longer one counts."""
 
     compute: float
     communication: float
-    """Communication that no computing hides."""
+    """Exposed communication: what no compute hides."""
     optimizer: float
     offload: float
     bubble: float
-    """Pipeline stages that wait for others."""
+    """Pipeline bubble: stages that wait for others."""
     data: float
     total: float
 
 
 class ParameterCounts(Record):
-    """Of the model, its adapters counted with what is trained alone."""
+    """Parameters of the model; an adapter counts in `trained` only."""
 
     total: int
     active: int
-    """That one token meets: fewer than all with experts."""
+    """Parameters that one token uses: with experts fewer than `total`."""
     trained: int
 
 
@@ -112,14 +112,14 @@ class ForecastSummary(Record):
 
     fits: bool
     verdict: Verdict
-    """`tight` where what is expected fits and the upper end of its band doesn't."""
+    """`tight` if the expected memory fits, but not the upper end of its error band."""
     strategy: str
     mesh: dict[str, int]
     """Ranks of each mesh axis."""
     gradient_checkpointing: str
     """The level of activation checkpointing."""
     keep_layers: int
-    """Layers that are excepted from it."""
+    """Layers that are exempt from it."""
     parameters: ParameterCounts
     gpu_gib: GpuMemory
     host_gib: HostMemory
@@ -133,7 +133,7 @@ class ForecastSummary(Record):
     """Tokens of the busiest rank's experts over the mean, as assumed; 1 where ranks don't divide
     experts."""
     mfu: float
-    """Model FLOPs utilisation: of the peak in 8 bits where frozen weights are multiplied so."""
+    """Model FLOPs utilisation; relative to the FP8 peak if frozen weights are multiplied in it."""
     hours: float | None
     """Of the whole run; null where only the data tells how many steps it has."""
     cost: float | None
@@ -143,7 +143,7 @@ class ForecastSummary(Record):
 
 
 class DryRunSummary(Record):
-    """A step that was run on fake tensors, beside the closed form of the same."""
+    """A step that was run on fake tensors, compared with the closed form."""
 
     kernels: Literal["eager"]
     allocated_gib: float
@@ -156,7 +156,7 @@ class DryRunSummary(Record):
 
 
 class ChosenValue(Record):
-    """A value that the job leaves `auto`, as it was chosen."""
+    """The value chosen for an `auto` of the job."""
 
     key: str
     value: JsonValue
@@ -167,7 +167,7 @@ class EstimateResult(ForecastSummary):
     """What `estimate --json` prints."""
 
     chosen: tuple[ChosenValue, ...]
-    """What stands in place of `auto`: strategy, micro-batch, activation checkpointing, precision
+    """The values chosen for each `auto`: strategy, micro-batch, activation checkpointing, precision
     and so on."""
     dry_run: DryRunSummary | None = None
     """With `--dry-run` only."""
@@ -180,13 +180,13 @@ class BestCandidate(ForecastSummary):
 
 
 class CandidateSummary(Record):
-    """A strategy that was tried. Figures are null where it can't be had at all."""
+    """A strategy that was tried. Figures are null if it is impossible."""
 
     name: str
     fits: bool
     verdict: Verdict
     why: str
-    """What speaks for it, or against it."""
+    """Why it wins or loses."""
     step_seconds: float | None
     gpu_gib: float | None
     """What must fit."""

@@ -36,13 +36,13 @@ from shardtune.plan.forecast import Forecast, forecast
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy at its best, or the reason why it can't be had."""
+    """A strategy with its best settings, or the reason why it is impossible."""
 
     name: str
     found: Forecast | None
     refused: str = ""
     why: str = ""
-    """What speaks for it, or against it."""
+    """Why it wins or loses."""
 
     @property
     def fits(self) -> bool:

@@ -18,19 +18,19 @@ class BeforeAfter(Record):
 
 
 class TaskFigures(Record):
-    """The score of one task: the mean over its rows, and how far luck may have moved it."""
+    """The score of one task: the mean over its rows, with its confidence interval."""
 
     metric: str
     score: float
     """From 0 to 1."""
     low: float
-    """Where the 95 % confidence interval begins."""
+    """Lower end of the 95 % confidence interval."""
     high: float
-    """Where it ends."""
+    """Its upper end."""
     rows: int
-    """Questions that were asked."""
+    """Number of questions."""
     seconds: float
-    """What asking them took."""
+    """Time that they took."""
 
 
 class TaskReport(Record):
@@ -40,15 +40,15 @@ class TaskReport(Record):
     """Null for a resumed run whose metrics are lost, or that was begun without the task."""
     after: TaskFigures
     seconds: float
-    """What the task took in the whole run."""
+    """Time that the task took in the whole run."""
 
 
 class SampleAnswers(Record):
-    """A held-out prompt, and what the model said to it."""
+    """A held-out prompt, and the model's answers before and after."""
 
     prompt: str
     reference: str
-    """The answer that the data gives."""
+    """The answer in the data."""
     before: str
     after: str
 
@@ -65,7 +65,7 @@ class TrainingReport(Record):
     tokens_per_second: float
     """Over all ranks, at the end."""
     utilisation: float | None
-    """The share of the time in which ranks computed, at the end; null where it isn't known."""
+    """Share of the time in which ranks didn't wait for each other, at the end; null if unknown."""
     skipped: int
     """Steps whose gradient wasn't finite."""
     skipped_in_a_row: int
@@ -94,13 +94,13 @@ class TrainingReport(Record):
 
 
 class ResultReport(Record):
-    """The adapter or the model that the run wrote, read back and compared."""
+    """The adapter or model that the run wrote, read back and compared."""
 
     path: str
     kind: str
     """The adapter's type, or `full fine-tune`."""
     largest_difference: float | None
-    """Between the logits before saving and after reading back."""
+    """Of the logits, before saving and after reading back."""
     step: int | None = None
     """The step whose weights it has; left out where it is the last."""
 
@@ -132,7 +132,7 @@ class ForecastCheck(Record):
 
     held_bytes: HeldBytes
     peak_gib: Compared | None
-    """Null on a device that doesn't count what is allocated on it."""
+    """Null on a device without a count of allocated memory."""
     tokens_per_second: Compared | None
 
 
@@ -155,7 +155,7 @@ class EarlyStopReport(Record):
 
 
 class RunReport(Record):
-    """A run that came to its end."""
+    """The report of a run that has ended."""
 
     finished: bool
     """False if it was stopped before its last step."""
