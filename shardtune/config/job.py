@@ -1,7 +1,7 @@
-"""The job: everything that a run is told, typed, frozen and documented.
+"""The job: the configuration of a run, typed, frozen and documented.
 
-Each section stands in a file of `config/sections/`; all of them can be imported from here. Defaults
-live there and nowhere else. The text under a field is its description in the JSON Schema that
+Each section is a file of `config/sections/`; all of them can be imported from here. Defaults are
+defined there and nowhere else. The text under a field is its description in the JSON Schema that
 `shardtune schema` prints. `auto` is a value: `config/auto.py` replaces each one once, in a new job,
 and says why.
 """
@@ -53,15 +53,15 @@ __all__ = [
 
 
 class Job(Section):
-    """A fine-tuning run, described."""
+    """The configuration of a fine-tuning run. Immutable; its lists are tuples."""
 
     model: ModelSection
     adapter: Adapter = NoAdapter()
-    """What is trained: all weights, or an adapter beside them."""
+    """What is trained: all weights, or an adapter."""
     data: DataSection
     train: TrainSection = TrainSection()
     strategy: Strategy = DEFAULT
-    """How the work is spread over the ranks."""
+    """How the run is parallelized over its ranks."""
     evaluate: EvaluateSection = EvaluateSection()
     launch: Launch = LocalLaunch()
     """Where the ranks are started."""
@@ -69,16 +69,16 @@ class Job(Section):
     """Ludwig's name for `launch` and `strategy`; give one or the other."""
     save: SaveSection = SaveSection()
     track: TrackerList = ()
-    """Trackers that show the run's figures, each fed by a process of its own: none can slow, stop
-    or change a run."""
+    """Trackers of the run's metrics, each fed by a process of its own: none can slow, stop or
+    change a run."""
 
     @property
     def trains(self) -> str:
-        """What is trained, as people call it: the adapter's type, or `full fine-tune`."""
+        """What is trained: the adapter's type, or `full fine-tune`."""
         return "full fine-tune" if isinstance(self.adapter, NoAdapter) else self.adapter.type
 
     def layout(self, ranks: int) -> Layout:
-        """What the strategy declares, and where the optimizer's part of it lies."""
+        """The strategy's layout, with the place of the optimizer states."""
         found = self.strategy.layout()
         if self.maps_states_to_host(ranks):
             return replace(found, home={**found.home, "optim": "cpu"})
@@ -91,8 +91,8 @@ class Job(Section):
 
     def splits_weights(self, ranks: int) -> bool:
         """Whether fp32 weights are split: the model has their upper halves, the optimizer the lower
-        ones. Where one rank trains all weights in bf16, which `auto` counts as until it is
-        replaced; several would add up rounded gradients."""
+        ones. So it is where one rank trains all weights in bf16, as which `auto` counts until it is
+        replaced; several ranks would sum rounded gradients."""
         rule = self.train.optimizer
         return (
             self.strategy.capabilities.split_weights

@@ -109,7 +109,7 @@ class EvalShare(Section):
 
 
 class DataSection(Section):
-    """What the model is trained and judged on."""
+    """What the model is trained and evaluated on."""
 
     train: Annotated[tuple[TrainSource, ...], Field(min_length=1)]
     """The data sets to train on."""

@@ -30,10 +30,11 @@ class LocalLaunch(Section):
     """How often the run restarts from its last checkpoint after a process died or hung. At the
     third failure in the same step it ends in any case."""
     patience: Annotated[float, Field(ge=1)] = 4.0
-    """Seconds of silence inside a step (or 2.5 median steps, if that is more) after which a process
-    counts as hung. The first step, compiling, evaluating and saving may take longer."""
+    """Seconds without a heartbeat inside a step (or 2.5 median steps, if that is more) after which
+    a process counts as hung. The first step, compiling, evaluating and saving may take longer."""
     grace: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds after SIGTERM in which the step has to end and its checkpoint to be written."""
+    """Seconds after SIGTERM in which the step has to end and its checkpoint to be written; then the
+    processes are killed."""
     rejoin: Annotated[float, Field(ge=0)] = 600.0
     """On several nodes: seconds that one may be missing, at the start or after it was lost, before
     the others give up."""
@@ -82,7 +83,7 @@ Launch = Annotated[
 
 
 class BackendTrainer(Section):
-    """How Ludwig's trainer is spread."""
+    """How Ludwig's trainer is distributed."""
 
     use_gpu: Auto | bool = "auto"
     """As `launch.use_gpu`."""
@@ -95,8 +96,7 @@ class BackendTrainer(Section):
 
 
 class Backend(Section):
-    """What Ludwig calls the place where a job runs: another way to write `launch` and
-    `strategy`."""
+    """Ludwig's `backend` section: another way to write `launch` and `strategy`."""
 
     type: Literal["ray", "local"]
     """As `launch.type`."""

@@ -104,14 +104,14 @@ class TrainSection(Section):
     optimizer: Optimizer = AdamW()
     """The update rule."""
     early_stop: EarlyStop | None = None
-    """Early stopping: ends the run when a metric gets no better. Null runs all steps."""
+    """Early stopping: ends the run when a metric stops improving. Null runs all steps."""
     on_nan: Literal["skip", "stop"] = "skip"
-    """What to do when a gradient is not finite: leave the update out on every rank, or stop. The
-    rank and the samples are named either way."""
+    """What to do when a gradient is not finite: skip the update on every rank, or stop. The rank
+    and the samples are named either way."""
     on_oom: Literal["stop", "reduce_micro_batch"] = "stop"
-    """What to do when memory runs out: stop and say what to change, or go on from the last
-    checkpoint with half the micro-batch, which changes nothing else. In the preflight of a new run
-    one that the forecast has chosen is halved in any case, by our own launcher."""
+    """What to do when memory runs out: stop and say what to change, or restart from the newest
+    checkpoint with half the micro-batch (and the same global batch). In the preflight of a new run
+    our own launcher halves a micro-batch that the forecast has chosen in any case."""
 
     def warmup(self, steps: int) -> int:
         """Steps of warmup in a schedule over so many."""

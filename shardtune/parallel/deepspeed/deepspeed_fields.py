@@ -38,11 +38,11 @@ class OffloadOptimizer(Section):
     fast_init: bool | None = None
     """Quicker first write (`nvme`)."""
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the states that is offloaded (stage 3)."""
+    """Fraction of the states that is offloaded (stage 3)."""
 
 
 class OffloadParam(Section):
-    """Where the weights' shares live when they aren't computed with. Stage 3 only."""
+    """Where the shards of the weights are stored between uses. Stage 3 only."""
 
     device: Device = "none"
     """`cpu` is CPU memory, `nvme` files in a folder."""
@@ -59,17 +59,17 @@ class OffloadParam(Section):
 
 
 class ZeRO(Section):
-    """What is divided over the ranks, where it lives, and how it travels."""
+    """What is sharded over the ranks, where it is stored, and how it is communicated."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """0 divides nothing, 1 the optimizer states, 2 also the gradients, 3 also the weights."""
+    """0 shards nothing, 1 the optimizer states, 2 also the gradients, 3 also the weights."""
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     """Where the optimizer states live."""
     offload_param: OffloadParam = OffloadParam()
     """Where the weights live (stage 3)."""
     zero_hpz_partition_size: Size = 1
-    """ZeRO++: keep a second copy of the weights in shares over this many neighbouring ranks, so
-    that the backward pass gathers inside a node. 1 keeps none."""
+    """ZeRO++ (hpZ): keep a second copy of the weights, sharded over this many neighbouring ranks,
+    so that the backward pass gathers inside a node. 1 keeps none."""
     zero_quantized_weights: bool = False
     """ZeRO++: gather weights as 8-bit numbers. It changes the result slightly. GPU only."""
     zero_quantized_nontrainable_weights: bool | None = None
