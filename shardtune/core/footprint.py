@@ -10,7 +10,7 @@ from shardtune.core.mesh import Mesh
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """What experts take of a model and its training."""
+    """Bytes of a model's experts, and of training them."""
 
     params: int = 0
     trained: int = 0
@@ -25,10 +25,10 @@ class ExpertBytes:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a model and its training take, undivided; or the part of it that a rank works on.
+    """Bytes of a model and of training it, unsharded; or of the part of it on one rank.
 
-    Stages, slices and experts of a model come first: `params` and the rest are then those of the
-    rank's own part, and the axes of data divide them further.
+    Stages, tensor-parallel shards and experts come first: `params` and the rest are then those of
+    the rank's own part, and the data axes shard them further.
     """
 
     params: int
@@ -37,32 +37,32 @@ class ModelBytes:
     """Of these, the ones that are trained."""
     grads: int
     optim: int
-    """Moments; an engine that keeps masters has another `trained` of fp32 beside them."""
+    """Moments; fp32 masters, if an engine keeps them, are another `trained` in addition."""
     unsliced: int = 0
-    """Gradients of trained weights that tensor parallelism leaves whole, but computes in parts."""
+    """Gradients of trained weights that tensor parallelism replicates, but computes in parts."""
     experts: ExpertBytes = ExpertBytes()
-    """What of `params` and the rest are experts, where a layout speaks of them apart."""
+    """The part of `params` and the rest that is experts, if a layout has rules of their own."""
     idle: int = 0
-    """Of all weights, those that no backward pass comes to: a frozen embedding by itself."""
+    """Of all weights, those that no backward pass reaches: an untied frozen embedding."""
     tied: int = 0
     """Gradients of weights of which both the first and the last stage hold a copy."""
     hidden: int = 0
-    """What flows between two layers for one micro-batch."""
+    """Hidden states between two layers for one micro-batch."""
     embedded: int = 0
-    """The same, where its gradient is wanted: by an embedding that is trained."""
+    """The same, if its gradient is needed: by a trained embedding."""
     scores: float = 0
     """One fp32 number for each token of a micro-batch whose logits are computed, on average."""
     routed: int = 0
-    """What the tokens of a micro-batch send to the experts of one layer: a row for each choice."""
+    """The rows that a micro-batch sends to the experts of one layer: one per token and choice."""
     mixtures: int = 0
     """Layers with experts."""
     layers: int = 0
     returns: int = 0
-    """Of these layers, those that hand a gradient back: not the first of a frozen embedding."""
+    """Of these layers, those that return a gradient: not the first after a frozen embedding."""
     starts: int = 0
-    """1 where the rank has the embedding."""
+    """1 if the rank has the embedding."""
     ends: int = 0
-    """1 where the rank has the head."""
+    """1 if the rank has the head."""
     borders: int = 0
     """Borders between stages over which the rank sends, counted once for each direction."""
 
@@ -78,7 +78,7 @@ class ModelBytes:
         return {"all": whole, "experts": routed, "others": whole - routed}[of]
 
     def times(self, per: Per) -> int:
-        """How many of a move there are for a micro-batch, or a step."""
+        """How often a move happens in a micro-batch, or a step."""
         counts: dict[Per, int] = {
             "model": 1,
             "layer": self.layers,
@@ -93,17 +93,17 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes by state and by the place where they lie."""
+    """Bytes by state and by place: GPU, CPU or NVMe."""
 
     bytes: dict[tuple[State, Home], int]
 
     def of(self, state: State) -> int:
-        """A state's bytes, wherever they lie."""
+        """A state's bytes in all places."""
         return sum(size for (kind, _), size in self.bytes.items() if kind == state)
 
 
 def predict_held(layout: Layout, mesh: Mesh, whole: ModelBytes) -> Held:
-    """The share of each state that a rank holds between two steps, padding not counted."""
+    """The bytes of each state that a rank holds between two steps, without padding."""
     found: dict[tuple[State, Home], int] = {}
     states: tuple[State, ...] = ("params", "grads", "optim")
     for state in states:

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from shardtune.errors import JobError, Problem
 
 WORLD = "world"
-"""The name under which a rule speaks of all axes at once."""
+"""The name of all axes together in a rule."""
 ORDER = ("pipeline", "replicate", "data", "shard", "expert", "tensor")
-"""Outermost first. Neighbours talk most: slices and experts inside a node, stages between them."""
+"""Outermost first. Inner axes communicate most: tensor and expert parallelism inside a node,
+stages between nodes."""
 FREE_AXES = frozenset({"data", "shard"})
-"""Axes that take up the ranks that others leave."""
+"""Axes that get the ranks that the other axes leave."""
 MODEL_AXES = frozenset({"pipeline", "tensor"})
-"""Along these ranks hold parts of one model and share their rows; along all others each has its
-own."""
+"""Ranks along these axes hold parts of one model and have the same rows; all others are data axes,
+along which each rank has rows of its own."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis names and sizes, outermost first: `(("data", 4),)` is four ranks side by side."""
+    """Axis names and sizes, outermost first: `(("data", 4),)` is data parallelism on 4 ranks."""
 
     axes: tuple[tuple[str, int], ...]
 
@@ -43,7 +44,7 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many shares the rows of a step are divided."""
+        """Data-parallel degree: over how many ranks the rows of a step are split."""
         return math.prod(size for axis, size in self.axes if axis not in MODEL_AXES)
 
     def size_of(self, axis: str) -> int:
@@ -51,14 +52,14 @@ class Mesh:
         return self.size if axis == WORLD else dict(self.axes).get(axis, 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis. The innermost axis runs fastest."""
+        """A rank's coordinate on each axis. The innermost axis varies fastest."""
         found = {}
         for axis, size in reversed(self.axes):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the rows a rank computes."""
+        """Which part of the rows a rank computes."""
         place, share = self.coordinates(rank), 0
         for axis, size in self.axes:
             if axis not in MODEL_AXES:
@@ -66,7 +67,7 @@ class Mesh:
         return share
 
     def require(self, ranks: int) -> None:
-        """Refuses a mesh that doesn't multiply out to the ranks at hand."""
+        """JobError if the axes don't multiply to the world size."""
         if self.size != ranks:
             raise JobError(
                 Problem(

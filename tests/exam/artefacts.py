@@ -47,7 +47,7 @@ def two_jobs(lab: Lab, found: Findings) -> None:
     holder.communicate()
     after = lab.run("taken", "train.steps=1", "launch.processes=1", "--overwrite")
     found.expect("the lock of a dead process is gone", after.code == 0)
-    found.show("second refused with code 2; free again when the first is dead")
+    found.show("second refused with code 2; lock released when the first is dead")
 
 
 class Malicious:
@@ -106,7 +106,7 @@ def forbidden_calls(lab: Lab, found: Findings) -> None:
         or any(k.arg == "allow_pickle" and ast.unparse(k.value) != "False" for k in node.keywords)
     ]
     found.expect(f"no call that could run data: {wrong}", not wrong)
-    found.show(f"{len(calls):,} calls in {len(files)} files looked at")
+    found.show(f"{len(calls):,} calls in {len(files)} files checked")
 
 
 def odd_names(lab: Lab, found: Findings) -> None:
@@ -117,7 +117,7 @@ def odd_names(lab: Lab, found: Findings) -> None:
     found.expect("the run is made", done.code == 0)
     found.expect("under its name", (lab.path / name / "report.json").exists())
     found.expect("no shell saw it", not canary.exists())
-    found.show("names are only names")
+    found.show("names are never run")
 
 
 def huge_rows(lab: Lab, found: Findings) -> None:

@@ -30,7 +30,7 @@ def users_files(lab: Lab, found: Findings) -> None:
         found.expect(f"{said}: no traceback", "Traceback" not in done.error)
         found.expect(f"{said}: --overwrite is not proposed", "--overwrite)" not in done.error)
         found.expect(f"{said}: every file is as it was", snapshot(folder) == before)
-    found.show(f"{len(USERS)} files of a person kept by 3 commands")
+    found.show(f"{len(USERS)} foreign files kept by 3 commands")
 
 
 def lost_and_found(lab: Lab, found: Findings) -> None:
@@ -78,4 +78,4 @@ def _lost_result(lab: Lab, done: Done, words: tuple[str, ...], found: Findings) 
     found.expect("--resume writes it again", again.code == 0)
     result = done.folder / "result" / WEIGHTS
     found.expect("to the bit", result.is_file() and result.read_bytes() == weights)
-    found.show("stopped without its checkpoints, exact with them; the result came back to the bit")
+    found.show("stopped without its checkpoints, exact with them; result restored to the bit")

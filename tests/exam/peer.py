@@ -109,7 +109,7 @@ def malformed(lab: Lab, found: Findings, reference: dict[str, Any]) -> None:
     done = _train(lab, "peer-rows", {"rows": "peer-rows.jsonl"})
     # A tool may count lines from 0 or from 1.
     named = [n for n in (10, 20, 30) if re.search(rf"\b({n}|{n + 1})\b", done["error"])]
-    found.expect(f"all three lines are named (told: {len(named)})", len(named) == 3)
+    found.expect(f"all three lines are named (named: {len(named)})", len(named) == 3)
 
 
 def _spoil(lab: Lab, name: str, file: str, change: Callable[[Path], object]) -> None:

@@ -38,7 +38,7 @@ def incomplete_model(lab: Lab, found: Findings) -> None:
         done = lab.run(f"nan-{strategy}", *ONE, "model.name=./incomplete", _strategy(strategy))
         named = "hold NaN or infinity: model.norm.weight"
         found.expect(f"NaN is named under {strategy}", done.code == 2 and named in done.error)
-    found.show("2 strategies, the same words")
+    found.show("2 strategies, the same error")
 
 
 def _strategy(kind: str) -> str:
@@ -60,7 +60,7 @@ def changed_cache(lab: Lab, found: Findings) -> None:
     found.expect("a line says so", "is damaged" in again.error and "made anew" in again.error)
     trace = again.trace.splitlines()
     found.expect("the trace is the same", len(trace) == 2 and trace == first.trace.splitlines()[:2])
-    found.show(f"{len(files)} files changed, made anew")
+    found.show(f"{len(files)} files changed, prepared again")
 
 
 def changed_result(lab: Lab, found: Findings) -> None:

@@ -60,7 +60,7 @@ def failing_disk(lab: Lab, found: Findings) -> None:
     found.expect("training went on to the bit", done.trace == lab.whole_on_four.trace)
     good = all(not verdict.faults for verdict in verify_run(RunDir(done.folder)))
     found.expect("every checkpoint is good", good)
-    found.show(f"{len(FAILED_WRITES)} failed saves told, {len(there)} others good, trace equal")
+    found.show(f"{len(FAILED_WRITES)} failed saves reported, {len(there)} intact, trace equal")
 
 
 def full_disk(lab: Lab, found: Findings) -> None:

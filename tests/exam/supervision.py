@@ -74,8 +74,8 @@ def hangs(lab: Lab, found: Findings) -> None:
         times = [done.after_fault(index, event) for index, event in enumerate(restarts)]
         found.expect(f"named within {NAMED:g} s", max(times[:5]) <= NAMED)
         found.expect(f"an exception stops all within {DOWN:g} s", times[5] <= DOWN)
-        found.show("stopped " + ", ".join(f"{each:.1f}" for each in times[:4]) + " s")
-        found.show(f"GIL {times[4]:.1f} s, exception {times[5]:.2f} s")
+        found.show("all ranks down in " + ", ".join(f"{each:.1f}" for each in times[:4]) + " s")
+        found.show(f"GIL held: {times[4]:.1f} s, exception: {times[5]:.2f} s")
     _exact(lab.whole, done, found)
 
 
@@ -112,7 +112,7 @@ def signals(lab: Lab, found: Findings) -> None:
     _exact(lab.whole, done, found)
     found.expect(f"gone within {GRACE:g} s", max(seconds) <= GRACE)
     found.show("SIGTERM 4 x to the launcher, 1 x to a rank: code 143; SIGINT to a rank: code 130")
-    found.show(f"gone in {max(seconds):.1f} s at most, 0 steps lost, then done to the bit")
+    found.show(f"down in {max(seconds):.1f} s at most, 0 steps lost, resumed to the bit")
 
 
 def interruption(lab: Lab, found: Findings) -> None:
@@ -135,7 +135,7 @@ def interruption(lab: Lab, found: Findings) -> None:
     found.expect("twice: nobody left", not twice.left)
     seconds = twice.ended - (twice.plan.struck(2) or 0.0)
     found.expect(f"twice: gone within {GONE:g} s", seconds <= GONE)
-    found.show(f"twice: gone in {seconds:.1f} s")
+    found.show(f"twice: down in {seconds:.1f} s")
 
 
 def reader_gone(lab: Lab, found: Findings) -> None:
@@ -167,7 +167,7 @@ def _kill_launcher(lab: Lab, found: Findings) -> None:
     _, alive = psutil.wait_procs(list(ranks.values()), timeout=GONE)
     found.expect("there were ranks", len(ranks) >= 2)
     found.expect("killed launcher: nobody left", not alive)
-    found.show(f"killed launcher: gone in {time.monotonic() - begun:.1f} s")
+    found.show(f"killed launcher: down in {time.monotonic() - begun:.1f} s")
     process.communicate()
 
 
@@ -199,7 +199,7 @@ def _close_terminal(lab: Lab, found: Findings) -> None:
     seconds = time.monotonic() - begun
     found.expect("closed terminal: there were ranks", len(family) >= 2)
     found.expect("closed terminal: nobody left", not alive and seconds <= GONE)
-    found.show(f"closed terminal: gone in {seconds:.1f} s")
+    found.show(f"closed terminal: down in {seconds:.1f} s")
 
 
 # A session needs its terminal as the controlling one for the kernel to send SIGHUP.
@@ -257,7 +257,7 @@ def pauses(lab: Lab, found: Findings) -> None:
     })  # fmt: skip
     found.expect("each once", len(slow) == len(set(slow)))
     found.expect("no other rank is called slow", set(slow) <= {(1, "forward"), (0, "data")})
-    found.show(f"0 restarts in {len(done.records('step'))} steps, 3 pauses of 7 s; told {slow}")
+    found.show(f"0 restarts in {len(done.records('step'))} steps, 3 pauses of 7 s; reported {slow}")
 
 
 def _fault_to_event(done: Done, event: dict[str, object]) -> float:
