@@ -74,7 +74,7 @@ def hangs(lab: Lab, found: Findings) -> None:
         times = [done.after_fault(index, event) for index, event in enumerate(restarts)]
         found.expect(f"named within {NAMED:g} s", max(times[:5]) <= NAMED)
         found.expect(f"an exception stops all within {DOWN:g} s", times[5] <= DOWN)
-        found.show("all ranks down in " + ", ".join(f"{each:.1f}" for each in times[:4]) + " s")
+        found.show("stopped in " + ", ".join(f"{each:.1f}" for each in times[:4]) + " s")
         found.show(f"GIL held: {times[4]:.1f} s, exception: {times[5]:.2f} s")
     _exact(lab.whole, done, found)
 
