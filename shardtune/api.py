@@ -62,7 +62,7 @@ def forecast(job: Job, cluster: str | Cluster) -> Forecast:
 def rank_strategies(job: Job, cluster: str | Cluster, minimise: Aim = "time") -> Ranking:
     """Ranks every strategy for `job` on a cluster, the best first, like `shardtune plan`.
 
-    `minimise` is `"time"` or `"memory"`.
+    `minimise` is `"time"`, `"cost"` or `"memory"`.
     """
     from shardtune.config.model_config import shape_of
     from shardtune.config.rules import check

@@ -1,11 +1,11 @@
-"""The machines that a job may run on, as a short text or a file describes them.
+"""Clusters: GPUs, nodes and links, described by a short text or a file.
 
-4xA40                       one node with four
-2x8xA100-80GB@400Gbps       two nodes with eight, 400 gigabits a second between them
-8xRTX3090:pcie              eight that talk over PCIe
-1xRTX4090:display           one that drives a screen, too
-1xRTX4090:20GiB             one of which a job may take 20 GiB
-cluster.yaml                a profile, with what `shardtune bench` measured
+4xA40                       one node with four GPUs
+2x8xA100-80GB@400Gbps       two nodes with eight each, 400 Gbit/s between them
+8xRTX3090:pcie              eight GPUs connected by PCIe
+1xRTX4090:display           a GPU that drives a screen as well
+1xRTX4090:20GiB             a GPU of which a job may take 20 GiB
+cluster.yaml                a profile, with the measurements of `shardtune bench`
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OPTION = "--cluster"
 EXAMPLES = "4xA40, 2x8xA100-80GB@400Gbps, 8xRTX3090:pcie, or a profile's file"
 
 USUAL_GBPS = 100.0
-"""Between nodes, per node, where nobody says: what any rented cluster has."""
+"""Between nodes, per node, if unknown: what any rented cluster has."""
 
 LARGEST_NODE = 16
-"""GPUs of one node, above which it is said that it was taken for one. Chosen."""
+"""More GPUs than this in one node are noted as an assumption. Chosen."""
 
 DISPLAY_GIB = 1.0
 """What a desktop and a browser take of a card that drives a screen. A guess: `nvidia-smi` shows
@@ -41,7 +41,7 @@ LATENCY_SECONDS = {"nvlink": 5e-6, "pcie": 10e-6, "network": 20e-6}
 """Of one hop of a collective, NCCL's share included; a measured profile knows better."""
 
 Bridges = Literal["none", "bridge", "switch"]
-"""How GPUs reach each other without PCIe: not at all, in pairs, or each all others."""
+"""NVLink topology: none, pairs, or all to all."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Gpu:
 
     name: str
     memory_gib: float
-    """What PyTorch calls its total memory; the CUDA context still goes off it."""
+    """`total_memory` in PyTorch; the CUDA context is part of it."""
     bf16_tflops: float | None
     fp16_tflops: float
     memory_gbs: float
@@ -58,20 +58,20 @@ class Gpu:
     """In one direction; on AMD's the Infinity Fabric."""
     nvlink: Bridges
     host_gbs: float
-    """To the host in one direction: PCIe, or NVLink where the processor has that."""
+    """To the host in one direction: PCIe, or NVLink if the CPU has it."""
     source: str
     fp32_tflops: float | None = None
-    """In full fp32, as torch multiplies unless it is told otherwise: not TF32, which rounds what
-    goes in to 10 bits. None if unknown: as fast as in 16 bits, which is true of some CPUs alone."""
+    """In full fp32, torch's default, not TF32, which rounds inputs to 10 bits of mantissa. None if
+    unknown: then as fast as in 16 bits, which holds for some CPUs only."""
 
     @property
     def peak_tflops(self) -> float:
-        """In the 16-bit precision that it is best trained in."""
+        """In the 16-bit precision that suits training best."""
         return self.bf16_tflops or self.fp16_tflops
 
     @property
     def matmul(self) -> MatmulSpeed:
-        """What it is fast in."""
+        """The precisions in which its matmuls are fast."""
         if self.name == "CPU":  # as `shardtune bench` measured it
             found = "is fast in" if self.bf16_tflops else "has no fast"
             fast: tuple[Precision, ...] = ("bf16",) if self.bf16_tflops else ()
@@ -81,7 +81,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What data moves over: seconds before the first byte, then bytes a second, one direction."""
+    """Latency in seconds, and bandwidth in bytes a second in one direction."""
 
     latency: float
     bandwidth: float
@@ -105,7 +105,7 @@ class Cluster:
     price_per_gpu_hour: float | None = None
     measured: Measured = field(default_factory=Measured)
     assumptions: tuple[str, ...] = ()
-    """What nobody said and we took for granted."""
+    """Assumptions about what wasn't given."""
 
     @property
     def gpus(self) -> int:
@@ -114,7 +114,7 @@ class Cluster:
 
     @property
     def devices(self) -> Devices:
-        """As a strategy sees them, which asks for no link and no catalogue."""
+        """For strategies, which need neither links nor the catalogue."""
         return Devices(self.nodes, self.gpus_per_node, gpu=self.gpu.name != "CPU")
 
     @property

@@ -44,17 +44,17 @@ BUCKETS = 8
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. What overlaps is counted once, where it is the longer."""
+    """Seconds of one step. Of parts that overlap the longer one counts."""
 
     compute: float
     communication: float
-    """Sending that nothing hides."""
+    """Exposed communication."""
     optimizer: float
     offload: float
-    """States that live elsewhere: their way, and the processor's or the disk's work. Activations
-    that wait in CPU memory: what of their way no computing hides."""
+    """Offloaded states: their transfers, and the work of the CPU or disk. Offloaded activations:
+    the part of their transfers that no compute hides."""
     bubble: float
-    """Stages of a pipeline that wait for others."""
+    """Pipeline bubble: stages that wait for others."""
     data: float = 0.0
 
     @property
@@ -86,9 +86,9 @@ class SpeedEstimate:
     """Of a step, on all ranks."""
     ranks: int
     flops: float
-    """Of a step, on all ranks: what the model needs, whatever is computed again."""
+    """Of a step, on all ranks, without recomputation."""
     peak: float
-    """FLOP/s of one GPU by its data sheet, in the width that it multiplies in."""
+    """FLOP/s of one GPU by its data sheet, in the precision of its matmuls."""
     sent: tuple[Sent, ...]
     waits: tuple[Wait, ...] = ()
     """The parts of `step.communication`."""
