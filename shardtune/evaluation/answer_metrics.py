@@ -157,8 +157,8 @@ class Regex(Section):
         return search_each(self.pattern, flags, answers, seconds=self.seconds)
 
     def score(self, found: Found | None, reference: Reference) -> float:
-        if not found or not found.count or not re.compile(self.pattern).groups:
-            return float(bool(found and found.count))
+        if not found or not found.places or not re.compile(self.pattern).groups:
+            return float(bool(found and found.places))
         said = (found.first if self.take == "first" else found.last).strip()
         return Exact(ignore_case=self.ignore_case).score(said, reference)
 

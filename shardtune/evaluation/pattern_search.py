@@ -33,7 +33,7 @@ for text in given["texts"]:
 class Found(NamedTuple):
     """What a pattern has found in a text: its first group, or all of it where it has none."""
 
-    count: int
+    places: int
     first: str = ""
     last: str = ""
 
