@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, text
@@ -33,13 +34,13 @@ def add_parser(commands: Commands) -> None:
         "--system", type=text, default="", metavar="TEXT", help="the system prompt"
     )
     command.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (0.7)"
+        "--temperature", type=float, metavar="T", help="0 is greedy (the model's own, or 0.7)"
     )
     command.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (1)"
+        "--top-p", type=float, metavar="P", help="nucleus sampling (the model's own, or 1)"
     )
     command.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the top K (all)"
+        "--top-k", type=int, metavar="K", help="sample from the top K (the model's own, or all)"
     )
     command.add_argument(
         "--max-tokens", type=int, default=512, metavar="N", help="longest answer, in tokens (512)"
@@ -52,13 +53,9 @@ def _chat(arguments: argparse.Namespace) -> int:
     from shardtune.cli.load_served import ServingMemory, load_before, load_served
     from shardtune.serve.terminal_chat import ChatSettings, TerminalChat
 
-    settings = ChatSettings(
-        arguments.temperature,
-        arguments.top_p,
-        arguments.top_k,
-        arguments.max_tokens,
-        arguments.seed,
-    )
+    given = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    settings = ChatSettings(**chosen, max_tokens=arguments.max_tokens, seed=arguments.seed)
     if told := settings.problem():
         arguments.parser.error(told)
     memory = ServingMemory(arguments.load, arguments.dtype, max_rows=1)
@@ -74,6 +71,9 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     with suppress(ImportError):
         import readline  # noqa: F401  which gives `input` editing and a history
+    settings = replace(settings, **(after.defaults.taken | chosen))
+    if said := after.defaults.told:
+        _write(f"sampled {said}; options and /set win\n")
     trained = after.base != after.source
     TerminalChat(
         after, before if trained else None, settings, input, _write, arguments.system

@@ -161,6 +161,7 @@ def _load_group(
 def _served(
     source: ModelSource, files: ModelFiles, batch: ContinuousBatch, adapter: str | None
 ) -> ServedModel:
+    from shardtune.serve.sampling_defaults import sampling_defaults
     from shardtune.serve.served_model import ServedModel, template_renderer
 
     tokenizer, stops = tokenizer_and_stops(source, files)
@@ -175,6 +176,7 @@ def _served(
         render=_plain_renderer(source.job, tokenizer) or template_renderer(tokenizer),
         source=source.source,
         base=source.job.model.name if source.job else source.source,
+        defaults=sampling_defaults(files.generation_config),
     )
     if source.job is not None and served.render is not None:
         require_served_parity(source.job, served)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from shardtune.cli.arguments import Commands, add_command, count
@@ -27,6 +28,10 @@ def add_parser(commands: Commands) -> None:
     command.add_argument(
         "--engine", choices=("auto", "vllm", "transformers"), default="auto",
         help="our own (auto, transformers), or vLLM's server",
+    )  # fmt: skip
+    command.add_argument(
+        "--generation-config", choices=("auto", "none"), default="auto",
+        help="sample as the model's generation_config.json says where a request doesn't (auto)",
     )  # fmt: skip
     add_address(command, 8000)
     add_loading(command)
@@ -72,12 +77,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         return _serve_by_vllm(words, arguments, access.key)
     from shardtune.cli.load_served import ServingMemory, load_served
     from shardtune.serve.http_app import OpenAIServer, ServerLimits
+    from shardtune.serve.sampling_defaults import SamplingDefaults
     from shardtune.web.run_server import run_server
 
     models = load_served(
         arguments.sources,
         ServingMemory(arguments.load, arguments.dtype, arguments.max_batch, arguments.cache_tokens),
     )
+    if arguments.generation_config == "none":
+        models = [replace(each, defaults=SamplingDefaults()) for each in models]
     limits = ServerLimits(
         body_bytes=arguments.max_body * 1024,
         answer_tokens=arguments.max_tokens,
@@ -89,6 +97,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     def ready(address: str) -> None:
         for model in models:
             print(f"{model.name:20} {model.source}")
+            if told := model.defaults.told:
+                print(f"{'':20} sampled {told}")
         print(f"page         {address}/\nOpenAI API   {address}/v1\nCtrl-C ends it", flush=True)
 
     run_server(

@@ -45,6 +45,8 @@ def vllm_words(arguments: argparse.Namespace) -> list[str] | None:
 
 def _words(arguments: argparse.Namespace) -> list[str]:
     """What vLLM is told about the models."""
+    if arguments.generation_config == "none":
+        raise _refuse("vLLM reads the stop tokens of a run in its generation_config.json")
     sources = [read_source(each) for each in arguments.sources]
     require_own_names(sources)
     if len({(each.section.name, each.section.revision) for each in sources}) > 1:

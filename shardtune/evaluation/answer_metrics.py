@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 from shardtune.core.job_section import Section
 from shardtune.errors import DataError, JobError, Problem
+from shardtune.evaluation.pattern_search import Found, search_each
 from shardtune.evaluation.tool_calls import matches_truth, parse_calls
 
 NUMBER = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
@@ -146,14 +147,20 @@ class Regex(Section):
     take: Literal["first", "last"] = "first"
     ignore_case: bool = False
 
-    def score(self, answer: str, reference: Reference) -> float:
-        pattern = re.compile(self.pattern, re.IGNORECASE if self.ignore_case else 0)
-        found = list(pattern.finditer(answer))
-        if not found or not pattern.groups:
-            return float(bool(found))
-        said = (found[0 if self.take == "first" else -1][1] or "").strip()
-        same = Exact(ignore_case=self.ignore_case)
-        return same.score(said, reference)
+    seconds: Annotated[float, Field(gt=0, le=600)] = 1.0
+    """Processor time for each answer. A pattern like `(a+)+b` may need years for one: such an
+    answer scores 0, and is named."""
+
+    def search(self, answers: Sequence[str]) -> list[Found | None]:
+        """What is found in each answer; None where that takes too long."""
+        flags = re.IGNORECASE if self.ignore_case else 0
+        return search_each(self.pattern, flags, answers, seconds=self.seconds)
+
+    def score(self, found: Found | None, reference: Reference) -> float:
+        if not found or not found.places or not re.compile(self.pattern).groups:
+            return float(bool(found and found.places))
+        said = (found.first if self.take == "first" else found.last).strip()
+        return Exact(ignore_case=self.ignore_case).score(said, reference)
 
 
 class JsonMetric(Section):
@@ -234,8 +241,8 @@ class ChrF(Section):
         return float(sentence_chrf(answer, list(reference.answers)).score) / 100
 
 
-TextMetric: TypeAlias = Exact | Number | Contains | Regex | JsonMetric | Rouge | ChrF
-Metric: TypeAlias = TextMetric | ChoiceMetric | Code
+TextMetric: TypeAlias = Exact | Number | Contains | JsonMetric | Rouge | ChrF
+Metric: TypeAlias = TextMetric | ChoiceMetric | Regex | Code
 METRICS = {
     each.model_fields["type"].default: each
     for each in (Exact, Number, ChoiceMetric, Contains, Regex, JsonMetric, Code, Rouge, ChrF)

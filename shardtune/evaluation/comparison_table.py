@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from shardtune.evaluation.confidence import Interval
-from shardtune.evaluation.run_task import Comparison, TaskResult
+from shardtune.evaluation.run_task import TIMEOUT, Comparison, TaskResult
 
 
 def draw_comparisons(comparisons: Sequence[Comparison]) -> Table:
@@ -28,7 +28,23 @@ def draw_comparisons(comparisons: Sequence[Comparison]) -> Table:
         else:
             row += [percent(each.after.interval)]
         table.add_row(*row)
+    table.caption, table.caption_justify = "\n".join(_late(comparisons)) or None, "left"
     return table
+
+
+def _late(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """The answers whose code or search was broken off."""
+    for each in comparisons:
+        for side, result in (("before", each.before), ("after", each.after)):
+            rows = [row for row in result.rows if row.detail.startswith(TIMEOUT)] if result else []
+            if rows:
+                numbers = ", ".join(str(row.row) for row in rows[:5])
+                more = ", ..." if len(rows) > 5 else ""
+                when = f" {side}" if each.before else ""
+                yield (
+                    f"{each.after.task}{when}: {len(rows)} answers scored 0, as scoring them took "
+                    f"too long (row {numbers}{more})"
+                )
 
 
 def percent(found: Interval) -> str:

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from shardtune.evaluation.answer_metrics import (
     ChoiceMetric,
     Code,
+    Regex,
     best_option,
     require_packages,
 )
 from shardtune.evaluation.confidence import Interval, interval, paired_difference
+from shardtune.evaluation.pattern_search import Found
 from shardtune.evaluation.respondent import Respondent
 from shardtune.evaluation.sandbox import require_no_network, run_code
 from shardtune.evaluation.task import Task
 from shardtune.evaluation.task_rows import TaskRow
 
 _PROGRAMS_AT_ONCE = 2
+TIMEOUT = "timeout"
+"""How the detail of an answer begins whose code or search took too long."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ def _score(
     metric = task.metric
     if isinstance(metric, Code):
         return _run_programs(metric, rows, answers, respondent)
+    if isinstance(metric, Regex):
+        return _search(metric, rows, answers, respondent)
     assert not isinstance(metric, ChoiceMetric)
     return [
         _row_score(row, answer, metric.score(answer, row.reference))
@@ -131,6 +137,20 @@ def _choose(
         detail = " ".join(f"{score.log_likelihood:.6f}" for score in each)
         scores.append(_row_score(row, chosen, float(chosen in row.reference.answers), detail))
     return scores
+
+
+def _search(
+    metric: Regex, rows: Sequence[TaskRow], answers: Sequence[str], respondent: Respondent
+) -> list[RowScore]:
+    """Ranks search a part of the answers each, so that all know the same of one that took long."""
+    late = f"{TIMEOUT} the pattern was not done after {metric.seconds:g} s"
+    found = [
+        Found(*each) if each else None for each in respondent.share(list(answers), metric.search)
+    ]
+    return [
+        _row_score(row, answer, metric.score(each, row.reference), "" if each else late)
+        for row, answer, each in zip(rows, answers, found, strict=True)
+    ]
 
 
 def _run_programs(

@@ -227,7 +227,7 @@ class OpenAIServer:
         try:
             for prompt, most in prompts:
                 for answer in range(body.n or 1):
-                    sampling = body.sampling(writer.logprobs, answer)
+                    sampling = body.sampling(writer.logprobs, answer, model.defaults)
                     stops = body.stop_strings
                     opened.append(self.engine.open(model, prompt, most, sampling, stops, tags))
         except (QueueFull, Draining, EngineFailed) as refusal:

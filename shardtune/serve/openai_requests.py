@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from shardtune.serve.sampling import RequestSampling
+from shardtune.serve.sampling_defaults import SamplingDefaults
 from shardtune.serve.served_model import ChatPrompt, ChatTurn, ServedModel
 
 
@@ -117,12 +118,17 @@ class SamplingBody(_Body):
         """Whether a stream ends with the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, logprobs: int | None, answer: int) -> RequestSampling:
+    def sampling(
+        self, logprobs: int | None, answer: int, defaults: SamplingDefaults
+    ) -> RequestSampling:
         """That of one of the `n` answers to a prompt: each has draws of its own."""
+        told = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        own = {name: value for name, value in told.items() if value is not None}
+        how = defaults.taken | own
         return RequestSampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=max(self.top_k or 0, 0),
+            temperature=how.get("temperature", 1.0),
+            top_p=how.get("top_p", 1.0),
+            top_k=max(int(how.get("top_k", 0)), 0),
             seed=None if self.seed is None else self.seed + answer,
             logprobs=logprobs,
         )
@@ -144,6 +150,12 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: TemplateSettings | None = None
+
+    @model_validator(mode="after")
+    def _refuse_likeliest_of_nothing(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} requires logprobs to be true")
+        return self
 
     @property
     def prompt(self) -> ChatPrompt:

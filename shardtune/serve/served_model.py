@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from shardtune.core.host.render_limit import render_limit
 from shardtune.core.model.written_calls import CallSpelling, template_spelling
 from shardtune.serve.continuous_batching import ContinuousBatch
+from shardtune.serve.sampling_defaults import SamplingDefaults
 
 ChatTurn: TypeAlias = Mapping[str, object]
 """A message in OpenAI's form: role, content, and what a template may ask for besides."""
@@ -54,6 +55,8 @@ class ServedModel:
     """The run or model that it was loaded from."""
     base: str
     """The model that was trained; the source itself where nothing was."""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """How it is sampled where a request says nothing."""
 
     @cached_property
     def spelling(self) -> CallSpelling | None:

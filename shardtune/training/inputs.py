@@ -11,9 +11,10 @@ from typing import Any
 from shardtune.config.job import Job
 from shardtune.config.model_rules import check_model
 from shardtune.core.files.cache import cache_dir
+from shardtune.core.model.divisible_experts import require_divisible_experts
 from shardtune.core.model.family_support import require_isolation
 from shardtune.core.model.kind import require_trained_family
-from shardtune.core.model.parallel_plan import expert_widths, require_divisible
+from shardtune.core.model.parallel_plan import expert_count, expert_widths, require_divisible
 from shardtune.core.model.quantized_size import require_whole_blocks
 from shardtune.core.world import World
 from shardtune.data.dataset import PreparedData
@@ -75,8 +76,16 @@ def require_cuttable(job: Job, config: Any) -> None:
     mesh = job.strategy.mesh(int(job.launch.processes))
     staged = mesh.size_of("pipeline") > 1  # a strategy that is still to be chosen never is
     require_divisible(config, mesh, job.strategy.layout().pipelining if staged else None)
-    if job.model.quantization == "nf4" and mesh.size_of("expert") > 1:
-        require_whole_blocks(expert_widths(config))
+    if mesh.size_of("expert") > 1:
+        import torch
+
+        from shardtune.models.materialize import without_memory
+
+        model = without_memory(config, job.model, torch.float32)
+        family = config.get_text_config().model_type
+        require_divisible_experts(model, family, expert_count(config), mesh.size_of("expert"))
+        if job.model.quantization == "nf4":
+            require_whole_blocks(expert_widths(config))
 
 
 def open_loader(job: Job, inputs: Inputs, world: World) -> Loader:

@@ -256,6 +256,19 @@ UNLISTED: dict[str, dict[str, Any]] = {
 }
 """Families that no table of ours names. Some of their weights only choose, experts or tokens, and
 never have a gradient."""
+EXPERTS_OTHERWISE: dict[str, dict[str, Any]] = {
+    "aria_text": _PADDED
+    | {"head_dim": 8, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "jetmoe": _LOCAL_EXPERTS | {"kv_channels": 8},
+    "llama4_text": _HEADS_OF_8
+    | {
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 16,
+    },
+}
+"""Mixtures whose experts are counted otherwise (Aria), or built otherwise, than those of most."""
 
 
 def config(family: str, **changes: Any) -> Any:
@@ -265,7 +278,9 @@ def config(family: str, **changes: Any) -> Any:
     if family in MULTIMODAL:
         text, vision = MULTIMODAL[family]
         return AutoConfig.for_model(family, text_config=text | changes, vision_config=vision)
-    return AutoConfig.for_model(family, **(CONFIGS | UNLISTED)[family] | changes)
+    return AutoConfig.for_model(
+        family, **(CONFIGS | UNLISTED | EXPERTS_OTHERWISE)[family] | changes
+    )
 
 
 def transformers_class(family: str) -> Any:

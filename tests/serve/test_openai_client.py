@@ -234,6 +234,8 @@ def test_others_are_answered_while_a_template_takes_its_time(
         ({"n": 17}, 400, "n: Input should be less than or equal to 16"),
         ({"extra_body": {"best_of": 2}}, 400, "best_of=2 isn't served"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"top_logprobs": 3}, 400, "top_logprobs=3 requires logprobs to be true"),
+        ({"top_logprobs": 3, "logprobs": False}, 400, "top_logprobs=3 requires logprobs"),
         ({"extra_body": {"min_p": 0.1}}, 400, "min_p=0.1 isn't served"),
         ({"extra_body": {"ignore_eos": True}}, 400, "ignore_eos=true isn't served"),
         ({"extra_body": {"chat_template": "{{ 6*7 }}"}}, 400, "chat_template="),

@@ -148,7 +148,8 @@ def _interrupt_when(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def words(*sources: str, **options: str | None) -> list[str]:
-    given = {"engine": "vllm", "load": "auto", "dtype": None, "max_batch": 16} | options
+    given = {"engine": "vllm", "load": "auto", "dtype": None, "max_batch": 16}
+    given |= {"generation_config": "auto"} | options
     found = vllm_words(argparse.Namespace(sources=sources, **given))
     assert found is not None
     return found

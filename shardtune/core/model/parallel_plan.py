@@ -303,8 +303,10 @@ def _inner(config: Any) -> int:
 def expert_count(config: Any) -> int:
     """Routed experts of a layer; 0 where a model has none."""
     text = config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return int(next((getattr(text, name) for name in names if getattr(text, name, None)), 0))
+    places = (text, getattr(text, "ffn_config", None))  # DBRX's
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = (getattr(place, name, None) for place in places for name in names)
+    return int(next(filter(None, found), 0))
 
 
 def active_share(config: Any) -> float:

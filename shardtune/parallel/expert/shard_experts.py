@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardtune.core.model.divisible_experts import has_divisible_experts
 from shardtune.core.model.parallel_plan import DimShard
 from shardtune.core.model_builder import ModelBuilder
 from shardtune.engine.shards import ShardRegions, shard_place
@@ -109,7 +110,7 @@ def expert_modules(part: nn.Module) -> Iterator[nn.Module]:
     """The experts of each layer, with whatever adapters are around them."""
     inside: set[nn.Module] = set()
     for module in part.modules():  # parents come before their children
-        if module not in inside and _has_experts(_inside(module)):
+        if module not in inside and has_divisible_experts(_inside(module)):
             inside.update(module.modules())
             yield module
 
@@ -117,11 +118,6 @@ def expert_modules(part: nn.Module) -> Iterator[nn.Module]:
 def _inside(module: Any) -> Any:
     """The module that peft's wrappers are around."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
-
-
-def _has_experts(module: nn.Module) -> bool:
-    """As transformers marks modules that hold all experts of a layer."""
-    return hasattr(module, "has_gate") and hasattr(module, "num_experts")
 
 
 def _specs(skeleton: nn.Module) -> Iterator[tuple[str, DimShard]]:
