@@ -125,11 +125,13 @@ class ChatTemplate:
     def thought_setting(self) -> dict[str, bool]:
         """A value of a variable with which answers without reasoning begin as they are asked for;
         nothing where there is none."""
-        settings = ({name: value} for name in THOUGHT_VARIABLES for value in (False, True))
-        kind = "a question and its answer"
-        return next(
-            (each for each in settings if not ChatTemplate(self._tokenizer, each)._probe(kind)), {}
-        )
+        turns = [Conversation([_QUESTION, _ANSWER] * count) for count in (1, 2)]
+        for name in THOUGHT_VARIABLES:
+            for value in (False, True):
+                found = ChatTemplate(self._tokenizer, {name: value}).texts(turns)
+                if all(isinstance(text, Text) for text in found):
+                    return {name: value}
+        return {}
 
     def _masked(
         self, conversation: Conversation, whole: Rendered, around: list[tuple[Rendered, Rendered]]
