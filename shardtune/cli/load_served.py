@@ -216,7 +216,7 @@ def require_served_parity(job: Job, served: ServedModel) -> None:
     def tokenize(conversation: Conversation, prompt: bool) -> list[int]:
         return tokenized(served, conversation.messages, conversation.tools, asks=prompt)
 
-    files = ModelFiles(job.model, job.data.chat_template)
+    files = ModelFiles.of_job(job)
     trained = training_reader(files.tokenizer, files.stop_ids)
     reader = ChatReader(f"the server of {served.name}", tokenize, served.stops)
     require_parity(trained, [reader], files.tokenizer)

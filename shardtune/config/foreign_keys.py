@@ -56,6 +56,7 @@ OTHERS_KEYS = {
     "val_set_size": "use data.eval: {share: 0.02}, a share of the rows",
     "val_size": "use data.eval: {share: 0.02}, a share of the rows",
     "template": "use data.chat_template; the tokenizer's own is used without it",
+    "enable_thinking": "use data.chat_template_kwargs: {enable_thinking: false}",
     "sequence_len": "use data.sequence_length",
     "max_length": "use data.sequence_length",
     "max_seq_length": "use data.sequence_length",

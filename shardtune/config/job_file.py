@@ -211,6 +211,7 @@ _WANTED = {
     "string_type": "text",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "list_type": "a list",
     "dict_type": "a section of its own (`key: value` lines)",
     "missing": "a longer list",  # elsewhere than in a list it is told in another way
     "model_type": "a section of its own (`key: value` lines)",

@@ -7,6 +7,7 @@ from collections import Counter
 from shardtune.config.job import Job, LoRA, NoAdapter
 from shardtune.config.rule import Rule, rank_count
 from shardtune.core.lr_one_cycle import OneCycle
+from shardtune.core.model.chat_templates import GIVEN_VARIABLES
 
 
 def _shared_names(job: Job) -> list[str]:
@@ -51,6 +52,17 @@ def _trains_modules(job: Job) -> bool:
     return isinstance(adapter, NoAdapter) or (
         isinstance(adapter, LoRA) and bool(adapter.modules_to_save)
     )
+
+
+def _unsettable(job: Job) -> list[str]:
+    """What is wrong with names of variables of the chat template."""
+    return [
+        f"{name} is given to every template, and can't be set"
+        if name in GIVEN_VARIABLES
+        else f"{name!r} is no name that a template can read"
+        for name in job.data.chat_template_kwargs
+        if name in GIVEN_VARIABLES or not name.isidentifier()
+    ]
 
 
 VALUE_RULES: tuple[Rule, ...] = (
@@ -165,6 +177,13 @@ VALUE_RULES: tuple[Rule, ...] = (
         lambda job: bool(_prefixed(job)),
         lambda job: ", ".join(_prefixed(job)),
         "leave prefix out, or use format: source_target",
+    ),
+    Rule(
+        "template-variables-are-free",
+        ("data", "chat_template_kwargs"),
+        lambda job: bool(_unsettable(job)),
+        lambda job: ", ".join(_unsettable(job)),
+        "leave it out; set variables of the template, such as {enable_thinking: false}",
     ),
     Rule(
         "train-is-not-eval",

@@ -13,8 +13,9 @@ doesn't change lies outside of it. If that finds no answer either, the row is ba
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -32,6 +33,8 @@ REPEATED_ROLES = (
     "assistant",
 )
 RESULT_ROLES = ("tool", "ipython")
+THOUGHT_VARIABLES = ("enable_thinking", "thinking")
+"""What templates call the choice whether an answer begins with reasoning."""
 RESULT_TAGS = ("<tool_response>", "</tool_response>")
 """What Hermes' data has around a tool's result, and many templates write themselves."""
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -63,6 +66,8 @@ _CALLING: list[ChatMessage] = [
     {"role": "tool", "name": "CALLED", "tool_call_id": "call00001", "content": "RESULT"},
     _ANSWER,
 ]
+ASKED_OTHERWISE = "asks for an answer with"
+"""How the reason begins where the generation prompt is no beginning of an answer."""
 THOUGHTS = "reasoning beside the content"
 INNER_THOUGHTS = "reasoning in the content"
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
@@ -87,8 +92,9 @@ class TemplateFault(Unreadable):
 class ChatTemplate:
     """A tokenizer's chat template: conversations to texts with their trained spans."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._tokenizer = tokenizer
+        self._settings = settings
 
     def texts(self, conversations: Sequence[Conversation]) -> list[Text | Unreadable]:
         """The text of each conversation, or why the template can't write it."""
@@ -114,6 +120,18 @@ class ChatTemplate:
     def prompt(self, conversation: Conversation) -> str:
         """What stands before an answer; raises Unreadable where the template can't write it."""
         return self._text(conversation, prompt=True)
+
+    @cached_property
+    def thought_setting(self) -> dict[str, bool]:
+        """A value of a variable with which answers without reasoning begin as they are asked for;
+        nothing where there is none."""
+        turns = [Conversation([_QUESTION, _ANSWER] * count) for count in (1, 2)]
+        for name in THOUGHT_VARIABLES:
+            for value in (False, True):
+                found = ChatTemplate(self._tokenizer, {name: value}).texts(turns)
+                if all(isinstance(text, Text) for text in found):
+                    return {name: value}
+        return {}
 
     def _masked(
         self, conversation: Conversation, whole: Rendered, around: list[tuple[Rendered, Rendered]]
@@ -270,7 +288,7 @@ class ChatTemplate:
             if found and (not lead or (calls_alone and alone.endswith(lead))):
                 return first - len(lead)
         raise Unreadable(
-            f"the chat template asks for an answer with {self._prompt!r}, but starts turn "
+            f"the chat template {ASKED_OTHERWISE} {self._prompt!r}, but starts turn "
             f"{turn + 1} with {whole[max(0, first - 24) : first]!r}"
         )
 
@@ -365,7 +383,11 @@ class ChatTemplate:
     ) -> list[str]:
         with render_limit(len(messages)):
             texts: list[str] = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self._settings,
             )
         return texts
 

@@ -51,6 +51,8 @@ class RowFormat(ABC):
     """Whether a row may go on in another document: it is one text, not a question and an answer."""
     settings: tuple[str, ...]
     """What of the source's settings decides the result, for the cache's key."""
+    template: ChatTemplate | None = None
+    """What writes the rows; None where no chat template does."""
     control: ControlTokens = AS_TOKENS
     """What to do with control tokens in the text of rows."""
 
@@ -151,7 +153,7 @@ class _Chat(RowFormat):
     def __init__(self, tokenizer: Any, columns: Columns, control: ControlTokens) -> None:
         self.control = control
         self._encoder = Encoder(tokenizer, control)
-        self._template = ChatTemplate(tokenizer)
+        self.template: ChatTemplate = ChatTemplate(tokenizer)
         self._columns = TURNS if columns.messages == "auto" else (columns.messages,)
         self.required = (self._columns,)
         self._system = columns.system
@@ -166,7 +168,7 @@ class _Chat(RowFormat):
         return read_conversation(turns, tools, row.get(self._system))
 
     def _encode(self, found: list[Conversation]) -> list[Tokens | Unreadable]:
-        texts = self._template.texts(found)
+        texts = self.template.texts(found)
         good = [text for text in texts if isinstance(text, Text)]
         # The template writes the special tokens itself.
         tokens = iter(self._encoder.encode(good, special=False))

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardtune.config.job import TrainSource
-from shardtune.core.model.chat_templates import TEMPLATE_KEY, TEMPLATE_TOKENS, TOOL_TEMPLATES
+from shardtune.core.model.chat_templates import (
+    KWARGS_KEY,
+    TEMPLATE_KEY,
+    TEMPLATE_TOKENS,
+    TOOL_TEMPLATES,
+)
+from shardtune.data.chat_template import ASKED_OTHERWISE
 from shardtune.data.column_advice import preference_advice
 from shardtune.data.records import CONTROL_IN_TEXT, NOT_UTF8, TO_UTF8
 from shardtune.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
     from shardtune.config.job import DataSection, Source
+    from shardtune.data.chat_template import ChatTemplate
     from shardtune.data.complaints import Complaint
     from shardtune.data.data_file import OpenedSource
     from shardtune.data.formats import RowFormat
@@ -136,7 +143,7 @@ def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:
     shown = ", ".join(places) + (", ..." if complaint.count > len(places) else "")
     if complaint.culprit == "template":
         fact = f"{complaint.reason}; {complaint.count:,} of {checked.tally.rows:,} rows need that"
-        fix = _other_template(complaint.reason)
+        fix = _other_template(complaint.reason, checked.format.template)
         if checked.tally.bad < checked.tally.rows:
             fix += "; or data.bad_rows: skip, to go on without these rows"
         return Problem("the chat template", f"{fact} ({shown})", fix)
@@ -147,13 +154,30 @@ def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:
     return Problem(checked.path, fact)
 
 
-def _other_template(reason: str) -> str:
+def _other_template(reason: str, template: ChatTemplate | None) -> str:
     """The fix for what a chat template can't write: those by name can't write all of it either."""
+    if reason.startswith(f"can't write a question and its answer: {ASKED_OTHERWISE}"):
+        return _other_prompt(template)
     if reason.startswith("can't write reasoning beside"):
         fix = "write it into the content, as <think>...</think> before the answer"
         return f"{fix}; or {TEMPLATE_KEY}: a file that can"
     names = ", ".join(TOOL_TEMPLATES if reason.startswith("can't write tool") else TEMPLATE_TOKENS)
     return f"{TEMPLATE_KEY}: one that can, as a file or by name ({names})"
+
+
+def _other_prompt(template: ChatTemplate | None) -> str:
+    """The fix for a generation prompt that opens what the rows don't have, reasoning mostly."""
+    names = ", ".join(TEMPLATE_TOKENS)
+    if setting := template.thought_setting if template else {}:
+        ((name, value),) = setting.items()
+        return (
+            f"{KWARGS_KEY}: {{{name}: {str(value).lower()}}}, with which it asks as these rows "
+            f"begin; or {TEMPLATE_KEY}: one that does, as a file or by name ({names})"
+        )
+    return (
+        f"{TEMPLATE_KEY}: a copy of it that asks as these rows begin ({KWARGS_KEY} has nothing "
+        f"for that), or one by name ({names})"
+    )
 
 
 def _wrong_columns(checked: CheckedSource) -> list[Problem]:

@@ -59,7 +59,7 @@ class ExportSource:
     @cached_property
     def files(self) -> ModelFiles:
         """The base model's files, with the chat template that the job trained with."""
-        return ModelFiles(self.job.model, self.job.data.chat_template)
+        return ModelFiles.of_job(self.job)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -4,24 +4,28 @@ for, without running anybody's code."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardtune.config.job import ModelSection
+from shardtune.config.job import Job, ModelSection
 from shardtune.config.model_config import hub_is_reachable
 from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem, ShardtuneError
 from shardtune.models.added_tokens import Growth, add_tokens
 from shardtune.models.catalogue import public_name, resolve
-from shardtune.models.set_chat_template import end_of_turn, set_chat_template
+from shardtune.models.set_chat_template import (
+    end_of_turn,
+    set_chat_template,
+    set_template_defaults,
+)
 from shardtune.models.weight_files import WeightFiles, fetch_file
 
 LOADING_FIX = (
@@ -44,6 +48,13 @@ class ModelFiles:
     section: ModelSection
     chat_template: str | None = None
     """The job's own chat template, by name or as a file."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The job's values for variables of the template."""
+
+    @staticmethod
+    def of_job(job: Job) -> ModelFiles:
+        """With the chat template that the job trains with."""
+        return ModelFiles(job.model, job.data.chat_template, job.data.chat_template_kwargs)
 
     @cached_property
     def path(self) -> str:
@@ -131,6 +142,7 @@ class ModelFiles:
         add_tokens(tokenizer, self.section)
         if self.chat_template is not None:
             set_chat_template(tokenizer, self.chat_template)
+        set_template_defaults(tokenizer, self.chat_template_kwargs)
         return tokenizer
 
     @cached_property

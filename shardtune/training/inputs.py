@@ -59,7 +59,7 @@ def open_inputs(job: Job, *, quiet: bool) -> Inputs:
 def open_model(job: Job) -> ModelFiles:
     """The model's files, if the job can be done with this model. What is refused here the planner
     refuses, too."""
-    model = ModelFiles(job.model, job.data.chat_template)
+    model = ModelFiles.of_job(job)
     paired = model.kind == "encoder_decoder"
     target = job.data.longest_target if paired else None
     require_trained_family(model.own_config, job.model.name)

@@ -24,6 +24,7 @@ from shardtune.serve.http_app import OpenAIServer, ServerLimits
 from shardtune.serve.served_model import ChatPrompt, template_renderer
 from shardtune.web.http_guard import AccessRules
 from tests.checkpoint.test_merge import STOPS, finished_run
+from tests.models.test_template_defaults import OFF, OPENS, with_template
 from tests.serve.answers import ask as request
 from tests.serve.served import ServedModel
 
@@ -123,3 +124,16 @@ def test_other_stops_or_another_template_than_in_training_are_refused(tmp_path: 
     changed = replace(served, render=template_renderer(other))
     with pytest.raises(RunError, match=r"token \d+ of 'question' is 259"):
         require_served_parity(load_job(run.job).job, changed)
+
+
+def test_a_server_asks_with_the_values_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "opens.jinja").write_text(OPENS)
+    run = finished_run(tmp_path / "run", LoRA(rank=4), TINY)
+    served = load_served([str(run.path)], MEMORY)[0]
+    job = load_job(run.job).job
+    own = {"chat_template": str(tmp_path / "opens.jinja"), "chat_template_kwargs": OFF}
+    job = job.model_copy(update={"data": job.data.model_copy(update=own)})
+    require_served_parity(job, replace(served, render=template_renderer(with_template(OPENS, OFF))))
+    plain = replace(served, render=template_renderer(with_template(OPENS)))
+    with pytest.raises(RunError, match=r"token \d+ of the prompt of 'question' is"):
+        require_served_parity(job, plain)

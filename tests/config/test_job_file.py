@@ -67,6 +67,15 @@ def test_a_type_that_goes_without_saying(tmp_path: Path) -> None:
     assert again == job
 
 
+def test_variables_of_the_chat_template(tmp_path: Path) -> None:
+    key, given = "data.chat_template_kwargs", {"thinking": False, "effort": 1.5, "roles": ["a", 1]}
+    job = load(tmp_path, f"{key}.thinking=false", f"{key}.effort=1.5", f"{key}.roles=[a, 1]").job
+    assert job.data.chat_template_kwargs == given
+    assert Job.model_validate_json(job.model_dump_json()) == job
+    with pytest.raises(JobError, match=r"it must be text, true or false, .* or a list"):
+        load(tmp_path, f"{key}.thinking={{a: 1}}")
+
+
 @pytest.mark.parametrize("word", OTHERS_KEYS)
 def test_words_of_other_tools_lead_to_keys_that_are_there(word: str) -> None:
     pattern = r"\b[a-z]+\.[a-z_]+|\btrack(?=:)|\b[a-z]+(?=: [\[{])"

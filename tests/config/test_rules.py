@@ -39,6 +39,15 @@ BROKEN: dict[str, tuple[dict[str, dict[str, Any]], Problem]] = {
             "warm up for fewer steps, or train for more",
         ),
     ),
+    "template-variables-are-free": (
+        {"data": {"chat_template_kwargs": {"tools": None, "is thinking": True}}},
+        Problem(
+            "data.chat_template_kwargs",
+            "tools is given to every template, and can't be set, "
+            "'is thinking' is no name that a template can read",
+            "leave it out; set variables of the template, such as {enable_thinking: false}",
+        ),
+    ),
     "warmup-once": (
         {"train": {"steps": 10, "warmup_steps": 2, "warmup_ratio": 0.1}},
         Problem(

@@ -246,6 +246,55 @@ def test_a_template_without_a_terminator(refused):
     assert fix == f"use a chat template that ends an answer with '<|im_end|>'{OR}"
 
 
+def opening(switch, thought="<think></think>"):
+    """A tokenizer whose chat template opens a thought where it asks, unless a variable is so."""
+    begun = f"('{thought}' if m.role == 'assistant' else '')"
+    asked = f"('{thought}' if {switch} else '<think>\n')"
+    tokenizer = tiny.tokens()
+    tokenizer.chat_template = (
+        "{% for m in messages %}"
+        "{{ '<|im_start|>' ~ m.role ~ '\n' ~ " + begun + " ~ m.content ~ '<|im_end|>\n' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' ~ " + asked + " }}{% endif %}"
+    )
+    return tokenizer
+
+
+NAMES = "by name (chatml, llama3, gemma, phi3, mistral, zephyr, alpaca, vicuna)"
+
+
+@pytest.mark.parametrize(
+    ("switch", "setting"),
+    [
+        ("enable_thinking is defined and not enable_thinking", "{enable_thinking: false}"),
+        ("enable_thinking", "{enable_thinking: true}"),  # Gemma 4
+        ("thinking is false", "{thinking: false}"),
+    ],
+)
+def test_a_thought_that_a_variable_of_the_template_leaves_out(refused, switch, setting):
+    ((place, fact, fix),) = refused([GOOD] * 3, other=opening(switch))
+    assert place == "the chat template"
+    assert fact == (
+        "can't write a question and its answer: asks for an answer with "
+        "'<|im_start|>assistant\\n<think>\\n', but starts turn 2 with "
+        "'ssistant\\n<think></think>'; 3 of 3 rows need that "
+        "(rows.jsonl:1, rows.jsonl:2, rows.jsonl:3)"
+    )
+    assert fix == (
+        f"data.chat_template_kwargs: {setting}, with which it asks as these rows begin; "
+        f"or data.chat_template: one that does, as a file or {NAMES}"
+    )
+
+
+@pytest.mark.parametrize("switch", ["false", "enable_thinking == 'a word that nobody guesses'"])
+def test_a_thought_that_is_always_opened(refused, switch):
+    ((_, _, fix),) = refused([GOOD] * 3, other=opening(switch))
+    assert fix == (
+        "data.chat_template: a copy of it that asks as these rows begin "
+        f"(data.chat_template_kwargs has nothing for that), or one {NAMES}"
+    )
+
+
 def test_a_stop_token_that_is_always_cut_off(refused):
     ((_, fact, fix),) = refused([{"text": "x" * 100}] * 2, "completion")
     assert fact.endswith("because all of them are cut off at 64 tokens")

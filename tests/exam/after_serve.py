@@ -230,7 +230,7 @@ def parity(lab: AfterLab, findings: Findings) -> None:
 
     run = RunDir(lab.run)
     job = load_job(run.job).job
-    files = ModelFiles(job.model, job.data.chat_template)
+    files = ModelFiles.of_job(job)
     with server(lab) as serving:
 
         def asked(**body: Any) -> Any:

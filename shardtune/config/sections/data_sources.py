@@ -14,6 +14,10 @@ from shardtune.core.job_section import Section
 Format = Literal["instruction", "chat", "completion", "pretokenized", "source_target"]
 
 
+TemplateScalar = str | bool | int | float | None
+TemplateValue = TemplateScalar | list[TemplateScalar]
+
+
 class Columns(Section):
     """Which columns of the files hold what. Columns that a format doesn't use are ignored."""
 
@@ -130,6 +134,9 @@ class DataSection(Section):
     """A chat template that replaces the tokenizer's own, if it has one: a Jinja file, or one of
     chatml, llama3, gemma, phi3, mistral, zephyr, alpaca, vicuna. It is saved with the result, and
     the token that ends its answers is a stop token."""
+    chat_template_kwargs: dict[str, TemplateValue] = Field(default_factory=dict)
+    """Values for variables of the chat template, such as `{enable_thinking: false}`. They become
+    its defaults, which are saved with the result; a request to a server may set others."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What to do when rows can't be read: list them all and stop, or list them and go on."""
     control_tokens: Literal["refuse", "text", "token"] = "refuse"

@@ -14,6 +14,18 @@ LARGEST_TEMPLATE = 1 << 20
 TEMPLATE_KEY = "data.chat_template"
 """Where a job names one."""
 
+KWARGS_KEY = "data.chat_template_kwargs"
+"""Where a job sets variables of it."""
+
+GIVEN_VARIABLES = frozenset(
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+        "mask_token",
+    )
+)
+"""What every template is given anyway."""
+
 TEMPLATE_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
