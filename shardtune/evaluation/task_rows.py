@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from shardtune.compat.hub_dataset import load_dataset
 from shardtune.errors import DataError, JobError, Problem
 from shardtune.evaluation.answer_metrics import (
     ChoiceMetric,
@@ -211,10 +212,8 @@ def _object(row: Any, place: str) -> Mapping[str, Any]:
 
 
 def _hub_rows(path: str, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:
-    import datasets
-
     try:
-        found = datasets.load_dataset(path, subset, split=split)
+        found = load_dataset(path, subset, split)
     except (OSError, ValueError, RuntimeError) as error:
         fact = f"can't be read from the hub: {str(error).splitlines()[0]}"
         fix = "download its rows as JSON Lines or Parquet, and name that file"
