@@ -103,7 +103,9 @@ def _with_answers(task: Task, rows: list[Mapping[str, Any]]) -> list[Mapping[str
             raise DataError(Problem(task.answers_path, fact, "leave one of them out"))
         found[name] = row
     if missing := [name for row in rows if (name := _id(row, task.path)) not in found]:
-        fact = f"has no answer to {len(missing)} rows, such as {missing[0]!r}"
+        fact = (
+            f"has no answer to {len(missing)} row{'s' * (len(missing) > 1)}, such as {missing[0]!r}"
+        )
         raise DataError(Problem(task.answers_path, fact, "name the file that belongs to the rows"))
     return [{**found[_id(row, task.path)], **row} for row in rows]
 

@@ -275,7 +275,7 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
         ([{"prompt": "?"}], [{"id": 1, "answer": "a"}], "q.jsonl: a row has no id"),
         ([{"id": 1}], [{"answer": "a"}], "a.jsonl: a row has no id"),
         ([{"id": 1}], [{"id": 1, "answer": "a"}, {"id": 1, "answer": "b"}], "two answers to 1"),
-        ([{"id": 2}], [{"id": 1, "answer": "a"}], "has no answer to 1 rows, such as 2"),
+        ([{"id": 2}], [{"id": 1, "answer": "a"}], "has no answer to 1 row, such as 2"),
     ],
 )
 def test_answers_belong_to_rows_by_their_ids(
