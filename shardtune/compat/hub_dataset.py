@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtune.core.host.hub import hub_is_reachable, not_in_cache
+from shardtune.core.host.hub_address import hub_is_reachable, not_in_cache
 
 if TYPE_CHECKING:
     import datasets

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardtune.config.job import ModelSection
 from shardtune.core.files.regular_file import read_regular
-from shardtune.core.host.hub import hub_is_reachable, not_in_cache
+from shardtune.core.host.hub_address import hub_is_reachable, not_in_cache
 from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import (
