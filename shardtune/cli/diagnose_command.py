@@ -86,6 +86,7 @@ def read_facts(directory: Path) -> tuple[RunFacts, RunHistory]:
         _profiles(directory),
         predicted,
         _task_seconds(history, first),
+        history.total_steps,
     )
     return facts, history
 

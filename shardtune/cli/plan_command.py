@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtune.cli.arguments import Commands, add_command, add_job, add_json
+from shardtune.cli.say import say
 from shardtune.cli.states_tables import add_states_options, asked_tables, print_states_tables
 
 if TYPE_CHECKING:
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from shardtune.plan.cluster import Cluster
     from shardtune.plan.forecast import Forecast
     from shardtune.plan.forecast_summary import ChosenValue, DryRunSummary, EstimateResult
+
+
+EXAMPLE = "8xA100-80GB"
+"""What a command without a cluster is offered where this machine has no GPU."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -80,10 +86,9 @@ def add_parser(commands: Commands) -> None:
 def _add_cluster(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--cluster",
-        required=True,
         metavar="SPEC",
         help="[NODESx]GPUSxTYPE[:pcie|:nvlink][:display|:NGiB][@Gbps], as 2x8xA100-80GB@400Gbps, "
-        "or a profile",
+        "or a profile (this machine's GPUs, where it has some)",
     )
     command.add_argument("--price", type=float, metavar="P", help="price per GPU hour")
     add_json(command)
@@ -311,13 +316,41 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     from shardtune.errors import JobError, Problem
     from shardtune.plan.cluster import parse_cluster
 
-    cluster = parse_cluster(arguments.cluster)
+    cluster = _here(arguments) if arguments.cluster is None else parse_cluster(arguments.cluster)
     if arguments.price is not None:
         if not 0 <= arguments.price < math.inf:
             fact = f"is {arguments.price:g}"
             raise JobError(Problem("--price", fact, "give what a GPU costs for an hour"))
         cluster = replace(cluster, price_per_gpu_hour=arguments.price)
     return cluster
+
+
+def _here(arguments: argparse.Namespace) -> Cluster:
+    """This machine's GPUs, for a command that names no cluster."""
+    from shardtune.core.host.machine import Machine
+    from shardtune.errors import JobError, Problem
+    from shardtune.plan.cluster import OPTION
+    from shardtune.plan.this_machine import cluster_here
+
+    machine = Machine.here()
+    if machine.gpus:
+        cluster = cluster_here(machine, machine.gpus)
+        say(f"planned for this machine: {cluster.name}")
+        return cluster
+    swept = getattr(arguments, "sweep", None)
+    words = [*arguments.parser.prog.split(), *_job_words(arguments), OPTION, EXAMPLE]
+    words += ["--sweep", *swept] if swept else []
+    fact = "no GPU is visible here, and --cluster doesn't name those to plan for"
+    fix = f"{shlex.join(words)}; `shardtune bench --out here.yaml` measures this machine for "
+    raise JobError(Problem(arguments.parser.prog, fact, f"{fix}--cluster here.yaml"))
+
+
+def _job_words(arguments: argparse.Namespace) -> list[str]:
+    """What was asked, as it is written on a command line."""
+    if arguments.job is not None:
+        return [str(arguments.job), *arguments.overrides]
+    asked = asked_tables(arguments)
+    return [f"--{asked.key.replace('_', '-')}", getattr(arguments, asked.key)] if asked else []
 
 
 def _offer(loaded: LoadedJob, job: Job, shape: ModelShape, cluster: Cluster) -> str:

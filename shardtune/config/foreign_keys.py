@@ -160,7 +160,7 @@ OTHERS_KEYS = {
     "mlflow_tracking_uri": "use track: [{type: mlflow, tracking_uri: URI}]",
     "mlflow_experiment_name": "use track: [{type: mlflow, experiment: NAME}]",
 }
-"""What keys are called in the configurations that people bring, and wuse here."""
+"""What keys are called in the configurations that people bring, and where it is here."""
 
 _READ = "shardtune reads it from the model's own files"
 _ONE_TASK = "shardtune does supervised fine-tuning (SFT) only: no preference training, no RL"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
-from socket import getaddrinfo
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from shardtune.config.job import ModelSection
 from shardtune.core.files.regular_file import read_regular
+from shardtune.core.host.hub_address import hub_is_reachable, not_in_cache
 from shardtune.core.model.architectures import read_shape
 from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import (
@@ -71,7 +68,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _from_hub(section: ModelSection) -> Path:
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     reachable = hub_is_reachable()
@@ -87,25 +84,9 @@ def _from_hub(section: ModelSection) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         if not reachable and isinstance(error, LocalEntryNotFoundError):
-            reason = f"{constants.ENDPOINT} has no address here, and it isn't in the cache"
+            reason = not_in_cache()
         fact = f"{section.name!r} is neither in the catalogue nor to be had from the hub: {reason}"
         fix = "download its config.json, and name that file or its folder"
         if (same := copied_model(section.name)) is not None:
             fix = f"the catalogue has {same}; or {fix}"
         raise ModelError(Problem(MODEL_NAME, fact, fix)) from None
-
-
-def hub_is_reachable() -> bool:
-    """Whether the hub's host name can be looked up, or a proxy does it: where it can't, the hub's
-    own client tries six times, in 24 seconds. Its offline mode asks nobody by itself."""
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_OFFLINE or bool(getproxies()) or _has_address(constants.ENDPOINT)
-
-
-@cache
-def _has_address(url: str) -> bool:
-    try:
-        return bool(getaddrinfo(urlsplit(url).hostname, None))
-    except OSError:
-        return False

@@ -159,7 +159,8 @@ VALUE_RULES: tuple[Rule, ...] = (
         ("launch", "processes"),
         lambda job: _shares(job) > job.train.global_batch,
         lambda job: (
-            f"{_shares(job)} processes share {job.train.global_batch} rows a step: "
+            f"{_shares(job)} processes share {job.train.global_batch} "
+            f"row{'s' * (job.train.global_batch > 1)} a step: "
             f"{_shares(job) - job.train.global_batch} would always be idle"
         ),
         "raise train.global_batch or start fewer processes",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardtune.compat.hub_dataset import load_dataset
 from shardtune.core.files.regular_file import other_kind
 from shardtune.data.data_file import ENDINGS, FILE_KINDS, OpenedSource, open_data_file, scan
 from shardtune.data.open_file import ending
@@ -165,11 +166,7 @@ def _load_saved(source: Source, path: Path) -> datasets.Dataset:
 
 def _load(source: Source, path: str) -> datasets.Dataset:
     """A data set of the hub, or of a folder that is laid out as one."""
-    import datasets
-
-    return _with_library(
-        source, lambda: datasets.load_dataset(path, name=source.config, split=source.split)
-    )
+    return _with_library(source, lambda: load_dataset(path, source.config, source.split))
 
 
 def _open_dataset(source: Source, loaded: datasets.Dataset, digest: str, size: int) -> OpenedSource:
@@ -209,6 +206,10 @@ def _told(source: Source, error: str) -> Problem:
             fact = f"it has no configuration {source.config!r}; it has {', '.join(names)}"
         near = did_you_mean(source.config or "", names) or names[0]
         return Problem(source.path, fact, f"config: {near}, beside its path")
+    if reason.startswith("Couldn't find cache") and names:
+        fact = f"the cache has no configuration {source.config!r}; it has {', '.join(names)}"
+        near = did_you_mean(source.config or "", names) or names[0]
+        return Problem(source.path, fact, f"config: {near}, beside its path; or check the network")
     if "Unknown split" in reason:
         base = source.split.partition("[")[0]
         fact = f"has no split {base!r}; it has {', '.join(names)}"

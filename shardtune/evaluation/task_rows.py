@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from shardtune.compat.hub_dataset import load_dataset
 from shardtune.errors import DataError, JobError, Problem
 from shardtune.evaluation.answer_metrics import (
     ChoiceMetric,
@@ -102,7 +103,9 @@ def _with_answers(task: Task, rows: list[Mapping[str, Any]]) -> list[Mapping[str
             raise DataError(Problem(task.answers_path, fact, "leave one of them out"))
         found[name] = row
     if missing := [name for row in rows if (name := _id(row, task.path)) not in found]:
-        fact = f"has no answer to {len(missing)} rows, such as {missing[0]!r}"
+        fact = (
+            f"has no answer to {len(missing)} row{'s' * (len(missing) > 1)}, such as {missing[0]!r}"
+        )
         raise DataError(Problem(task.answers_path, fact, "name the file that belongs to the rows"))
     return [{**found[_id(row, task.path)], **row} for row in rows]
 
@@ -211,10 +214,8 @@ def _object(row: Any, place: str) -> Mapping[str, Any]:
 
 
 def _hub_rows(path: str, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:
-    import datasets
-
     try:
-        found = datasets.load_dataset(path, subset, split=split)
+        found = load_dataset(path, subset, split)
     except (OSError, ValueError, RuntimeError) as error:
         fact = f"can't be read from the hub: {str(error).splitlines()[0]}"
         fix = "download its rows as JSON Lines or Parquet, and name that file"

@@ -150,4 +150,6 @@ def _of_mute(workers: Workers, rank: int, code: int, *, out_of_memory: bool) -> 
 
 def describe_batch(beat: Beat) -> str:
     """The micro-batch in work."""
-    return f"its micro-batch had {beat.rows} rows of up to {beat.width} tokens"
+    return (
+        f"its micro-batch had {beat.rows} row{'s' * (beat.rows > 1)} of up to {beat.width} tokens"
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardtune.config.job import Job, ModelSection
-from shardtune.config.model_config import hub_is_reachable
+from shardtune.core.host.hub_address import hub_is_reachable
 from shardtune.core.model.kind import ModelKind, kind_of
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem, ShardtuneError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtune.config.job import ModelSection
-from shardtune.config.model_config import hub_is_reachable
+from shardtune.core.host.hub_address import hub_is_reachable
 from shardtune.core.model.known_models import MODEL_NAME
 from shardtune.errors import ModelError, Problem
 

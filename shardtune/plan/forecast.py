@@ -14,6 +14,7 @@ from shardtune.core.model.adapter_size import (
     lora_parameters,
     require_plain_experts,
 )
+from shardtune.core.model.architectures import ia3_modules
 from shardtune.core.model.family_support import (
     SINK_FAMILIES,
     WITHOUT_BOUNDARIES,
@@ -367,9 +368,9 @@ def adapter(job: Job, shape: ModelShape) -> AdapterSize | None:
     if isinstance(chosen, NoAdapter):
         return None
     if isinstance(chosen, IA3):
-        return AdapterSize(
-            rank=1, trained=ia3_parameters(shape, chosen.targets, chosen.feedforward)
-        )
+        modules, inputs = ia3_modules(shape, chosen.targets, chosen.feedforward)
+        trained = ia3_parameters(shape, chosen.targets, chosen.feedforward)
+        return AdapterSize(1, modules, trained=trained, scaled_inputs=inputs)
     assert isinstance(chosen, LoRA)
     adapts_experts = shape.experts is not None and chosen.adapts_experts
     require_plain_experts(adapts_experts, chosen.dropout, chosen.variant)

@@ -39,6 +39,8 @@ class RunFacts:
     """Seconds of a step by part, as they were forecast for this run."""
     task_seconds: Mapping[str, float] = field(default_factory=dict)
     """Of a step, what each task of `evaluate.tasks` took in training."""
+    steps: int | None = None
+    """How many the run has in all; None where that isn't known."""
 
     @property
     def job_file(self) -> str:

@@ -179,11 +179,11 @@ class TimeLost:
             yield Lost("padding", share, fact, "data.packing=true")
 
     def _lost_between_steps(self) -> Iterator[Lost]:
-        """Nothing is told of what `every: 0` has at the end only: it can't be any rarer."""
+        """Nothing is told of what happens at the end only: it can't be any rarer."""
         save, job = self.found.part["save"], self.job
-        if save > RARELY and job.save.every:
+        if save > RARELY and self._can_be_rarer(job.save.every):
             fact = f"ranks hold still for checkpoints {save:.0%} of the time"
-            change = f"save.every={_rarer(job.save.every, save)}"
+            change = f"save.every={self._rarer(job.save.every, save)}"
             if not job.save.background:
                 change = "save.background=true"
             yield Lost("save", save, fact, change, gain=save - RARELY)
@@ -200,22 +200,27 @@ class TimeLost:
         took = self.found.run.task_seconds
         asked = min(whole, sum(took.values()) / self.found.total)
         judged = whole - asked
-        if judged > RARELY and section.every:
+        if judged > RARELY and self._can_be_rarer(int(section.every)):
             fact = f"{judged:.0%} of the time is spent on held-out sets"
-            change = f"evaluate.every={_rarer(int(section.every), judged)}"
+            change = f"evaluate.every={self._rarer(int(section.every), judged)}"
             yield Lost("evaluation", judged, fact, change, gain=judged - RARELY)
-        if asked > RARELY:
+        change = " ".join(
+            f"evaluate.tasks.{number}.every={self._rarer(int(entry.every), asked)}"
+            for number, entry in enumerate(section.tasks)
+            if self._can_be_rarer(int(entry.every))
+        )
+        if asked > RARELY and change:
             names = ", ".join(name for name, seconds in took.items() if seconds)
             fact = f"{asked:.0%} of the time is spent on tasks ({names})"
-            change = " ".join(
-                f"evaluate.tasks.{number}.every={_rarer(int(entry.every), asked)}"
-                for number, entry in enumerate(section.tasks)
-                if entry.every
-            )
             yield Lost("evaluation", asked, fact, change, gain=asked - RARELY)
 
+    def _can_be_rarer(self, every: int) -> bool:
+        steps = self.found.run.steps
+        return every > 0 and (steps is None or every < steps)
 
-def _rarer(every: int, share: float) -> int:
-    """How seldom something would have to happen to take a small share of the time."""
-    now = share / max(1e-9, 1 - share)
-    return max(2, math.ceil(max(1, every) * now / (RARELY / (1 - RARELY))))
+    def _rarer(self, every: int, share: float) -> int:
+        """How seldom something would have to happen to take a small share of the time; at the end
+        of a run that is too short for that."""
+        now = share / max(1e-9, 1 - share)
+        wanted = max(2, math.ceil(max(1, every) * now / (RARELY / (1 - RARELY))))
+        return min(wanted, self.found.run.steps or wanted)

@@ -119,7 +119,7 @@ class RunView:
     def task(self, done: int, name: str, found: TaskFigures) -> None:
         """One line a task, with what it cost."""
         said = f"{found.metric} {found.score:.1%} ({found.low:.1%} to {found.high:.1%})"
-        cost = f"{found.rows} rows in {found.seconds:.1f} s"
+        cost = f"{found.rows} row{'s' * (found.rows > 1)} in {found.seconds:.1f} s"
         self.say(f"after step {done}  {name}: {said}  {cost}", "cyan")
 
     def warn(self, text: str, style: str = "yellow") -> None:

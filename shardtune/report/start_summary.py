@@ -29,13 +29,15 @@ def print_opening(
     person should know besides."""
     console = console or Console()
     train = job.train
-    length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epochs"
+    length = f"{train.steps} step" if train.steps else f"{train.epochs:g} epoch"
+    length += "s" * ((train.steps or train.epochs) != 1)
+    rows = f"{train.global_batch} row{'s' * (train.global_batch > 1)}"
     processes = "process" if job.launch.processes == 1 else "processes"
     console.print(
         Text.assemble(
             (job.model.name, "bold"),
             f"  {job.trains}  {train.precision}  {length} of "
-            f"{train.global_batch} rows x {job.data.sequence_length} tokens  "
+            f"{rows} x {job.data.sequence_length} tokens  "
             f"{job.strategy.type} on {job.launch.processes} {processes}",
         )
     )

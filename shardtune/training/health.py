@@ -97,8 +97,8 @@ def explain_oom(
         shapes = [tuple(batch.input_ids.shape) for batch in microbatches]
         rows, width = max(shapes, key=math.prod)
         fact = (
-            f"out of memory {when}; its largest micro-batch is {rows} rows of up to "
-            f"{width} tokens ({error or type(error).__name__})"
+            f"out of memory {when}; its largest micro-batch is {rows} "
+            f"row{'s' * (rows > 1)} of up to {width} tokens ({error or type(error).__name__})"
         )
         raise OutOfMemory(Problem(f"rank {world.rank}", fact, _cheapest_change(train))) from error
 

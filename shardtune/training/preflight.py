@@ -41,7 +41,9 @@ def preflight(run: Run, data: Loader) -> None:
         for each in run.evaluator.sets:
             run.engine.evaluate(each.name, islice(data.evaluation(each.name), 1))
     rows, width = largest[0].input_ids.shape
-    run.view.say(f"preflight: {rows} rows of {width} tokens, an evaluation, the disk")
+    run.view.say(
+        f"preflight: {rows} row{'s' * (rows > 1)} of {width} tokens, an evaluation, the disk"
+    )
 
 
 def require_writable(folder: Path) -> None:

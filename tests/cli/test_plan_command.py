@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,56 @@ def test_a_bad_cluster_is_explained(
 ) -> None:
     assert main(["plan", str(job), "--cluster", spec]) == 2
     assert words in capsys.readouterr().err
+
+
+def use_machine(patch: pytest.MonkeyPatch, cache: Path, gpus: int) -> None:
+    """A machine with so many cards that `bench` has never measured."""
+    machine = Machine(64, gpus, "NVIDIA A100-SXM4-80GB" if gpus else "")
+    patch.setattr(Machine, "here", lambda: machine)
+    patch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_without_a_cluster_it_is_this_machines_gpus(
+    command: str,
+    job: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_machine(monkeypatch, tmp_path, gpus=4)
+    words = [command, str(job), "adapter.type=lora", "--json"]
+    assert main(words) == 0
+    here = capsys.readouterr()
+    assert here.err == "planned for this machine: 4xA100-80GB\n"
+    assert main([*words, "--cluster", "4xA100-80GB"]) == 0
+    assert json.loads(here.out) == json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "JOB", "model.name=qwen3-8b", "adapter.type=lora"],
+        ["estimate", "JOB", "adapter.type=lora"],
+        ["estimate", "JOB", "adapter.type=lora", "--sweep", "data.sequence_length=512,1024"],
+        ["estimate", "--deepspeed-tables", "13B,164M"],
+    ],
+)
+def test_without_a_gpu_the_command_is_offered_with_a_cluster(
+    words: list[str],
+    job: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_machine(monkeypatch, tmp_path, gpus=0)
+    assert main([word.replace("JOB", str(job)) for word in words]) == 2
+    fact, fix = capsys.readouterr().err.split("fix: ")
+    assert fact.startswith(f"error: shardtune {words[0]}: no GPU is visible here, and --cluster")
+    program, *offered = shlex.split(fix.partition(";")[0])
+    assert program == "shardtune"
+    assert main(offered) == 0
+    assert "`shardtune bench --out here.yaml` measures this machine" in fix
 
 
 def test_planning_imports_no_torch(job: Path) -> None:

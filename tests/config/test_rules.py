@@ -221,6 +221,11 @@ def problems(job: Job) -> tuple[Problem, ...]:
     return caught.value.problems
 
 
+def test_one_row_is_no_rows() -> None:
+    (problem,) = problems(resolved(train={"global_batch": 1}, launch={"processes": 7}))
+    assert problem.fact == "7 processes share 1 row a step: 6 would always be idle"
+
+
 def test_every_rule_is_in_a_table() -> None:
     of_strategies = {rule for rule, *_ in REFUSED.values()} | {*GENERIC}
     assert {rule.name for rule in RULES} == {*BROKEN} | of_strategies

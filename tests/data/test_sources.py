@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from time import monotonic
 
 import datasets
 import pytest
@@ -13,6 +14,7 @@ from shardtune.data.prepare import prepare
 from shardtune.data.sources import open_source
 from shardtune.errors import DataError
 from shardtune.models import tiny
+from tests.no_hub import lose_hub
 
 STOPS = frozenset({tiny.END})
 CARD = """---
@@ -90,6 +92,45 @@ def test_what_isn_t_there_is_answered_with_what_is(languages, settings, fact, fi
     told = refused(languages, **settings)
     assert told[0].startswith(fact)
     assert fix in told[1]
+
+
+def fill_cache(cache, *words):
+    """What `datasets` leaves of a hub's data set `org/words` that it has loaded once."""
+    rows = str(write(cache / "words.jsonl", *words))
+    datasets.load_dataset("json", data_files=rows, split="train", cache_dir=str(cache))
+    (info,) = (cache / "json").glob("*/*/*/dataset_info.json")
+    hub = cache / "org___words" / "default" / info.parts[-3] / info.parts[-2]
+    hub.parent.mkdir(parents=True)
+    info.parent.rename(hub)
+    (hub / "json-train.arrow").rename(hub / "words-train.arrow")
+
+
+def test_a_hub_that_can_t_be_reached_is_not_waited_for(tmp_path, monkeypatch):
+    """Its own client would retry for 24 s; what was loaded before is in the cache."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    fill_cache(tmp_path, "a", "b", "c")
+    lose_hub(monkeypatch)
+    begun = monotonic()
+    assert texts("org/words") == ["a", "b", "c"]
+    assert texts("org/words", split="train[:2]") == ["a", "b"]
+    fact, fix = refused("nobody/nothing")
+    assert fact.endswith("https://hub.invalid has no address here, and it isn't in the cache")
+    assert "check the network" in fix
+    fact, fix = refused("org/words", config="de")
+    assert fact == "the cache has no configuration 'de'; it has default"
+    assert fix.startswith("config: default, beside its path")
+    assert monotonic() - begun < 12
+    assert datasets.config.HF_HUB_OFFLINE is False, "the next hub may be there"
+
+
+def test_the_hub_s_offline_mode_reads_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    fill_cache(tmp_path, "a", "b")
+    lose_hub(monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    assert texts("org/words") == ["a", "b"]
+    assert "neither a file here nor" in refused("nobody/nothing")[0]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shardtune.errors import DataError, JobError
 from shardtune.evaluation.recipes import RECIPES, find_tasks
 from shardtune.evaluation.task import Task, load_tasks, parse_task, require_answerable
 from shardtune.evaluation.task_rows import open_rows
+from tests.no_hub import lose_hub
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -87,6 +89,16 @@ def test_examples_of_a_hub_s_data_set_come_from_their_split(
         assert shown == [f"dev {subject} 0", f"dev {subject} 1", f"test {subject} {number}"]
     with pytest.raises(DataError, match="4 examples of subject 'law' are wanted, 3 are there"):
         open_rows(task.with_options({"shots": 4}), has_template=True)
+
+
+def test_a_hub_that_can_t_be_reached_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own client would retry for 24 s."""
+    lose_hub(monkeypatch)
+    (task,) = find_tasks("mmlu")
+    begun = monotonic()
+    with pytest.raises(DataError, match=r"https://hub\.invalid has no address here, and it isn't"):
+        open_rows(task, has_template=True)
+    assert monotonic() - begun < 12
 
 
 def test_examples_of_a_file_are_of_the_same_subject(tmp_path: Path) -> None:
@@ -263,7 +275,7 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
         ([{"prompt": "?"}], [{"id": 1, "answer": "a"}], "q.jsonl: a row has no id"),
         ([{"id": 1}], [{"answer": "a"}], "a.jsonl: a row has no id"),
         ([{"id": 1}], [{"id": 1, "answer": "a"}, {"id": 1, "answer": "b"}], "two answers to 1"),
-        ([{"id": 2}], [{"id": 1, "answer": "a"}], "has no answer to 1 rows, such as 2"),
+        ([{"id": 2}], [{"id": 1, "answer": "a"}], "has no answer to 1 row, such as 2"),
     ],
 )
 def test_answers_belong_to_rows_by_their_ids(

@@ -20,6 +20,7 @@ from shardtune.models import tiny
 from shardtune.models.catalogue import resolve
 from shardtune.models.load import check_fits_data, load_base
 from shardtune.models.model_files import ModelFiles, explaining
+from tests.no_hub import lose_hub
 from tests.synthetic import load_model
 
 TINY = ModelSection(name="tiny")
@@ -133,10 +134,7 @@ def test_a_hub_without_an_address_is_not_waited_for(
     """Its own client would retry for 24 s, for each file."""
     hub(tmp_path, "main")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.invalid")
-    for name in ("http", "https", "all"):
-        monkeypatch.delenv(f"{name}_proxy", raising=False)
-        monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
+    lose_hub(monkeypatch)
     begun = monotonic()
     cached = ModelFiles(ModelSection(name="org/model"))
     assert cached.tokenizer("a")["input_ids"] == [97]

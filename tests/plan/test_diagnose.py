@@ -90,6 +90,21 @@ def test_what_happens_between_steps_gets_rarer() -> None:
     )
 
 
+def test_what_gets_rarer_happens_within_the_run() -> None:
+    tasks = [{"task": "f1=b.jsonl", "every": 2}]
+    asked = job(save={"every": 1, "directory": "runs/a"}, evaluate={"every": 4, "tasks": tasks})
+    slow = rank(save=3.0, evaluation=2.0)
+    found = told(slow, asked=asked, steps=8, task_seconds={"b": 1.0})
+    changes = [remedy.change for remedy in found.remedies]
+    assert changes == ["save.every=8", "evaluate.every=8", "evaluate.tasks.0.every=8"]
+    long = told(slow, asked=asked, steps=40, task_seconds={"b": 1.0})
+    assert [remedy.change for remedy in long.remedies][:1] == ["save.every=40"]
+    ends = told(
+        slow, asked=job(save={"every": 8, "directory": "a"}, evaluate={"every": 9}), steps=8
+    )
+    assert ends.remedies == (), "once, at the end, is as rare as it gets"
+
+
 def test_commands_can_be_pasted_whatever_the_run_is_called() -> None:
     asked = job(save={"every": 1, "directory": "my runs/a"})
     found = told(rank(save=3.0), asked=asked, directory="my runs/a")

@@ -37,7 +37,8 @@ def test_the_job_in_a_line_and_the_data_in_a_table() -> None:
 
 def test_a_run_may_be_measured_in_epochs() -> None:
     assert "1.5 epochs of 4 rows x" in opening(train={"epochs": 1.5})
-    assert "1 epochs of" in opening()
+    assert "1 epoch of 4 rows x" in opening()
+    assert "1 step of 1 row x" in opening(train={"steps": 1, "global_batch": 1})
 
 
 def test_one_process_is_one() -> None:

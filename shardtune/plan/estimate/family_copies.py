@@ -6,6 +6,7 @@ Widths are numbers of 16 bits. Layers that are compiled keep less; `saved_tensor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +22,11 @@ class NormCopies:
     trained: float
     frozen: float
     """Where its own weight isn't trained."""
+
+    def kept(self, *, trained: bool, width: float) -> float:
+        """In numbers of `width` bytes: in fp32 nothing is cast, and each copy is one number."""
+        each = self.trained if trained else self.frozen
+        return math.ceil(each / 2) if width == 4 else each
 
 
 RMS = NormCopies(3, 2)

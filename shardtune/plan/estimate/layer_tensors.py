@@ -17,6 +17,7 @@ from shardtune.plan.estimate.family_copies import (
     ACTIVATION_COPIES,
     LAYER_FP32,
     NATIVE,
+    WITHOUT_WEIGHT,
     ActivationCopies,
     FamilyCopies,
     copies_of,
@@ -135,7 +136,7 @@ def norm_numbers(shape: ModelShape, work: Workload) -> float:
     if by_family(work):
         copies = copies_of(shape).norm
         assert copies is not None
-        each = copies.trained if work.adapter is None else copies.frozen
+        each = copies.kept(trained=work.adapter is None, width=work.widths.compute)
         # Side by side, several norms keep the same input.
         return each * (1 if copies == NATIVE and shape.parallel else norms) * shape.hidden
     if work.kernels == "eager" and shape.norm == "rms":
@@ -222,10 +223,10 @@ def attention_numbers(shape: ModelShape, work: Workload) -> float:
         kept += q
     if shape.qk_norm:
         assert copies.norm is not None
-        each = copies.norm.trained if work.adapter is None else copies.norm.frozen
+        each = copies.norm.kept(trained=work.adapter is None, width=work.widths.compute)
         kept += (0 if fused and copies.norm == NATIVE else each) * (q + kv)
     if copies.value_norm:
-        kept += 2 * kv
+        kept += WITHOUT_WEIGHT.kept(trained=False, width=work.widths.compute) * kv
     return kept + _latent(shape, work)
 
 
@@ -359,6 +360,8 @@ def expert_factor_bytes(shape: ModelShape, work: Workload) -> float:
 def adapter_bytes(shape: ModelShape, work: Workload) -> float:
     """Bytes a token: what lies between the two factors, and what dropout makes of their input."""
     assert work.adapter is not None
+    if work.adapter.scaled_inputs is not None:
+        return _factor_bytes(shape, work)
     inputs = {w.module: w.shape[-1] for w in work.adapter.on(shape)}
     between = work.adapter.rank * len(inputs) * work.widths.compute if work.counted else 0.0
     if work.adapter.keeps_results:
@@ -372,3 +375,17 @@ def adapter_bytes(shape: ModelShape, work: Workload) -> float:
     # Each adapted linear keeps its own dropped input, and the mask. Casts are its own anyway.
     dropped = 1 if work.autocast else work.widths.compute + 1
     return between + sum(inputs.values()) * dropped
+
+
+def _factor_bytes(shape: ModelShape, work: Workload) -> float:
+    """What gradients of IA3's factors need: what a factor scales. An input is counted where it is
+    read (`mlp_numbers`); under autocast peft casts it to fp32 and keeps that."""
+    assert work.adapter is not None
+    layers = shape.layers + shape.encoder_layers
+    kept = 0.0
+    for weight in work.adapter.on(shape):
+        if work.adapter.scales_result(weight):
+            kept += weight.features[0] * work.widths.compute * weight.times
+        elif work.autocast:
+            kept += weight.features[1] * (4 - work.widths.compute) * weight.times
+    return kept / layers

@@ -92,6 +92,9 @@ class AdapterSize:
     """Rank beside each routed expert; 0 where they stay as they are."""
     keeps_results: bool = False
     """What frozen weights and the adapter give is kept apart, for gradients of DoRA's lengths."""
+    scaled_inputs: tuple[str, ...] | None = None
+    """Of factors, the modules whose input they scale, while they scale what others give; None for
+    low-rank matrices."""
 
     @lru_cache(maxsize=SHAPES)  # noqa: B019 - it is a value, and there are few
     def on(self, shape: ModelShape) -> tuple[Weight, ...]:
@@ -107,8 +110,15 @@ class AdapterSize:
 
     @lru_cache(maxsize=SHAPES)  # noqa: B019
     def modules(self, shape: ModelShape) -> frozenset[str]:
-        """The modules that have it, by the last part of their names."""
-        return frozenset(weight.module.rpartition(".")[2] for weight in self.on(shape))
+        """The modules whose input it reads, by the last part of their names."""
+        read = (weight for weight in self.on(shape) if not self.scales_result(weight))
+        return frozenset(weight.module.rpartition(".")[2] for weight in read)
+
+    def scales_result(self, weight: Weight) -> bool:
+        """Whether it is a factor on what the weight gives."""
+        if self.scaled_inputs is None:
+            return False
+        return not f".{weight.module}".endswith(tuple(f".{name}" for name in self.scaled_inputs))
 
 
 @dataclass(frozen=True)
@@ -292,7 +302,7 @@ class Workload:
         return self.adapter.expert_rank * sum(each.lora_rows * each.times for each in adapted)
 
     def adapts(self, shape: ModelShape) -> frozenset[str]:
-        """The modules that have an adapter, by the last part of their names."""
+        """The modules whose input an adapter reads, by the last part of their names."""
         return frozenset() if self.adapter is None else self.adapter.modules(shape)
 
 

@@ -25,6 +25,7 @@ QWEN, SMALL, LARGE = "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama
 QK_NORMS, RELU = "Qwen/Qwen3-1.7B", "facebook/opt-1.3b"
 LORA = {"adapter": {"type": "lora", "rank": 16}}
 DORA = {"adapter": {"type": "lora", "rank": 16, "variant": "dora"}}
+IA3 = {"adapter": {"type": "ia3"}}
 FSDP = {"strategy": {"type": "fsdp"}}
 NF4 = {"quantization": "nf4"}
 EAGER = {"attention": "eager"}
@@ -99,6 +100,18 @@ LONG = {
     "all, two micro-batches": job(SMALL, 2, 2048, steps=2),
     "all, few tokens, two micro-batches": job(SMALL, 1, 512, loss="fused", steps=2),
     "lora, plain": job(LARGE, 4, 2048, **LORA),
+    "lora, fp32": job(SMALL, 4, 1024, loss="fused", precision="fp32", **LORA),
+    "all, many tokens, fp32": job(SMALL, 4, 1024, loss="fused", precision="fp32"),
+    "ia3, fused": job(SMALL, 4, 1024, loss="fused", **IA3),
+    "ia3, fp32": job(SMALL, 4, 1024, loss="fused", precision="fp32", **IA3),
+    "ia3, norms of queries and keys": job(QK_NORMS, 4, 1024, loss="fused", **IA3),
+    "ia3, keys alone": job(
+        SMALL,
+        4,
+        1024,
+        loss="fused",
+        adapter={"type": "ia3", "targets": ["k_proj"], "feedforward": []},
+    ),
     "dora, fused": job(QWEN, 4, 1024, loss="fused", **DORA),
     "lora, fused, norms of queries and keys": job(QK_NORMS, 4, 2048, loss="fused", **LORA),
     "lora, recomputed, fused": job(LARGE, 8, 2048, loss="fused", recompute="full", **LORA),

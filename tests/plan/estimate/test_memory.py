@@ -19,7 +19,8 @@ from shardtune.parallel.deepspeed.deepspeed_fields import ZeRO
 from shardtune.parallel.deepspeed.strategy import DeepSpeed
 from shardtune.parallel.fsdp.strategy import FSDP
 from shardtune.plan.cluster import parse_cluster
-from shardtune.plan.estimate.activations import stack_bytes
+from shardtune.plan.estimate.activations import layer_bytes, stack_bytes
+from shardtune.plan.estimate.layer_tensors import norm_numbers
 from shardtune.plan.estimate.memory import Memory, estimate_memory
 from shardtune.plan.estimate.rank_share import RankShare
 from shardtune.plan.estimate.workload import (
@@ -218,3 +219,36 @@ def test_activations_of_all_layers_but_two_leave_the_gpu(checkpointing: Any) -> 
 def test_the_head_of_unscored_tokens_costs_nothing() -> None:
     half = alone(MIDDLE, replace(LORA, scored=0.5))
     assert half.gpu["logits"] == pytest.approx(alone(MIDDLE, LORA).gpu["logits"] / 2)
+
+
+# What factors keep -------------------------------------------------------------------------------
+
+OWN = Workload(2, 512, counted=True)
+IA3 = AdapterSize(1, ("k_proj", "v_proj", "down_proj"), trained=1, scaled_inputs=("down_proj",))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_factor_keeps_what_it_scales(autocast: bool) -> None:
+    """Keys and values in 16 bits, what the last linear reads in fp32 under autocast; no linear but
+    that one keeps its input, where LoRA on all of them keeps each."""
+    work = replace(OWN, adapter=IA3, autocast=autocast)
+    keys = replace(work, adapter=replace(IA3, targets=("k_proj", "v_proj"), scaled_inputs=()))
+    down = replace(work, adapter=replace(IA3, targets=("down_proj",)))
+    nothing = replace(keys, adapter=replace(IA3, targets=(), scaled_inputs=()))
+    less, none = (layer_bytes(SMALL, each, RankShare()) / work.tokens for each in (keys, nothing))
+    assert less - none == 2 * 2 * 512
+    assert (
+        layer_bytes(SMALL, down, RankShare()) / work.tokens - none == (4 if autocast else 2) * 8192
+    )
+    both = layer_bytes(SMALL, work, RankShare()) / work.tokens
+    assert both - less == (4 if autocast else 2) * 8192
+    lora = replace(work, adapter=AdapterSize(1))
+    assert both < layer_bytes(SMALL, lora, RankShare()) / work.tokens
+
+
+def test_norms_are_not_cast_in_fp32() -> None:
+    """A norm of Llama keeps its input, and with a trained weight what that is multiplied with."""
+    fp32 = replace(OWN, widths=replace(PURE_BF16, compute=4.0))
+    for work, numbers in ((fp32, 2), (replace(fp32, adapter=AdapterSize(1)), 1)):
+        assert norm_numbers(SMALL, work) == numbers * 2 * 2048
+    assert norm_numbers(SMALL, OWN) == 3 * 2 * 2048

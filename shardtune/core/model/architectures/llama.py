@@ -147,20 +147,36 @@ def _window(fields: Fields, traits: Traits, layers: int) -> tuple[int | None, in
     )
     if not size:
         return None, 0
-    types = fields.items("layer_types")
-    if types is not None:
-        count = types.count("sliding_attention")
-    elif traits.window == "all":
-        count = layers
-    elif traits.window == "every":
-        pattern = fields.count("sliding_window_pattern", default=traits.every)
-        count = layers - layers // pattern
-    elif fields.flag("use_sliding_window", False):
-        first = fields.optional("max_window_layers", default=28) or 0
-        count = max(layers - first, 0)
-    else:
-        count = 0
+    count = _windowed(fields, traits, layers)
     return (size, count) if count else (None, 0)
+
+
+def _windowed(fields: Fields, traits: Traits, layers: int) -> int:
+    """How many layers have the window, as transformers' config of the family chooses them."""
+    keys = traits.window_keys
+    types = fields.items("layer_types") if "layer_types" in keys else None
+    if types is not None:
+        return types.count("sliding_attention")
+    if "use_sliding_window" in keys and not fields.flag("use_sliding_window", False):
+        return 0
+    if traits.window == "all":
+        return layers
+    if traits.window == "every":
+        read = "sliding_window_pattern" in keys
+        every = fields.count("sliding_window_pattern", default=traits.every) if read else 0
+        return layers - layers // (every or traits.every)
+    if traits.window == "unrotated":
+        return _unrotated(fields, layers)
+    first = min(fields.optional("max_window_layers", default=28) or 0, layers)
+    return layers - first if traits.window == "last" else (first + 1) // 2
+
+
+def _unrotated(fields: Fields, layers: int) -> int:
+    """How many layers have no rotary positions: every n-th, or those that a list has a 0 for."""
+    rotates = fields.items("no_rope_layers")
+    if rotates is not None:
+        return layers - sum(map(bool, rotates[:layers]))
+    return layers // fields.count("no_rope_layer_interval", default=4)
 
 
 def _experts(fields: Fields, traits: Traits, layers: int, ffn: int) -> Experts | None:

@@ -28,6 +28,7 @@ _NO = Flag(False)
 EXPERT = ("gate_proj", "up_proj", "down_proj")
 _ATTENTION_BIAS = Flag(False, "attention_bias")
 _USE_BIAS = Flag(False, "use_bias")
+_TYPES, _PATTERN, _SWITCH = "layer_types", "sliding_window_pattern", "use_sliding_window"
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class Traits:
     """Whether one matrix makes both halves of the MLP, while attention has three."""
     parallel: Flag = _NO
     """Whether attention and MLP read the same input, after the first of the norms."""
-    window: Literal["no", "all", "switched", "every"] = "no"
-    """Layers with a sliding window: none, all, those that a switch and a number choose, or all but
-    every n-th."""
+    window: Literal["no", "all", "every", "last", "odd", "unrotated"] = "no"
+    """Layers with a sliding window: none, all, all but every n-th, those from a number on, every
+    second one below that number, or those without rotary positions."""
+    window_keys: tuple[str, ...] = ()
+    """Which of the keys that choose such layers transformers reads; configs have others, too."""
     every: int = 2
     mixture: Literal["no", "plain", "shared", "biased", "late"] = "no"
     """Experts: none, alone, with one that all tokens share, with biases; `late` is DeepSeek's way,
@@ -88,7 +91,8 @@ TRAITS: dict[str, Traits] = {
         tied=True,
         defaults={"num_key_value_heads": 4},
         mlp_bias=Flag(False, "mlp_bias"),
-        window="switched",
+        window="unrotated",
+        window_keys=(_TYPES, _SWITCH),
     ),
     "mistral": Traits(
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
@@ -108,7 +112,8 @@ TRAITS: dict[str, Traits] = {
         defaults={"num_key_value_heads": 32, "sliding_window": 4096},
         qkv_bias=Flag(True),
         output_bias=_NO,
-        window="switched",
+        window="last",
+        window_keys=(_TYPES, _SWITCH),
     ),
     "qwen2_moe": Traits(
         defaults={
@@ -120,13 +125,15 @@ TRAITS: dict[str, Traits] = {
         },
         qkv_bias=Flag(True, "qkv_bias"),
         output_bias=_NO,
-        window="switched",
+        window="odd",
+        window_keys=(_TYPES, _SWITCH),
         mixture="shared",
     ),
     "qwen3": Traits(
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
         qk_norm="head",
-        window="switched",
+        window="last",
+        window_keys=(_TYPES, _SWITCH),
     ),
     "qwen3_moe": Traits(
         defaults={
@@ -137,7 +144,8 @@ TRAITS: dict[str, Traits] = {
             "sliding_window": 4096,
         },
         qk_norm="head",
-        window="switched",
+        window="all",
+        window_keys=(_SWITCH,),
         mixture="plain",
         experts_as=EXPERT,
     ),
@@ -152,6 +160,7 @@ TRAITS: dict[str, Traits] = {
         activation="gelu_pytorch_tanh",
         norms=SANDWICH_NORMS,
         window="every",
+        window_keys=(_TYPES,),
     ),
     "gemma3_text": Traits(
         tied=True,
@@ -166,6 +175,7 @@ TRAITS: dict[str, Traits] = {
         norms=SANDWICH_NORMS,
         qk_norm="head",
         window="every",
+        window_keys=(_TYPES, _PATTERN),
         every=6,
     ),
     "olmo": Traits(norm="layer", norm_weights=False),
@@ -208,6 +218,7 @@ TRAITS: dict[str, Traits] = {
         qkv_bias=Flag(True, "attention_bias"),
         output_bias=Flag(True, "attention_bias"),
         window="every",
+        window_keys=(_TYPES,),
         mixture="biased",
     ),
     "arcee": Traits(
@@ -227,6 +238,7 @@ TRAITS: dict[str, Traits] = {
         norm="layer",
         norms=PRE_NORMS[:1],
         window="every",
+        window_keys=(_TYPES, _PATTERN),
         every=4,
         parallel=Flag(True),
     ),
@@ -244,6 +256,7 @@ TRAITS: dict[str, Traits] = {
         qkv_bias=_NO,
         output_bias=_NO,
         window="every",
+        window_keys=(_TYPES, _PATTERN),
         every=4,
     ),
     "glm": Traits(
@@ -283,9 +296,15 @@ TRAITS: dict[str, Traits] = {
         qkv_bias=_NO,
         output_bias=_NO,
         window="all",
+        window_keys=(_TYPES,),
     ),
     "olmo3": Traits(
-        defaults={"sliding_window": 4096}, norms=_POST, qk_norm="whole", window="every", every=4
+        defaults={"sliding_window": 4096},
+        norms=_POST,
+        qk_norm="whole",
+        window="every",
+        window_keys=(_TYPES,),
+        every=4,
     ),
     "seed_oss": Traits(
         defaults={"num_key_value_heads": 8, "head_dim": 128},
