@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 
-from shardtune.core.host.render_limit import render_limit
+from shardtune.core.host.render_limit import TEMPLATE_ERRORS, render_limit
 from shardtune.data.conversation import REASONING, REASONING_KEYS, ChatMessage, Conversation
 from shardtune.data.encode import Text
 from shardtune.data.records import Unreadable
@@ -39,13 +39,6 @@ RESULT_TAGS = ("<tool_response>", "</tool_response>")
 """What Hermes' data has around a tool's result, and many templates write themselves."""
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 """What stands before it in a turn is reasoning, which templates may drop."""
-
-# A template is a program of somebody else: what it may raise when a conversation isn't to its
-# liking, on purpose or because it looks for a key that isn't there.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError,
-    TypeError, ValueError,
-)  # fmt: skip
 
 Rendered = str | Unreadable
 

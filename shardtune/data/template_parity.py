@@ -16,7 +16,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from shardtune.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
+from shardtune.core.host.render_limit import TEMPLATE_ERRORS
+from shardtune.data.chat_template import ChatTemplate
 from shardtune.data.conversation import Conversation
 from shardtune.data.encode import Encoder, Text
 from shardtune.data.formats import plain_prompt

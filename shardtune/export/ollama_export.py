@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtune.data.chat_template import TEMPLATE_ERRORS
+from shardtune.core.host.render_limit import TEMPLATE_ERRORS
 from shardtune.data.conversation import Conversation
 from shardtune.data.template_parity import parity_dialogues
 from shardtune.errors import Problem, RunError

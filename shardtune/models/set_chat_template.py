@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from shardtune.core.host.render_limit import render_limit
+from shardtune.core.host.render_limit import TEMPLATE_ERRORS, render_limit
 from shardtune.core.model.chat_templates import (
     GIVEN_VARIABLES,
     KWARGS_KEY,
@@ -18,7 +18,6 @@ from shardtune.core.model.chat_templates import (
     read_chat_template,
 )
 from shardtune.core.model.template_variables import read_names, variables, with_defaults
-from shardtune.data.chat_template import TEMPLATE_ERRORS
 from shardtune.errors import JobError, Problem, did_you_mean
 
 _ANSWER = "<ANSWER>"  # no template says this by itself

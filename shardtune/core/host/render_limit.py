@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import jinja2
+
 from shardtune.errors import DataError, Problem
 
 RENDER_SECONDS = 10.0
@@ -26,6 +28,13 @@ RENDER_SECONDS_EACH = 0.05
 RENDER_BYTES = 4 << 30
 """That a process may grow by meanwhile; a batch's texts have some megabytes."""
 _TICK = 0.1
+
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What a template may raise when a conversation isn't to its liking, on purpose or because it looks
+for a key that isn't there."""
 
 
 class _Overrun(BaseException):
