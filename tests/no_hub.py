@@ -11,6 +11,6 @@ def lose_hub(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.invalid")
     patch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     patch.setattr("datasets.config.HF_ENDPOINT", "https://hub.invalid")
-    for name in ("http", "https", "all"):
+    for name in ("http", "https", "all", "no"):
         patch.delenv(f"{name}_proxy", raising=False)
         patch.delenv(f"{name}_proxy".upper(), raising=False)

@@ -16,6 +16,7 @@ from shardtune.checkpoint.model_card import CARD_FILE
 from shardtune.checkpoint.model_folder import model_folder
 from shardtune.checkpoint.rounding_error import Rounding, fp32_logits, rounding_bound
 from shardtune.checkpoint.seal import seal_folder
+from shardtune.compat.quiet import hide_loading_bars
 from shardtune.engine.loss import forward, model_inputs
 from shardtune.errors import Problem, RunError
 
@@ -54,6 +55,7 @@ def save_result(
             weights = _under_every_name(model, trained)
             model.save_pretrained(partial, state_dict=weights, save_embedding_layers=False)
         else:
+            hide_loading_bars()
             model.save_pretrained(partial, state_dict=_rounded(model, trained, dtype))
             config = copy.deepcopy(model.config)
             config.dtype = dtype  # transformers wrote what the model is held in

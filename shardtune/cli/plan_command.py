@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -337,20 +336,9 @@ def _here(arguments: argparse.Namespace) -> Cluster:
         cluster = cluster_here(machine, machine.gpus)
         say(f"planned for this machine: {cluster.name}")
         return cluster
-    swept = getattr(arguments, "sweep", None)
-    words = [*arguments.parser.prog.split(), *_job_words(arguments), OPTION, EXAMPLE]
-    words += ["--sweep", *swept] if swept else []
     fact = "no GPU is visible here, and --cluster doesn't name those to plan for"
-    fix = f"{shlex.join(words)}; `shardtune bench --out here.yaml` measures this machine for "
-    raise JobError(Problem(arguments.parser.prog, fact, f"{fix}--cluster here.yaml"))
-
-
-def _job_words(arguments: argparse.Namespace) -> list[str]:
-    """What was asked, as it is written on a command line."""
-    if arguments.job is not None:
-        return [str(arguments.job), *arguments.overrides]
-    asked = asked_tables(arguments)
-    return [f"--{asked.key.replace('_', '-')}", getattr(arguments, asked.key)] if asked else []
+    fix = f"add {OPTION} {EXAMPLE}, or the GPUs that you mean; `shardtune bench --out here.yaml` "
+    raise JobError(Problem(arguments.parser.prog, fact, f"{fix}measures this machine for it"))
 
 
 def _offer(loaded: LoadedJob, job: Job, shape: ModelShape, cluster: Cluster) -> str:

@@ -21,6 +21,7 @@ def add_parser(commands: Commands) -> None:
   shardtune serve runs/first runs/second --port 8080
   SHARDTUNE_API_KEY=... shardtune serve tuned=runs/first --host 0.0.0.0""",
     )
+    command.usage = "%(prog)s [options] RUN|MODEL [RUN|MODEL ...]"
     command.add_argument(
         "sources", nargs="+", metavar="RUN|MODEL",
         help="directory of a run, a model's folder or hub id; NAME=RUN gives it a name",

@@ -45,16 +45,18 @@ def vllm_words(arguments: argparse.Namespace) -> list[str] | None:
 
 def _words(arguments: argparse.Namespace) -> list[str]:
     """What vLLM is told about the models."""
-    if arguments.generation_config == "none":
-        raise _refuse("vLLM reads the stop tokens of a run in its generation_config.json")
     sources = [read_source(each) for each in arguments.sources]
     require_own_names(sources)
+    if arguments.generation_config == "none" and any(each.job for each in sources):
+        raise _refuse("vLLM reads the stop tokens of a run in its generation_config.json")
     if len({(each.section.name, each.section.revision) for each in sources}) > 1:
         raise _refuse(f"vLLM serves one model and its adapters; these are {len(sources)} models")
     adapters = [each for each in sources if each.adapter is not None]
     words = ["serve", *_base(sources), *_loading(arguments, sources[0])]
     words += ["--max-num-seqs", str(arguments.max_batch)]
     words += ["--allowed-origins", "[]"]  # else pages of any site may read the answers (CORS)
+    if arguments.generation_config == "none":
+        words += ["--generation-config", "vllm"]
     return words + (_adapters(adapters) if adapters else _tools(sources[0]))
 
 

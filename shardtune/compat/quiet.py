@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from shardtune.compat.versioned_change import change
 
@@ -51,6 +52,12 @@ def hide_loading_bars() -> None:
     from transformers.utils import logging as theirs
 
     theirs.disable_progress_bar()
+
+
+def quiet_lengths(tokenizer: Any) -> None:
+    """It warns of the first text that is longer than the model reads, whatever is done with it:
+    rows and prompts are measured where they are used, and check dialogues never reach a model."""
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
 def quiet_flash_attention() -> None:

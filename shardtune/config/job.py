@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Job(Section):
-    """The configuration of a fine-tuning run. Immutable; its lists are tuples."""
+    """The configuration of a fine-tuning run. Frozen; its lists are tuples."""
 
     model: ModelSection
     adapter: Adapter = NoAdapter()

@@ -65,6 +65,10 @@ def _unsettable(job: Job) -> list[str]:
     ]
 
 
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
+
+
 VALUE_RULES: tuple[Rule, ...] = (
     Rule(
         "steps-or-epochs",
@@ -78,7 +82,7 @@ VALUE_RULES: tuple[Rule, ...] = (
         ("train", "warmup_steps"),
         lambda job: job.train.steps is not None and job.train.warmup_steps >= job.train.steps,
         lambda job: (
-            f"{job.train.warmup_steps} steps of warmup in a run of {job.train.steps}: "
+            f"{_steps(job.train.warmup_steps)} of warmup in a run of {job.train.steps}: "
             "the learning rate would never reach its peak"
         ),
         "warm up for fewer steps, or train for more",
@@ -107,8 +111,8 @@ VALUE_RULES: tuple[Rule, ...] = (
         ("train", "warmup_steps"),
         lambda job: job.train.schedule == "one_cycle" and job.train.warmup_steps > 0,
         lambda job: (
-            f"{job.train.warmup_steps} steps of warmup, and schedule: one_cycle, which begins with "
-            f"a rise over {job.train.one_cycle.pct_start:.0%} of the run"
+            f"{_steps(job.train.warmup_steps)} of warmup, and schedule: one_cycle, which begins "
+            f"with a rise over {job.train.one_cycle.pct_start:.0%} of the run"
         ),
         "leave warmup_steps out; train.one_cycle.pct_start says how long the rate rises",
     ),

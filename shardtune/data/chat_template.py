@@ -126,6 +126,13 @@ class ChatTemplate:
                     return {name: value}
         return {}
 
+    def thinks_with(self, setting: Mapping[str, bool]) -> bool:
+        """Whether the template still writes answers with reasoning where its variables are set so:
+        those with a field for it, or in the content."""
+        asked = [PROBES[THOUGHTS], PROBES[INNER_THOUGHTS]]
+        found = ChatTemplate(self._tokenizer, setting).texts(asked)
+        return any(isinstance(text, Text) for text in found)
+
     def _masked(
         self, conversation: Conversation, whole: Rendered, around: list[tuple[Rendered, Rendered]]
     ) -> Text | Unreadable:

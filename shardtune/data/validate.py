@@ -154,13 +154,18 @@ def _complaint(complaint: Complaint, checked: CheckedSource) -> Problem:
     return Problem(checked.path, fact)
 
 
+_THINKS = f"or in {KWARGS_KEY} leave thinking on, if that turns it off"
+
+
 def _other_template(reason: str, template: ChatTemplate | None) -> str:
     """The fix for what a chat template can't write: those by name can't write all of it either."""
     if reason.startswith(f"can't write a question and its answer: {ASKED_OTHERWISE}"):
         return _other_prompt(template)
     if reason.startswith("can't write reasoning beside"):
         fix = "write it into the content, as <think>...</think> before the answer"
-        return f"{fix}; or {TEMPLATE_KEY}: a file that can"
+        return f"{fix}; or {TEMPLATE_KEY}: a file that can; {_THINKS}"
+    if reason.startswith("can't write reasoning in"):
+        return f"{TEMPLATE_KEY}: a file that can; {_THINKS}"
     names = ", ".join(TOOL_TEMPLATES if reason.startswith("can't write tool") else TEMPLATE_TOKENS)
     return f"{TEMPLATE_KEY}: one that can, as a file or by name ({names})"
 
@@ -168,15 +173,20 @@ def _other_template(reason: str, template: ChatTemplate | None) -> str:
 def _other_prompt(template: ChatTemplate | None) -> str:
     """The fix for a generation prompt that opens what the rows don't have, reasoning mostly."""
     names = ", ".join(TEMPLATE_TOKENS)
-    if setting := template.thought_setting if template else {}:
-        ((name, value),) = setting.items()
+    copy = f"{TEMPLATE_KEY}: a copy of it that asks as these rows begin"
+    setting = template.thought_setting if template else {}
+    if template is None or not setting:
+        return f"{copy} ({KWARGS_KEY} has nothing for that), or one by name ({names})"
+    ((name, value),) = setting.items()
+    if value:
         return (
-            f"{KWARGS_KEY}: {{{name}: {str(value).lower()}}}, with which it asks as these rows "
-            f"begin; or {TEMPLATE_KEY}: one that does, as a file or by name ({names})"
+            f"{copy}, or one by name ({names}); or {KWARGS_KEY}: {{{name}: true}}, if its prompts "
+            "are to ask for reasoning as well"
         )
+    alone = "" if template.thinks_with(setting) else " (rows with reasoning don't fit then)"
     return (
-        f"{TEMPLATE_KEY}: a copy of it that asks as these rows begin ({KWARGS_KEY} has nothing "
-        f"for that), or one by name ({names})"
+        f"{KWARGS_KEY}: {{{name}: false}}, with which it asks as these rows begin{alone}; or "
+        f"{TEMPLATE_KEY}: one that does, as a file or by name ({names})"
     )
 
 
@@ -305,7 +315,7 @@ def notes(checked: CheckedSource, section: DataSection, stops: frozenset[int]) -
         )
     if tally.truncated and checked.format.can_split:
         told.append(
-            f"{tally.truncated:,} of {len(checked.index.lengths):,} documents are longer than "
+            f"{tally.truncated:,} of {tally.rows:,} rows are longer than "
             f"data.sequence_length ({section.sequence_length}): {tally.truncated_tokens:,} tokens "
             "at their ends are not trained; overflow: split trains them as further documents"
         )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtune.core.model.document_boundaries import VARLEN_SINKS, takes_boundaries
+from shardtune.core.model.router_logits import without_router_logits
 from shardtune.engine.decode_graphs import Bucket, DecodeGraphs
 from shardtune.engine.slot_cache import SlotCache, why_no_slots
 from shardtune.kernels.decode_attention import attending_by_groups
@@ -61,6 +62,7 @@ class DecodeSteps:
     ) -> None:
         """`forward` is called in place of the model where something has to be done around it."""
         self._graphs, self._forward = graphs, forward or model
+        self._last_only = {"logits_to_keep": 1, **without_router_logits(model)}
         self._config, self._dtype = model.config.get_text_config(), model.dtype
         self._device: torch.device = next(model.parameters()).device
         self._cuda = self._device.type == "cuda"
@@ -145,7 +147,7 @@ class DecodeSteps:
                 position_ids=positions,
                 past_key_values=self.cache.cache,
                 use_cache=True,
-                logits_to_keep=1,
+                **self._last_only,
             )
         logits = answer.logits[:, -1]
         if self._logits is None:

@@ -42,8 +42,8 @@ def _late(comparisons: Sequence[Comparison]) -> Iterator[str]:
                 more = ", ..." if len(rows) > 5 else ""
                 when = f" {side}" if each.before else ""
                 yield (
-                    f"{each.after.task}{when}: {len(rows)} answers scored 0, as scoring them took "
-                    f"too long (row {numbers}{more})"
+                    f"{each.after.task}{when}: {len(rows)} answer{'s' * (len(rows) > 1)} scored 0, "
+                    f"as scoring took too long (row {numbers}{more})"
                 )
 
 

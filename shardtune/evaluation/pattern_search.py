@@ -19,7 +19,9 @@ from shardtune.errors import JobError, Problem
 _SEARCH = """\
 import json, re, signal, sys
 
-signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever was inherited: it ends the process
+# Whatever was inherited: it comes, and ends the process.
+signal.signal(signal.SIGPROF, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
 given = json.load(sys.stdin)
 pattern = re.compile(given["pattern"], given["flags"])
 for text in given["texts"]:

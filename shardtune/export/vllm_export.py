@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardtune.core.model.parallel_plan import expert_count
 from shardtune.data.template_parity import folder_reader, require_parity, training_reader
 from shardtune.errors import Problem, RunError
 from shardtune.export.expert_layouts import (
@@ -122,7 +123,7 @@ def _write_experts(source: ExportSource, folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     family = source.files.config.model_type
-    experts = _expert_count(source.files.config)
+    experts = expert_count(source.files.config)
     settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     trained = load_file(source.run.result / _WEIGHTS)
     save_file(vllm_tensors(trained, settings, experts, family), folder / _WEIGHTS, {"format": "pt"})
@@ -140,11 +141,6 @@ def _write_experts(source: ExportSource, folder: Path) -> None:
         if ".experts." not in name
     ):
         raise _refuse("read back, the weights differ from the run's")
-
-
-def _expert_count(config: Any) -> int:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return int(next(found for name in names if (found := getattr(config, name, None))))
 
 
 def _names(path: Path) -> list[str]:

@@ -20,6 +20,7 @@ from shardtune.core.model.decoding_context import decode_behind, decoding_contex
 from shardtune.core.model.greedy import GREEDY_BELOW
 from shardtune.core.model.long_rope import longest_short_text
 from shardtune.core.model.peft_wrapper import unwrap_model
+from shardtune.core.model.router_logits import without_router_logits
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from shardtune.engine.decode_step import DecodeSteps, Flight, why_not_static
 from shardtune.models.context_window import fit_prompts, require_decoder
@@ -155,6 +156,7 @@ class _Decoder:
         plain = unwrap_model(model)
         self._config = plain.config
         taken = inspect.signature(plain.forward).parameters
+        self._without_router_logits = without_router_logits(plain)
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in taken}
         longest = max((len(each) for each in stopping.stop_strings), default=0)
         self._tail = 4 * longest + 4  # a letter is four tokens at most
@@ -277,7 +279,7 @@ class _Decoder:
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """The logits of the next token, in fp32."""
-        inputs: dict[str, Any] = {}
+        inputs: dict[str, Any] = {**self._without_router_logits}
         if "position_ids" in self._takes:
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
             inputs["position_ids"] = positions[:, -ids.shape[1] :]

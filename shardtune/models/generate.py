@@ -14,6 +14,7 @@ from shardtune.core.host.render_limit import render_limit
 from shardtune.core.model.greedy import GREEDY_BELOW
 from shardtune.core.model.kind import kind_of
 from shardtune.core.model.peft_wrapper import unwrap_model
+from shardtune.core.model.router_logits import without_router_logits
 
 SHORTEST_PROMPT = 4  # where nearly all is trained (plain text), the first quarter is the prompt
 
@@ -72,7 +73,8 @@ def generate_answers(
     was_training = model.training
     model.eval()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
-    paired = kind_of(unwrap_model(model).config) == "encoder_decoder"
+    plain = unwrap_model(model)
+    paired = kind_of(plain.config) == "encoder_decoder"
     # A decoder goes on where a prompt ends; an encoder counts positions from where it begins.
     ids, mask = _padded(prompts, pad, before=not paired, device=device)
     read = _encoded(model, ids, mask) if paired else {}
@@ -93,6 +95,7 @@ def generate_answers(
             stopping_criteria=[_told(progress, max_new_tokens)] if progress else None,
             **sampling,
             **read,
+            **without_router_logits(plain),
         )
     model.train(was_training)
     first = 1 if paired else ids.shape[1]  # behind the token that a decoder starts with

@@ -143,8 +143,8 @@ def load_base(files: ModelFiles, precision: Precision) -> Any:
     if section.add_tokens:
         grow(model, files.growth.rows)
     generation = model.generation_config
-    if generation is not None and not generation.do_sample:
-        # Some models came out with settings of sampling but without sampling. transformers reads
+    if generation is not None and generation.do_sample is False:
+        # Some models came out with settings of sampling and `do_sample: false`. transformers reads
         # such files and refuses to write them, which must not happen at the end of a run.
         generation.temperature = generation.top_p = generation.top_k = None
     return model

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardtune.compat.quiet import quiet_lengths
 from shardtune.config.job import Job, ModelSection
 from shardtune.core.host.hub_address import hub_is_reachable
 from shardtune.core.model.kind import ModelKind, kind_of
@@ -139,6 +140,7 @@ class ModelFiles:
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, trust_remote_code=trusted, **self.hub_arguments
             )
+        quiet_lengths(tokenizer)
         add_tokens(tokenizer, self.section)
         if self.chat_template is not None:
             set_chat_template(tokenizer, self.chat_template)

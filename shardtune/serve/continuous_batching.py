@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardtune.core.model.long_rope import longest_short_text
 from shardtune.core.model.peft_wrapper import unwrap_model
+from shardtune.core.model.router_logits import without_router_logits
 from shardtune.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from shardtune.engine.decode_step import DecodeSteps, why_not_static
 from shardtune.serve.generation_request import GenerationRequest, choose_tokens, guarded
@@ -58,7 +59,8 @@ class ContinuousBatch:
         self._adapter: str | None = None
         taken = inspect.signature(self._inner.forward).parameters
         self._takes_positions = "position_ids" in taken
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._last_only |= without_router_logits(self._inner)
         self._graphs = graphs or DecodeGraphs(cuda_recorder(self._device))
         if not self._graphs.refused and (why := why_not_static(self._inner)):
             self._graphs = DecodeGraphs(None)

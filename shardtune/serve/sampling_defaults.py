@@ -1,11 +1,12 @@
 """How a model's makers want it to be sampled: what its generation_config.json says.
 
-Fields of a request win. As vLLM's server does, and transformers' `generate`; but `do_sample` is
-passed over, as a request has no such field: temperature 0 is greedy.
+Fields of a request win. As vLLM's server does, and transformers' `generate`. A file with
+`do_sample: false` says nothing about sampling: its values are leftovers, which results don't have.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,15 @@ from typing import Any
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "min_p": (0,), "repetition_penalty": (1,), "typical_p": (1,), "no_repeat_ngram_size": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "epsilon_cutoff": (0,), "eta_cutoff": (0,),
+    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "num_beams": (1,),
+    "min_new_tokens": (0,), "min_length": (0,),
+    **dict.fromkeys(
+        (
+            "top_h", "penalty_alpha", "max_new_tokens", "bad_words_ids", "suppress_tokens",
+            "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
+        ),
+        (),
+    ),
 }  # fmt: skip
 """What changes answers and isn't served, and the values of each that change nothing."""
 
@@ -46,17 +56,21 @@ class SamplingDefaults:
 
 def sampling_defaults(generation: Any | None) -> SamplingDefaults:
     """From a GenerationConfig of transformers. Values out of bounds are left out, too."""
+    sampled = generation is not None and generation.do_sample is not False
     said: dict[str, Any] = generation.to_diff_dict() if generation is not None else {}
     bounds = {
-        "temperature": lambda value: value >= 0,
+        "temperature": lambda value: 0 <= value <= 2,
         "top_p": lambda value: 0 < value <= 1,
-        "top_k": lambda value: value >= -1 and value == int(value),
+        "top_k": lambda value: value >= -1 and value % 1 == 0,
     }
-    given = {name: said[name] for name in bounds if said.get(name) is not None}
+    given = {name: said[name] for name in bounds if sampled and said.get(name) is not None}
     taken = {
         name: value
         for name, value in given.items()
-        if isinstance(value, int | float) and bounds[name](value)
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and bounds[name](value)
     }
     left_out = {name: value for name, value in given.items() if name not in taken}
     for name, neutral in _NEUTRAL.items():

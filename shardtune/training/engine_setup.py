@@ -29,9 +29,10 @@ def make_plan(job: Job, ranks: int, steps: int) -> Plan:
     scheduled = max(1, steps - train.schedule_start)
     warmup = train.warmup(scheduled)
     if warmup >= scheduled and warmup:
-        fact = f"{warmup} steps of warmup in a run of {scheduled}"
+        key = "warmup_steps" if train.warmup_ratio is None else "warmup_ratio"
+        fact = f"{warmup} step{'s' * (warmup > 1)} of warmup in a run of {scheduled}"
         fix = "warm up for fewer steps, or train for more"
-        raise JobError(Problem("train.warmup_steps", fact, fix))
+        raise JobError(Problem(f"train.{key}", fact, fix))
     mesh = job.strategy.mesh(ranks)
     mesh.require(ranks)
     micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch

@@ -79,9 +79,12 @@ def require_cuttable(job: Job, config: Any) -> None:
     if mesh.size_of("expert") > 1:
         import torch
 
-        from shardtune.models.materialize import without_memory
+        from shardtune.models.model_files import auto_class
 
-        model = without_memory(config, job.model, torch.float32)
+        with torch.device("meta"):  # an expert tensor of a large mixture has 30 GB
+            model = auto_class(config).from_config(
+                config, trust_remote_code=job.model.trust_remote_code
+            )
         family = config.get_text_config().model_type
         require_divisible_experts(model, family, expert_count(config), mesh.size_of("expert"))
         if job.model.quantization == "nf4":

@@ -226,12 +226,12 @@ def test_without_a_gpu_the_command_is_offered_with_a_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     use_machine(monkeypatch, tmp_path, gpus=0)
-    assert main([word.replace("JOB", str(job)) for word in words]) == 2
+    asked = [word.replace("JOB", str(job)) for word in words]
+    assert main(asked) == 2
     fact, fix = capsys.readouterr().err.split("fix: ")
     assert fact.startswith(f"error: shardtune {words[0]}: no GPU is visible here, and --cluster")
-    program, *offered = shlex.split(fix.partition(";")[0])
-    assert program == "shardtune"
-    assert main(offered) == 0
+    option = shlex.split(fix.removeprefix("add ").partition(",")[0])
+    assert main([*asked, *option]) == 0
     assert "`shardtune bench --out here.yaml` measures this machine" in fix
 
 

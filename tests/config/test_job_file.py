@@ -68,7 +68,7 @@ def test_a_type_that_goes_without_saying(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_chat_template(tmp_path: Path) -> None:
-    key, given = "data.chat_template_kwargs", {"thinking": False, "effort": 1.5, "roles": ["a", 1]}
+    key, given = "data.chat_template_kwargs", {"thinking": False, "effort": 1.5, "roles": ("a", 1)}
     job = load(tmp_path, f"{key}.thinking=false", f"{key}.effort=1.5", f"{key}.roles=[a, 1]").job
     assert job.data.chat_template_kwargs == given
     assert Job.model_validate_json(job.model_dump_json()) == job

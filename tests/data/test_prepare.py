@@ -73,7 +73,7 @@ def test_documents_and_report(tmp_path, tokenizer):
         "tokens": 13, "labels": 10, "truncated": 1, "truncated_tokens": 2, "split": 0,
         "dropped": 0, "untrained": 0, "bad": 0, "stops_trained": 2, "unit": "a row",
         "notes": (
-            "1 of 3 documents are longer than data.sequence_length (8): 2 tokens at their ends "
+            "1 of 3 rows are longer than data.sequence_length (8): 2 tokens at their ends "
             "are not trained; overflow: split trains them as further documents",
         ),
     }  # fmt: skip

@@ -115,7 +115,7 @@ def test_what_was_chosen_is_told_and_splitting_is_proposed(tmp_path, tokenizer):
     assert found.notes == (
         "a document is what stands between blank lines (documents: blank_line, because 33% "
         "of its lines are blank); otherwise set documents: file, documents: line or a separator",
-        "1 of 3 documents are longer than data.sequence_length (24): 13 tokens at their ends are "
+        "1 of 3 rows are longer than data.sequence_length (24): 13 tokens at their ends are "
         "not trained; overflow: split trains them as further documents",
     )
     assert notes(documents="blank_line", overflow="split").notes == ()

@@ -280,10 +280,25 @@ def test_a_thought_that_a_variable_of_the_template_leaves_out(refused, switch, s
         "'ssistant\\n<think></think>'; 3 of 3 rows need that "
         "(rows.jsonl:1, rows.jsonl:2, rows.jsonl:3)"
     )
-    assert fix == (
-        f"data.chat_template_kwargs: {setting}, with which it asks as these rows begin; "
-        f"or data.chat_template: one that does, as a file or {NAMES}"
-    )
+    if "true" in setting:
+        assert fix == (
+            f"data.chat_template: a copy of it that asks as these rows begin, or one {NAMES}; or "
+            f"data.chat_template_kwargs: {setting}, if its prompts are to ask for reasoning as well"
+        )
+    else:
+        assert fix == (
+            f"data.chat_template_kwargs: {setting}, with which it asks as these rows begin; "
+            f"or data.chat_template: one that does, as a file or {NAMES}"
+        )
+
+
+def test_rows_with_reasoning_that_would_not_fit_then(refused):
+    """GLM-4.7 turns it off for all rows."""
+    other = opening("enable_thinking is false")
+    content = "(m.content if enable_thinking is not false else m.content.split('</think>')[-1])"
+    other.chat_template = other.chat_template.replace("m.content", content)
+    ((_, _, fix),) = refused([GOOD] * 3, other=other)
+    assert "begin (rows with reasoning don't fit then); or data.chat_template" in fix
 
 
 @pytest.mark.parametrize("switch", ["false", "enable_thinking == 'a word that nobody guesses'"])

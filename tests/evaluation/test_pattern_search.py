@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,12 @@ def test_the_limit_is_that_of_a_text_not_of_all() -> None:
 def test_a_search_that_cannot_be_done_is_named() -> None:
     with pytest.raises(JobError, match=r"the search for '\(' failed: .*missing \)"):
         search_each("(", 0, ["a"], seconds=1)
+
+
+def test_a_signal_that_is_blocked_here_still_ends_the_search() -> None:
+    """A child takes over which signals its parent has blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        assert search_each(NESTED, 0, [40 * "a" + "!"], seconds=0.2) == [None]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

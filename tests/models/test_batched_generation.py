@@ -18,6 +18,8 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -28,6 +30,7 @@ from shardtune.engine.decode_graphs import DecodeGraphs
 from shardtune.errors import ModelError
 from shardtune.models import tiny
 from shardtune.models.batched_generation import Completion, Sampling, Stopping, complete, nucleus
+from shardtune.models.generate import generate_answers
 from shardtune.models.load import load_base
 from shardtune.models.log_likelihood import score_continuations, split_pair
 from shardtune.models.model_files import ModelFiles
@@ -142,6 +145,25 @@ def test_sinks_take_their_share_in_every_step(tokenizer: Any, attention: str) ->
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/models")
+def test_a_mixture_whose_config_asks_for_the_routers_logits(tokenizer: Any) -> None:
+    """transformers' own `generate` fails on it: it computes a loss of balance from the mask."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=4, num_experts_per_tok=2, initializer_range=0.3,
+    )  # fmt: skip
+    model: Any = Qwen3MoeForCausalLM(config).eval()
+    prompts = encode(tokenizer, TEXTS[:3])
+    expected = complete(model, tokenizer, prompts, stopping=Stopping(8))
+    told = {"stops": frozenset({319}), "max_new_tokens": 8}
+    written = generate_answers(model, tokenizer, prompts, **told)
+    model.config.output_router_logits = True
+    for graphs in (None, static_steps()):
+        assert complete(model, tokenizer, prompts, stopping=Stopping(8), graphs=graphs) == expected
+    assert generate_answers(model, tokenizer, prompts, **told) == written
+
+
 def test_a_stop_string_ends_a_row_and_is_cut_off() -> None:
     model = AutoModelForCausalLM.from_pretrained(STORIES).eval()
     tokenizer = AutoTokenizer.from_pretrained(STORIES)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 from shardtune.config.job import Adapter, LoRA, ModelSection, NoAdapter, TrainSection
 from shardtune.errors import ModelError
@@ -20,6 +21,7 @@ from shardtune.models import tiny
 from shardtune.models.catalogue import resolve
 from shardtune.models.load import check_fits_data, load_base
 from shardtune.models.model_files import ModelFiles, explaining
+from shardtune.serve.sampling_defaults import sampling_defaults
 from tests.no_hub import lose_hub
 from tests.synthetic import load_model
 
@@ -228,6 +230,30 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_config(fol
     files = ModelFiles(section(folder))
     files.tokenizer.eos_token = None
     assert files.stop_ids == frozenset()
+
+
+@pytest.mark.parametrize("file", [{}, {"do_sample": True}])
+def test_sampling_that_the_makers_ask_for_is_kept(
+    folder: Path, tmp_path: Path, file: dict[str, Any]
+) -> None:
+    """In a result and in a merged folder, as in the model itself."""
+    edit(folder / "generation_config.json", temperature=0.6, top_k=20, **file)
+    model = load_model(section(folder), NoAdapter(), TrainSection(precision="fp32"), device="cpu")
+    model.generation_config.save_pretrained(tmp_path)
+    for place in (folder, tmp_path):
+        found = sampling_defaults(GenerationConfig.from_pretrained(place))
+        assert (found.temperature, found.top_k) == (0.6, 20)
+
+
+def test_sampling_beside_do_sample_false_is_not_taken_and_can_be_written(
+    folder: Path, tmp_path: Path
+) -> None:
+    edit(folder / "generation_config.json", temperature=0.6, top_k=20, do_sample=False)
+    assert not sampling_defaults(ModelFiles(section(folder)).generation_config).taken
+    model = load_model(section(folder), NoAdapter(), TrainSection(precision="fp32"), device="cpu")
+    model.generation_config.save_pretrained(tmp_path)  # transformers would refuse leftovers
+    said = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
+    assert not {"temperature", "top_k"} & {name for name in said if said[name] is not None}
 
 
 def test_the_job_may_name_the_stop_tokens() -> None:

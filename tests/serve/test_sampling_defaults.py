@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -91,6 +92,13 @@ def test_texts_are_continued_by_the_file_too(client: Any) -> None:
         (
             {"top_p": 0.8, "repetition_penalty": 1.1, "typical_p": 1.0},
             SamplingDefaults(top_p=0.8, left_out={"repetition_penalty": 1.1}),
+        ),
+        ({"do_sample": False, "temperature": 0.6}, SamplingDefaults()),
+        (
+            {"temperature": 5, "top_k": math.inf, "top_p": True, "max_new_tokens": 64},
+            SamplingDefaults(
+                left_out={"temperature": 5, "top_p": True, "top_k": math.inf, "max_new_tokens": 64}
+            ),
         ),
     ],
 )

@@ -15,7 +15,7 @@ Format = Literal["instruction", "chat", "completion", "pretokenized", "source_ta
 
 
 TemplateScalar = str | bool | int | float | None
-TemplateValue = TemplateScalar | list[TemplateScalar]
+TemplateValue = TemplateScalar | tuple[TemplateScalar, ...]
 
 
 class Columns(Section):

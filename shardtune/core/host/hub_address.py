@@ -13,7 +13,8 @@ def hub_is_reachable() -> bool:
     own client tries six times, in 24 seconds. Its offline mode asks nobody by itself."""
     from huggingface_hub import constants
 
-    return constants.HF_HUB_OFFLINE or bool(getproxies()) or _has_address(constants.ENDPOINT)
+    proxies = getproxies().keys() - {"no"}
+    return constants.HF_HUB_OFFLINE or bool(proxies) or _has_address(constants.ENDPOINT)
 
 
 def not_in_cache() -> str:

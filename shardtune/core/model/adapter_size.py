@@ -59,12 +59,16 @@ def ia3_parameters(
 ) -> int:
     """What IA3 trains: a factor for each output of a target, or each input of a feedforward."""
     chosen, inputs = ia3_modules(shape, targets, feedforward)
-    _check(shape, "adapter.targets", "linear layer", chosen, [w.module for w in shape.linears])
     return sum(
         weight.times * weight.shape[1 if _called(weight.module, inputs) else 0]
-        for weight in shape.linears
-        if _called(weight.module, chosen)
+        for weight in scaled(shape, chosen)
     )
+
+
+def scaled(shape: ModelShape, targets: Collection[str]) -> tuple[Weight, ...]:
+    """What IA3 has factors on; experts that share a name with modules don't matter to it."""
+    _check(shape, "adapter.targets", "linear layer", targets, [w.module for w in shape.linears])
+    return tuple(weight for weight in shape.linears if _called(weight.module, targets))
 
 
 def targeted(

@@ -302,9 +302,15 @@ def _inner(config: Any) -> int:
 
 def expert_count(config: Any) -> int:
     """Routed experts of a layer; 0 where a model has none."""
+    return _of_experts(
+        config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    )
+
+
+def _of_experts(config: Any, *names: str) -> int:
+    """The first of these that a configuration has; 0 where it has none."""
     text = config.get_text_config()
     places = (text, getattr(text, "ffn_config", None))  # DBRX's
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     found = (getattr(place, name, None) for place in places for name in names)
     return int(next(filter(None, found), 0))
 
@@ -312,7 +318,8 @@ def expert_count(config: Any) -> int:
 def active_share(config: Any) -> float:
     """The share of its experts that a token is sent to; 1 where a model has none."""
     count = expert_count(config)
-    return config.get_text_config().num_experts_per_tok / count if count else 1.0
+    chosen = _of_experts(config, "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k")
+    return chosen / count if count and chosen else 1.0
 
 
 def expert_widths(config: Any) -> tuple[int, ...]:

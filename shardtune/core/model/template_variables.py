@@ -57,12 +57,13 @@ def variables(template: str) -> set[str]:
 
 def with_defaults(template: str, values: Mapping[str, Any]) -> str:
     """The template, which takes these values where it is given no others."""
-    lines = (
+    lines = [
         # The end of a line behind a tag isn't written, and keeps the first line a line.
         f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
         for name, value in values.items()
-    )
-    return "".join(lines) + template
+    ]
+    own = "".join(lines)
+    return template if template.startswith(own) else own + template
 
 
 def _literal(value: Any) -> str:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 from shardtune.core.footprint import ExpertBytes, ModelBytes
-from shardtune.core.model.adapter_size import lora_parameters, targeted
+from shardtune.core.model.adapter_size import lora_parameters, scaled, targeted
 from shardtune.core.model.flops import reads_source
 from shardtune.core.model.quantized_size import (
     NF4_BITS,
@@ -99,6 +99,9 @@ class AdapterSize:
     @lru_cache(maxsize=SHAPES)  # noqa: B019 - it is a value, and there are few
     def on(self, shape: ModelShape) -> tuple[Weight, ...]:
         """The weights that have an adapter."""
+        if self.scaled_inputs is not None:
+            assert self.targets != "all-linear"
+            return scaled(shape, self.targets)
         return targeted(shape, self.targets, experts=self.expert_rank > 0)
 
     @lru_cache(maxsize=SHAPES)  # noqa: B019

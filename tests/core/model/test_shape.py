@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from shardtune.config.job import IA3, LoRA
 from shardtune.core.model.adapter_size import ia3_parameters, lora_parameters
 from shardtune.core.model.architectures import SHAPE_READERS, read_shape
+from shardtune.core.model.architectures.ia3 import ia3_modules
 from shardtune.core.model.flops import attention_flops, matmul_flops, matmul_flops_per_token
 from shardtune.core.model.known_models import known_model
 from shardtune.core.model.quantized_size import frozen_bytes, quantizable
@@ -24,6 +25,7 @@ from shardtune.core.model.shape import LAYER_PARTS, ModelShape
 from shardtune.errors import ModelError
 from shardtune.models.expert_layers import modules_of_routers
 from shardtune.models.peft_adapters import insert_adapters
+from shardtune.plan.estimate.workload import AdapterSize
 from tests.adapting import add_adapter
 
 Config = dict[str, Any]
@@ -366,6 +368,12 @@ def test_ia3_trains_as_many_as_peft_does(family: str, config: Config) -> None:
     adapted = insert_adapters(model_of(family, config), IA3())
     expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert ia3_parameters(shape) == expected
+    modules, inputs = ia3_modules(shape, "auto", "auto")
+    factors = AdapterSize(1, modules, scaled_inputs=inputs)  # as forecasts have it
+    assert expected == sum(
+        weight.times * weight.shape[0 if factors.scales_result(weight) else 1]
+        for weight in factors.on(shape)
+    )
 
 
 @pytest.mark.parametrize(
