@@ -18,6 +18,8 @@ from shardtune.evaluation.recipes import find_tasks
 from shardtune.evaluation.run_task import Comparison, run_task
 from shardtune.evaluation.task_rows import open_rows
 
+pytestmark = pytest.mark.process
+
 NESTED = r"^(a+)+$"
 """Tries 2^n ways to fit n letters before it gives up."""
 ENDLESS = 64 * "a" + "!"
