@@ -37,8 +37,10 @@ def run_server(
         server_header=False,
     )
     shown = f"[{host}]" if ":" in host else host
-    ready(f"http://{shown}:{listening.getsockname()[1]}")
-    _Server(config, draining).run(sockets=[listening])
+    server = _Server(config, draining)
+    with server.capture_signals():  # uvicorn starts to listen to them a moment later
+        ready(f"http://{shown}:{listening.getsockname()[1]}")
+        server.run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:
